@@ -1,0 +1,57 @@
+"""Every error and warning that tsfunc raises, in one tree.
+
+    TsfuncError
+    ├── DispatchError (RuntimeError)          the table has no kernel, or a registration is refused
+    ├── DescriptorError (ValueError)          a descriptor is not well formed
+    ├── DescriptorViolation (ValueError)      a call breaks the contract of a descriptor
+    ├── ConstraintViolation (ValueError)      a trace needs more of a dim than its descriptor promises
+    ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
+    ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
+    ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
+    └── FileFormatError (ValueError)          a saved program is damaged
+    SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
+
+Each is also the built-in exception that a caller of torch.func would catch.
+"""
+
+from __future__ import annotations
+
+
+class TsfuncError(Exception):
+    """The root of the tree: ``except tsfunc.errors.TsfuncError`` catches all that is ours."""
+
+
+class DispatchError(TsfuncError, RuntimeError):
+    """An operator has no kernel for a call, or a registration or key definition is refused."""
+
+
+class DescriptorError(TsfuncError, ValueError):
+    """A descriptor is not well formed: it could not describe any call."""
+
+
+class DescriptorViolation(TsfuncError, ValueError):
+    """A call breaks what its descriptors promise; the message has the path of each leaf."""
+
+
+class ConstraintViolation(TsfuncError, ValueError):
+    """Tracing relied on a fact about a named dim that its descriptor does not state."""
+
+
+class DataDependentError(TsfuncError, RuntimeError):
+    """A value that is traced or batched was asked for as a Python bool, number or list."""
+
+
+class EscapedTracerError(TsfuncError, RuntimeError):
+    """A traced or batched value was used after the transform that made it had ended."""
+
+
+class MissingRuleError(TsfuncError, NotImplementedError):
+    """An operator has no rule for a transform, and no loop can stand in for one."""
+
+
+class FileFormatError(TsfuncError, ValueError):
+    """A file is not a saved program, or it is damaged."""
+
+
+class SlowFallbackWarning(UserWarning):
+    """An operator without a batching rule runs once per example of the batch."""
