@@ -1,0 +1,249 @@
+"""Pointwise operators: align the arguments and call the operator once.
+
+Results have the broadcast shape of all arguments. What a row's rule adds to ``op(*args)`` is
+only where the batch dim must stand for broadcasting, and the promotion of logical scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import align, promote_scalars, refuse_inplace
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+
+
+def uniform(args: Sequence[Any], dims: Dims) -> bool:
+    """Whether all tensors are batched alike and of one rank, so that nothing needs aligning."""
+    lead = dims[0]
+    if lead is None:
+        return False
+    rank = args[0].dim()
+    for i in range(1, len(args)):
+        arg = args[i]
+        if isinstance(arg, Tensor) and (dims[i] != lead or arg.dim() != rank):
+            return False
+    return True
+
+
+def pointwise(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Any number of tensors and numbers, broadcast together."""
+    count = len(args)
+    if count == 1:
+        return op(args[0], **kwargs), dims[0]
+    if count == 2:
+        x, y = args
+        at, other = dims
+        if other is None:
+            # A value with logical dims promotes and broadcasts as it is with one that has
+            # no dims to the left of the batch dim.
+            if not isinstance(y, Tensor) or 1 < x.dim() > y.dim() + at:
+                return op(x, y, **kwargs), at
+        elif at is None:
+            if not isinstance(x, Tensor) or 1 < y.dim() > x.dim() + other:
+                return op(x, y, **kwargs), other
+        elif at == other and x.dim() == y.dim():
+            return op(x, y, **kwargs), at
+    elif uniform(args, dims):
+        return op(*args, **kwargs), dims[0]
+    aligned, at = align(promote_scalars(args, dims), dims)
+    return op(*aligned, **kwargs), at
+
+
+def pointwise_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Writes the first argument, whose batch dim the others follow."""
+    x, at = args[0], dims[0]
+    if at is None:
+        refuse_inplace(op)
+    if uniform(args, dims):
+        op(*args, **kwargs)
+        return x, at
+    promoted = [x, *promote_scalars(args, dims)[1:]]
+    aligned, _ = align(promoted, dims, x.dim() - 1 - at)
+    op(*aligned, **kwargs)
+    return x, at
+
+
+@row(Category.TENSOR_ITERATOR, "aten::where.self")
+def where(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The condition takes no part in promotion."""
+    if uniform(args, dims):
+        return op(*args, **kwargs), dims[0]
+    x, y = promote_scalars(args[1:], dims[1:])
+    aligned, at = align((args[0], x, y), dims)
+    return op(*aligned, **kwargs), at
+
+
+@row(Category.TENSOR_ITERATOR, "aten::masked_fill.Scalar")
+def masked_fill(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The result has the type of the first argument whatever the others are."""
+    aligned, at = align(args, dims)
+    return op(*aligned, **kwargs), at
+
+
+@row(Category.TENSOR_ITERATOR, "aten::masked_fill.Tensor")
+def masked_fill_tensor(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The operator takes a value without dims only: a batched one goes through ``where``."""
+    if dims[2] is None:
+        (x, mask), at = align(args[:2], dims[:2])
+        return op(x, mask, args[2], **kwargs), at
+    (x, mask, value), at = align(args, dims)
+    return torch.where(mask, value.to(x.dtype), x), at
+
+
+@row(Category.TENSOR_ITERATOR, "aten::masked_fill_.Scalar")
+def masked_fill_scalar_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The mask follows the batch dim of the tensor that is written."""
+    x, at = args[0], dims[0]
+    if at is None:
+        refuse_inplace(op)
+    (_, mask), _ = align(args[:2], dims[:2], x.dim() - 1 - at)
+    op(x, mask, *args[2:], **kwargs)
+    return x, at
+
+
+@row(Category.TENSOR_ITERATOR, "aten::masked_fill_.Tensor")
+def masked_fill_tensor_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As for a number, except that batched values need ``where``."""
+    if dims[2] is None:
+        return masked_fill_scalar_inplace(op, level, dims, args, kwargs)
+    x, at = args[0], dims[0]
+    if at is None:
+        refuse_inplace(op)
+    (_, mask, value), _ = align(args, dims, x.dim() - 1 - at)
+    x.copy_(torch.where(mask, value.to(x.dtype), x))
+    return x, at
+
+
+@row(Category.TENSOR_ITERATOR, "aten::log_sigmoid_forward")
+def log_sigmoid_forward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Returns a buffer for the backward pass too, which is empty where it is not needed."""
+    buffered = args[0].device.type == "cpu"
+    return op(*args, **kwargs), (dims[0], dims[0] if buffered else None)
+
+
+@row(Category.TENSOR_ITERATOR, "aten::log_sigmoid_backward")
+def log_sigmoid_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The buffer takes part only where there is one."""
+    if args[0].device.type == "cpu":
+        return pointwise(op, level, dims, args, kwargs)
+    (grad, x), at = align(args[:2], dims[:2])
+    return op(grad, x, args[2], **kwargs), at
+
+
+def _aten(names: str) -> list[str]:
+    return [f"aten::{name}" for name in names.split()]
+
+
+def _with_inplace(names: str) -> tuple[list[str], list[str]]:
+    """Names for both rules; ``add.Tensor`` has the in-place variant ``add_.Tensor``."""
+    plain = _aten(names)
+    return plain, ["_.".join(n.split(".")) if "." in n else n + "_" for n in plain]
+
+
+# Operators that have an in-place variant of the same overload name.
+_BOTH = """
+    abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh
+    ceil celu clamp clamp_max clamp_min clip conj_physical cos cosh deg2rad digamma elu erf erfc
+    erfinv exp exp2 expm1 fix floor frac hardsigmoid hardswish hardtanh i0 leaky_relu lgamma log
+    log10 log1p log2 logical_not logit mish mvlgamma nan_to_num neg negative rad2deg
+    reciprocal relu relu6 round round.decimals rsqrt selu sgn sigmoid sign silu sin sinc sinh
+    sqrt square tan tanh threshold trunc bitwise_not
+    add.Scalar add.Tensor sub.Scalar sub.Tensor subtract.Scalar subtract.Tensor
+    mul.Scalar mul.Tensor multiply.Scalar multiply.Tensor
+    div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode
+    divide.Scalar divide.Scalar_mode divide.Tensor divide.Tensor_mode
+    true_divide.Scalar true_divide.Tensor floor_divide.Scalar
+    fmod.Scalar fmod.Tensor remainder.Scalar remainder.Tensor
+    atan2 arctan2 copysign.Scalar copysign.Tensor hypot nextafter heaviside gcd lcm igamma igammac
+    xlogy.Tensor xlogy.Scalar_Other addcmul addcdiv lerp.Scalar lerp.Tensor
+    clamp.Tensor clamp_max.Tensor clamp_min.Tensor clip.Tensor
+    eq.Scalar eq.Tensor ne.Scalar ne.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor
+    le.Scalar le.Tensor lt.Scalar lt.Tensor
+    not_equal.Scalar not_equal.Tensor greater.Scalar greater.Tensor
+    greater_equal.Scalar greater_equal.Tensor less.Scalar less.Tensor
+    less_equal.Scalar less_equal.Tensor
+    logical_and logical_or logical_xor
+    bitwise_and.Scalar bitwise_and.Tensor bitwise_or.Scalar bitwise_or.Tensor
+    bitwise_xor.Scalar bitwise_xor.Tensor
+    bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar
+    bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar
+"""
+
+# Operators without one, or whose in-place variant has another name.
+_PLAIN = """
+    _conj_physical angle complex polar positive floor_divide float_power.Scalar float_power.Tensor_Scalar
+    float_power.Tensor_Tensor fmax fmin frexp.Tensor gelu hardshrink isfinite isinf isnan
+    isneginf isposinf ldexp.Tensor logaddexp logaddexp2 max.other maximum min.other minimum
+    polygamma pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor remainder.Scalar_Tensor
+    rsub.Scalar rsub.Tensor signbit softplus softshrink xlogy.Scalar_Self
+    __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Scalar __xor__.Tensor
+    __lshift__.Scalar __lshift__.Tensor __rshift__.Scalar __rshift__.Tensor
+    bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor
+    bitwise_left_shift.Scalar_Tensor bitwise_right_shift.Scalar_Tensor
+    _prelu_kernel _add_relu.Tensor _add_relu.Scalar
+    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+    special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
+    special_scaled_modified_bessel_k1 special_spherical_bessel_j0
+    special_xlog1py special_xlog1py.other_scalar special_xlog1py.self_scalar
+    special_zeta special_zeta.other_scalar special_zeta.self_scalar
+    special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit
+    special_expm1 special_gammainc special_gammaincc special_gammaln special_i0 special_log1p
+    special_logit special_multigammaln special_polygamma special_psi
+    special_round special_sinc special_xlogy special_xlogy.other_scalar special_xlogy.self_scalar
+"""
+
+_INPLACE = """
+    __iand__.Scalar __iand__.Tensor __ior__.Scalar __ior__.Tensor __ixor__.Scalar __ixor__.Tensor
+    floor_divide_.Tensor __ilshift__.Scalar __ilshift__.Tensor
+    __irshift__.Scalar __irshift__.Tensor
+    float_power_.Scalar float_power_.Tensor ldexp_ polygamma_ pow_.Scalar pow_.Tensor
+    _add_relu_.Tensor _add_relu_.Scalar
+"""
+
+_BACKWARD = """
+    _prelu_kernel_backward elu_backward gelu_backward hardshrink_backward hardsigmoid_backward
+    hardswish_backward hardtanh_backward leaky_relu_backward logit_backward mish_backward
+    native_dropout_backward rrelu_with_noise_backward sigmoid_backward silu_backward
+    softplus_backward softshrink_backward tanh_backward threshold_backward _masked_scale
+"""
+
+_POLYNOMIALS = [
+    f"aten::special_{kind}{overload}"
+    for kind in (
+        *(f"{s}chebyshev_polynomial_{k}" for s in ("", "shifted_") for k in "tuvw"),
+        "hermite_polynomial_h",
+        "hermite_polynomial_he",
+        "laguerre_polynomial_l",
+        "legendre_polynomial_p",
+    )
+    for overload in ("", ".n_scalar", ".x_scalar")
+]
+
+_plain, _inplace = _with_inplace(_BOTH)
+rows(Category.TENSOR_ITERATOR, pointwise, *_plain, *_aten(_PLAIN), *_POLYNOMIALS)
+rows(Category.TENSOR_ITERATOR, pointwise, *_aten(_BACKWARD))
+rows(Category.TENSOR_ITERATOR, pointwise_inplace, *_inplace, *_aten(_INPLACE))
