@@ -132,6 +132,17 @@ def masked_fill_tensor_inplace(
     return x, at
 
 
+@row(Category.TENSOR_ITERATOR, "aten::gelu_backward")
+def gelu_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Its kernel for processors wants equal shapes."""
+    if uniform(args, dims):
+        return op(*args, **kwargs), dims[0]
+    aligned, at = align(args, dims)
+    return op(*torch.broadcast_tensors(*aligned), **kwargs), at
+
+
 @row(Category.TENSOR_ITERATOR, "aten::log_sigmoid_forward")
 def log_sigmoid_forward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -225,7 +236,7 @@ _INPLACE = """
 """
 
 _BACKWARD = """
-    _prelu_kernel_backward elu_backward gelu_backward hardshrink_backward hardsigmoid_backward
+    _prelu_kernel_backward elu_backward hardshrink_backward hardsigmoid_backward
     hardswish_backward hardtanh_backward leaky_relu_backward logit_backward mish_backward
     native_dropout_backward rrelu_with_noise_backward sigmoid_backward silu_backward
     softplus_backward softshrink_backward tanh_backward threshold_backward _masked_scale

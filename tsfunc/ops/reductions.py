@@ -1,0 +1,339 @@
+"""Reductions and scans: the dims that they work along are shifted past the batch dim.
+
+A value without logical dims answers to dim 0 and -1. It gets a dim of size 1 for the kernel,
+since its only physical dim is the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import (
+    align,
+    batched_at,
+    every_dim,
+    front,
+    physical_dim,
+    promote_scalars,
+    wrap,
+)
+from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
+
+
+def flat(x: Tensor, at: int) -> Tensor:
+    """The value with its batch dim first and all logical dims in one."""
+    x = front(x, at)
+    return x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
+
+
+def reduction(place: int = 1, keep: int | None = 2, default: int | None = None) -> Rule:
+    """The rule of a reduction whose dims are ``args[place]``: an int, a list, or all (None).
+
+    ``args[keep]`` is its keepdim; None where that is keyword-only or missing.
+    """
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x, at = args[0], dims[0]
+        given = args[place] if len(args) > place else default
+        kept = args[keep] if keep is not None and len(args) > keep else kwargs.get("keepdim")
+        rank = x.dim() - 1
+        if rank == 0:
+            return _of_scalar(op, x, given, args, kwargs, place, keep), 0
+        if isinstance(given, int):
+            target: Any = physical_dim(given, rank, at)
+            before = 1 if target < at else 0
+        else:
+            if given:
+                target = [physical_dim(dim, rank, at) for dim in given]
+            else:
+                target = every_dim(rank, at)
+            before = sum([dim < at for dim in target])
+        if len(args) < place:
+            out = op(*args, dim=target, **kwargs)
+        else:
+            out = op(x, *args[1:place], target, *args[place + 1 :], **kwargs)
+        return out, at if kept else at - before
+
+    return rule
+
+
+def _of_scalar(
+    op: Any,
+    x: Tensor,
+    given: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    place: int,
+    keep: int | None,
+) -> Any:
+    """Reduces the dim of size 1 that stands for what a scalar lacks; keepdim has no effect."""
+    single = isinstance(given, int)
+    for dim in [given] if single else given or ():
+        wrap(dim, 0)
+    rest = list(args[place + 1 :])
+    if keep is not None and len(args) > keep:
+        rest[keep - place - 1] = False
+    if "keepdim" in kwargs:
+        kwargs = {**kwargs, "keepdim": False}
+    target = 1 if single else [1]
+    if len(args) < place:
+        return op(x.unsqueeze(1), *args[1:], dim=target, **kwargs)
+    return op(x.unsqueeze(1), *args[1:place], target, *rest, **kwargs)
+
+
+def over_all(reduce: Callable[..., Any]) -> Rule:
+    """The rule of a reduction over all dims, which ``reduce(x, dims)`` does over some."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x, at = args[0], dims[0]
+        if x.dim() == 1:
+            x = x.unsqueeze(1)
+        return reduce(x, every_dim(x.dim() - 1, at), **kwargs), 0
+
+    return rule
+
+
+_by_dims = reduction()
+_by_dim = reduction()
+_keyword_keepdim = reduction(1, None)
+
+
+def all_or_any(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Unlike other reductions they take an empty list of dims for what it says."""
+    if len(args) > 1 and args[1] is not None and len(args[1]) == 0:
+        return op(*args, **kwargs), dims[0]
+    return _by_dims(op, level, dims, args, kwargs)
+
+
+def arg_extreme(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Without a dim the index counts through the flattened logical value."""
+    if len(args) > 1 and args[1] is not None:
+        return _by_dim(op, level, dims, args, kwargs)
+    x, at = args[0], dims[0]
+    out = op(flat(x, at), 1)
+    if len(args) > 2 and args[2]:
+        out = out.reshape(out.shape + (1,) * (x.dim() - 1))
+    return out, 0
+
+
+@row(Category.TENSOR_ITERATOR, "aten::aminmax")
+def aminmax(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Its dim is keyword-only; without one all dims are reduced, and kept with size 1."""
+    x, at = args[0], dims[0]
+    dim, keepdim = kwargs.get("dim"), kwargs.get("keepdim", False)
+    rank = x.dim() - 1
+    if dim is None or rank == 0:
+        wrap(dim or 0, rank)
+        low, high = op(flat(x, at), dim=1)
+        shape = low.shape + ((1,) * rank if keepdim else ())
+        return (low.reshape(shape), high.reshape(shape)), 0
+    target = physical_dim(dim, rank, at)
+    out = op(x, dim=target, keepdim=keepdim)
+    return out, at if keepdim or target > at else at - 1
+
+
+@row(Category.TENSOR_ITERATOR, "aten::prod")
+def prod(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The kernel takes one dim, so the logical dims become one."""
+    return torch.prod(flat(args[0], dims[0]), 1, **kwargs), 0
+
+
+@row(Category.TENSOR_ITERATOR, "aten::median")
+def median(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of all elements: of the one dim that they become."""
+    return torch.median(flat(args[0], dims[0]), 1).values, 0
+
+
+@row(Category.TENSOR_ITERATOR, "aten::nanmedian")
+def nanmedian(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As median."""
+    return torch.nanmedian(flat(args[0], dims[0]), 1).values, 0
+
+
+@row(Category.TENSOR_ITERATOR, "aten::norm.Scalar", "aten::norm.ScalarOpt_dtype")
+def norm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of all elements, in the form that takes dims."""
+    x, at = args[0], dims[0]
+    p = 2 if len(args) < 2 or args[1] is None else args[1]
+    if x.dim() == 1:
+        x = x.unsqueeze(1)
+    over = every_dim(x.dim() - 1, at)
+    if kwargs:
+        return torch.ops.aten.norm.ScalarOpt_dim_dtype(x, p, over, False, **kwargs), 0
+    return torch.ops.aten.norm.ScalarOpt_dim(x, p, over, False), 0
+
+
+@row(Category.TENSOR_ITERATOR, "aten::dist")
+def dist(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The norm of the difference."""
+    (x, y), at = align(promote_scalars(args[:2], dims[:2]), dims)
+    difference = x - y
+    return norm(op, level, [at], (difference, *args[2:]), {})
+
+
+@row(Category.TENSOR_ITERATOR, "aten::renorm")
+def renorm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The kernel has one dim of slices, the batch makes a second: norms, then a factor."""
+    x, p, dim, limit = args
+    at = dims[0]
+    target = physical_dim(dim, x.dim() - 1, at)
+    over = [d for d in range(x.dim()) if d != at and d != target]
+    lengths = torch.linalg.vector_norm(x, p, over, True)
+    return x * torch.where(lengths > limit, limit / (lengths + 1e-7), 1.0).to(x.dtype), at
+
+
+def along(tensors: int = 1) -> Rule:
+    """The rule of an operator that works along the dim ``args[tensors]`` and keeps it."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x, at = args[0], dims[0]
+        if tensors == 1:
+            values = [x]
+        else:
+            at = next(dim for dim in dims if dim is not None)
+            values = [
+                arg if dim == at else batched_at(arg, dim, level.batch_size, at)
+                for arg, dim in zip(args[:tensors], dims, strict=False)
+            ]
+        rank = values[0].dim() - 1
+        dim = args[tensors] if len(args) > tensors else -1
+        rest = args[tensors + 1 :]
+        if rank:
+            return op(*values, physical_dim(dim, rank, at), *rest, **kwargs), at
+        wrap(dim, 0)
+        out = op(*[v.unsqueeze(1) for v in values], 1, *rest, **kwargs)
+        return (out.squeeze(1) if isinstance(out, Tensor) else [o.squeeze(1) for o in out]), 0
+
+    return rule
+
+
+_along = along()
+
+
+def along_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Writes its only tensor."""
+    _along(op, level, dims, args, kwargs)
+    return args[0], dims[0]
+
+
+rows(
+    Category.TENSOR_ITERATOR,
+    _by_dims,
+    "aten::sum.dim_IntList",
+    "aten::mean.dim",
+    "aten::nansum",
+    "aten::amax",
+    "aten::amin",
+    "aten::logsumexp",
+    "aten::special_logsumexp",
+    "aten::prod.dim_int",
+    "aten::max.dim",
+    "aten::min.dim",
+    "aten::median.dim",
+    "aten::nanmedian.dim",
+    "aten::all.dim",
+    "aten::any.dim",
+    "aten::_aminmax.dim",
+)
+rows(Category.TENSOR_ITERATOR, all_or_any, "aten::all.dims", "aten::any.dims")
+rows(
+    Category.TENSOR_ITERATOR,
+    _keyword_keepdim,
+    "aten::var.correction",
+    "aten::std.correction",
+    "aten::var_mean.correction",
+    "aten::std_mean.correction",
+    "aten::hash_tensor",
+    "aten::count_nonzero.dim_IntList",
+)
+rows(
+    Category.TENSOR_ITERATOR,
+    reduction(2, 3),
+    "aten::linalg_vector_norm",
+    "aten::norm.ScalarOpt_dim",
+    "aten::norm.ScalarOpt_dim_dtype",
+)
+rows(Category.TENSOR_ITERATOR, reduction(1, 2, -1), "aten::mode")
+rows(Category.TENSOR_ITERATOR, reduction(2, 3, -1), "aten::kthvalue")
+rows(Category.TENSOR_ITERATOR, arg_extreme, "aten::argmax", "aten::argmin")
+rows(Category.TENSOR_ITERATOR, over_all(torch.sum), "aten::sum")
+rows(Category.TENSOR_ITERATOR, over_all(torch.mean), "aten::mean")
+rows(Category.TENSOR_ITERATOR, over_all(torch.amax), "aten::max")
+rows(Category.TENSOR_ITERATOR, over_all(torch.amin), "aten::min")
+rows(Category.TENSOR_ITERATOR, over_all(torch.all), "aten::all")
+rows(Category.TENSOR_ITERATOR, over_all(torch.any), "aten::any")
+rows(
+    Category.TENSOR_ITERATOR,
+    _along,
+    "aten::cumsum",
+    "aten::cumprod",
+    "aten::cummax",
+    "aten::cummin",
+    "aten::logcumsumexp",
+    "aten::_logcumsumexp",
+    "aten::_softmax",
+    "aten::_log_softmax",
+    "aten::_safe_softmax",
+    "aten::softmax.int",
+    "aten::log_softmax.int",
+    "aten::special_softmax",
+    "aten::special_log_softmax",
+    "aten::glu",
+)
+rows(Category.TENSOR_ITERATOR, along_inplace, "aten::cumsum_", "aten::cumprod_")
+rows(
+    Category.TENSOR_ITERATOR,
+    along(2),
+    "aten::_softmax_backward_data",
+    "aten::_log_softmax_backward_data",
+    "aten::glu_backward",
+)
+rows(Category.TENSOR_ITERATOR, along(3), "aten::glu_jvp")
+rows(Category.TENSOR_ITERATOR, along(5), "aten::glu_backward_jvp")
+
+
+@row(Category.TENSOR_ITERATOR, "aten::count_nonzero")
+def count_nonzero(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """An int or nothing for a dim; the kernel also takes a list."""
+    x, at = args[0], dims[0]
+    rank = x.dim() - 1
+    dim = args[1] if len(args) > 1 else None
+    if rank == 0:
+        wrap(dim or 0, 0)
+        return torch.count_nonzero(x.unsqueeze(1), 1), 0
+    if dim is None:
+        return torch.count_nonzero(x, every_dim(rank, at)), 0
+    target = physical_dim(dim, rank, at)
+    return op(x, target), at - (target < at)
