@@ -1,0 +1,89 @@
+"""Factory and random functions, which have no tensor by which a level could be found.
+
+NOTE [the factory key] in ``torch_state`` says how they are met. While a level is active the
+kernels here send such a call to the innermost level of the thread: a random function of a vmap
+gets its row's rule (which heeds ``randomness``), a factory in a trace is recorded.
+
+Private names used here (torch 2.11 to 2.13): ``torch.library`` itself is public; the key it is
+asked to register for is torch's disused ``VmapMode``.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.operators import operator_of, overload_of
+from tsfunc.bridge.torch_state import FACTORY_KEY_NAME, with_factory_key, without_factory_key
+from tsfunc.bridge.tracer import current_tracer_level
+
+RANDOM = (
+    "rand rand.generator randn randn.generator randint randint.generator randint.low "
+    "randint.low_generator randperm randperm.generator rand_like rand_like.generator randn_like "
+    "randn_like.generator randint_like randint_like.generator randint_like.low_dtype "
+    "randint_like.low_generator_dtype normal.float_float normal.Tensor_float "
+    "normal.float_Tensor normal.Tensor_Tensor normal_ uniform_ exponential_ geometric_ cauchy_ "
+    "log_normal_ random_ random_.to random_.from bernoulli bernoulli.p bernoulli_.float "
+    "bernoulli_.Tensor multinomial poisson binomial dropout native_dropout feature_dropout "
+    "alpha_dropout feature_alpha_dropout rrelu rrelu_with_noise _standard_gamma "
+    "_sample_dirichlet"
+).split()
+
+FACTORIES = (
+    "empty.memory_format empty_strided zeros ones full arange arange.start arange.start_step "
+    "linspace logspace eye eye.m scalar_tensor tril_indices triu_indices hann_window "
+    "hann_window.periodic hamming_window hamming_window.periodic blackman_window "
+    "blackman_window.periodic bartlett_window bartlett_window.periodic kaiser_window "
+    "kaiser_window.periodic kaiser_window.beta lift_fresh"
+).split()
+
+_library: torch.library.Library | None = None
+_lock = threading.Lock()
+
+
+def _install() -> None:
+    """Registers the kernels; once a process."""
+    global _library
+    with _lock:
+        if _library is not None:
+            return
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # torch has kernels of its own for the disused key, which only raise.
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
+            warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
+            for name in (*RANDOM, *FACTORIES):
+                overload = overload_of(f"aten::{name}")
+                if overload is not None:
+                    library.impl(name, _kernel(overload), FACTORY_KEY_NAME)
+        _library = library
+
+
+def _kernel(overload: Any) -> Callable[..., Any]:
+    """What a factory does while a level is active."""
+    random = overload._schema.name.removeprefix("aten::") in _RANDOM_NAMES
+
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        op = operator_of(overload)
+        level = current_tracer_level()
+        if level is None or not level.sees_factories(random):
+            with without_factory_key():
+                return overload(*args, **kwargs)
+        with without_factory_key():
+            return op.run_at(level, args, kwargs)
+
+    return factory
+
+
+_RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}
+
+
+def watching_factories() -> Any:
+    """Context manager: factory and random functions reach the active levels."""
+    if _library is None:
+        _install()
+    return with_factory_key()

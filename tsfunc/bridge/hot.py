@@ -1,0 +1,77 @@
+"""Which Python callables door 1 gives straight to a batching rule.
+
+A rule that only passes its operator on (pointwise) serves the Python callable as well:
+``torch.add`` parses its arguments on values as it would on tracers. Rows of other categories
+are listed by name where their rule takes just the arguments that the Python function takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.batching import HOT
+from tsfunc.ops import all_rows, find
+from tsfunc.ops.registry import Rule
+from tsfunc.ops.tensor_iterator import pointwise
+
+# Names that mean something else when called with other arguments (where(condition) is nonzero).
+_AMBIGUOUS = frozenset({"where", "max", "min", "to", "copy_", "fill_"})
+
+_DUNDERS = {
+    "add": ("__add__", "__radd__"),
+    "sub": ("__sub__", "__rsub__"),
+    "mul": ("__mul__", "__rmul__"),
+    "div": ("__truediv__", "__rtruediv__"),
+    "pow": ("__pow__", "__rpow__"),
+    "remainder": ("__mod__",),
+    "neg": ("__neg__",),
+    "abs": ("__abs__",),
+    "eq": ("__eq__",),
+    "ne": ("__ne__",),
+    "lt": ("__lt__",),
+    "le": ("__le__",),
+    "gt": ("__gt__",),
+    "ge": ("__ge__",),
+    "bitwise_and": ("__and__",),
+    "bitwise_or": ("__or__",),
+    "bitwise_xor": ("__xor__",),
+    "bitwise_not": ("__invert__",),
+}
+
+# The Python function, and the operator whose rule takes its positional arguments as they are.
+_OTHERS: tuple[tuple[Any, str], ...] = (
+    (torch.nn.functional.linear, "aten::linear"),
+    (torch.matmul, "aten::matmul"),
+    (torch.Tensor.matmul, "aten::matmul"),
+    (torch.Tensor.__matmul__, "aten::matmul"),
+)
+
+
+def _pointwise() -> Iterator[tuple[Any, Rule]]:
+    """Each callable whose every overload has the pointwise rule."""
+    names: dict[str, Rule | None] = {}
+    for name, row in all_rows().items():
+        base = name.partition("::")[2].partition(".")[0]
+        names[base] = row.rule if names.get(base, row.rule) is row.rule else None
+    owners = (torch, torch.Tensor, torch.nn.functional, torch.special)
+    for base, rule in names.items():
+        if rule is not pointwise or base in _AMBIGUOUS or base.endswith("_"):
+            continue
+        for name in (base, *_DUNDERS.get(base, ())):
+            for owner in owners:
+                found = getattr(owner, name, None)
+                if found is not None:
+                    yield found, rule
+
+
+def fill() -> None:
+    """Fills the table; called once, by the first vmap."""
+    for found, rule in _pointwise():
+        HOT[found] = rule
+    for func, name in _OTHERS:
+        row = find(name)
+        if row is not None and row.rule is not None:
+            HOT[func] = row.rule

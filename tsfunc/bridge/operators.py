@@ -1,0 +1,111 @@
+"""torch's operators as rows of the table.
+
+``OpOverload`` is torch's Python object for one overload of an operator. It is reached by public
+means (``torch.ops.aten.sin.default``), but its class, its ``_schema`` and its composite kernels
+have private names only (torch 2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C import _dispatch_has_kernel_for_dispatch_key
+from torch._ops import OpOverload, OpOverloadPacket
+
+from tsfunc.dispatch import DispatchKey, Operator, register
+from tsfunc.dispatch.table import find_operator, on_resolve
+from tsfunc.errors import DispatchError
+from tsfunc.ops import Row, find
+
+
+class TorchOperator(Operator):
+    """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
+
+    __slots__ = ("composite", "inplace", "out_names", "overload", "random", "row",
+                 "writes")  # fmt: skip
+
+    overload: OpOverload
+    row: Row | None
+
+    def __init__(self, overload: OpOverload) -> None:
+        super().__init__(overload.name(), overload)
+        self.overload = overload
+        self.row = find(self.name)
+        # The composite kernel, which is written in other operators and checks nothing itself.
+        self.composite = _dispatch_has_kernel_for_dispatch_key(
+            self.name, "CompositeImplicitAutograd"
+        )
+        self.random = torch.Tag.nondeterministic_seeded in overload.tags
+        arguments = overload._schema.arguments
+        self.out_names = tuple(a.name for a in arguments if a.is_out)
+        self.writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        self.inplace = bool(
+            self.writes
+            and not self.out_names
+            and arguments[0].alias_info is not None
+            and arguments[0].alias_info.is_write
+        )
+
+
+_by_overload: dict[OpOverload, TorchOperator] = {}
+
+
+def operator_of(overload: OpOverload) -> TorchOperator:
+    """The row of an overload, made when it is first asked for."""
+    op = _by_overload.get(overload)
+    if op is None:
+        found = find_operator(overload.name())
+        op = found if isinstance(found, TorchOperator) else TorchOperator(overload)
+        _by_overload[overload] = op
+    return op
+
+
+def overload_of(name: str) -> OpOverload | None:
+    """The overload of a dispatcher name (``aten::add.Tensor``), or None where there is none."""
+    qualified, _, overload = name.partition(".")
+    namespace, _, base = qualified.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def _resolve(op: Any) -> Sequence[Operator] | None:
+    """What ``dispatch.register`` accepts beside Operators."""
+    if isinstance(op, OpOverload):
+        return (operator_of(op),)
+    if isinstance(op, str):
+        found = overload_of(op)
+        return (operator_of(found),) if found is not None else None
+    if isinstance(op, OpOverloadPacket):
+        return _overloads(op)
+    name = getattr(op, "__name__", None)
+    packet = getattr(torch.ops.aten, name, None) if callable(op) and name else None
+    return _overloads(packet) if isinstance(packet, OpOverloadPacket) else None
+
+
+def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
+    """The functional overloads of a packet; ``out=`` ones are derived from these."""
+    found = [operator_of(getattr(packet, name)) for name in packet.overloads()]
+    kept = [op for op in found if not op.out_names]
+    if not kept:
+        raise DispatchError(f"{packet} has no overload that returns its result.")
+    return kept
+
+
+on_resolve(_resolve)
+
+
+def select_backend(op: Operator, *args: Any, **kwargs: Any) -> Any:
+    """The BackendSelect kernel of factories: the device asked for, or the default one."""
+    from tsfunc.dispatch import DispatchKeySet
+    from tsfunc.dispatch.keys import backend_of
+
+    device = torch.device(kwargs.get("device") or torch.get_default_device())
+    return op.redispatch(DispatchKeySet(backend_of(device.type)), *args, **kwargs)
+
+
+def declare_factory(op: Operator) -> None:
+    """Gives a factory its BackendSelect kernel."""
+    register(op, DispatchKey.BackendSelect, lambda *a, **k: select_backend(op, *a, **k))

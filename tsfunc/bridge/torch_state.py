@@ -1,0 +1,124 @@
+"""torch's own thread-local state: what a level captures of it, and how it is brought back.
+
+Private names used here (torch 2.11 to 2.13 have them all; ``tests/bridge/test_private_names.py``
+fails by name when one goes):
+
+- ``_dispatch_tls_local_include_set``, ``_dispatch_tls_local_exclude_set``: the C++ dispatcher's
+  thread-local sets, which hold among others whether autograd and autocast apply;
+- ``_ForceDispatchKeyGuard``: replaces both sets for a block;
+- ``_ExcludeDispatchKeyGuard``: adds to the exclude set for a block;
+- ``_IncludeDispatchKeyGuard``: adds a key to the include set for a block;
+- ``_parse_dispatch_key``, ``DispatchKeySet``, ``DispatchKey``;
+- ``_functorch.peek_interpreter_stack``: the innermost transform of torch.func, or None;
+- ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._C import (
+    DispatchKeySet,
+    _current_graph_task_id,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ExcludeDispatchKeyGuard,
+    _ForceDispatchKeyGuard,
+    _functorch,
+    _IncludeDispatchKeyGuard,
+    _parse_dispatch_key,
+)
+from torch._C import DispatchKey as TorchKey
+
+# torch.func's interpreter is entered through this key; a tracer of ours that meets it would be
+# taken for a constant, so the doors exclude it and kernels bring it back.
+FUNCTORCH = DispatchKeySet(TorchKey.FuncTorchDynamicLayerFrontMode)
+AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality)
+AUTOGRAD_AND_FUNCTORCH = AUTOGRAD.add(TorchKey.ADInplaceOrView).add(
+    TorchKey.FuncTorchDynamicLayerFrontMode
+)
+
+# NOTE [the factory key]
+# Random and factory functions have no tensor argument by which a level could be found. While a
+# level is active that must see them, a key that torch itself has no more use for is in the
+# thread-local include set: Python kernels registered for it see just the operators that they
+# are registered for, and all others pass it at no cost. torch.vmap has a key of its own.
+FACTORY_KEY_NAME = "VmapMode"
+FACTORY_KEY = _parse_dispatch_key(FACTORY_KEY_NAME)
+_NO_KEYS = DispatchKeySet.from_raw_repr(0)
+
+
+class TorchState:
+    """What a level captures of torch's thread-local state."""
+
+    __slots__ = ("exclude", "grad_mode", "include")
+
+    def __init__(self) -> None:
+        self.include = _dispatch_tls_local_include_set()
+        self.exclude = _dispatch_tls_local_exclude_set()
+        self.grad_mode = torch.is_grad_enabled()
+
+    def __call__(self) -> RestoredTorchState:
+        return RestoredTorchState(self)
+
+
+class RestoredTorchState:
+    """Context manager: the captured sets, and no grad mode that the level did not have.
+
+    A ``torch.no_grad()`` in the transformed function holds for outer levels too, as it would
+    without the transform. The one that the autograd engine puts around a backward pass does not:
+    that belongs to the tracers' own level alone.
+    """
+
+    __slots__ = ("guard", "previous", "state")
+
+    def __init__(self, state: TorchState) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        state = self.state
+        self.guard = _ForceDispatchKeyGuard(state.include, state.exclude)
+        self.guard.__enter__()
+        now = torch.is_grad_enabled()
+        want = state.grad_mode and (now or _current_graph_task_id() != -1)
+        self.previous: bool | None = None
+        if want is not now:
+            self.previous = now
+            torch.set_grad_enabled(want)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.previous is not None:
+            torch.set_grad_enabled(self.previous)
+        self.guard.__exit__(kind, value, trace)
+
+
+def without_autograd() -> Any:
+    """Context manager: C++ goes straight to ``__torch_dispatch__``, composites arrive whole."""
+    return _ExcludeDispatchKeyGuard(AUTOGRAD_AND_FUNCTORCH)
+
+
+def without_functorch() -> Any:
+    """Context manager: torch.func's interpreter does not see the call."""
+    return _ExcludeDispatchKeyGuard(FUNCTORCH)
+
+
+def functorch_is_active() -> bool:
+    """Whether a transform of torch.func is being run on this thread."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def with_factory_key() -> Any:
+    """Context manager: factory and random functions reach the kernels of ``factories``."""
+    return _IncludeDispatchKeyGuard(FACTORY_KEY)
+
+
+def without_factory_key() -> Any:
+    """Context manager: factory and random functions are torch's own."""
+    return _ExcludeDispatchKeyGuard(DispatchKeySet(FACTORY_KEY))

@@ -1,0 +1,283 @@
+"""Tracers: tensors that stand for a value of a level, and the two doors by which they are met.
+
+Door 1, ``__torch_function__``: user code calls torch on a tracer. The call goes on into C++
+with the subclass's override off for that one hop. Where no autograd is recorded at the tracer's
+level, torch's autograd keys are excluded, so that composite operators (``linear``,
+``cross_entropy``) arrive whole at
+
+door 2, ``__torch_dispatch__``: any operator with its schema, also those that C++ and the
+autograd engine call. It looks the operator's row up and dispatches.
+
+Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
+without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
+``__torch_function__`` check, once; ``_C.DisableTorchFunctionSubclass`` does so for a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import optree
+import torch
+from torch._C import DisableTorchFunctionSubclass, _skip_one_hop_torch_function
+
+from tsfunc.bridge.operators import operator_of
+from tsfunc.bridge.torch_state import (
+    RestoredTorchState,
+    TorchState,
+    functorch_is_active,
+    without_autograd,
+    without_functorch,
+)
+from tsfunc.dispatch import DispatchKey, Level
+from tsfunc.dispatch.state import tls
+from tsfunc.errors import EscapedTracerError
+
+NO_KWARGS: Final[Mapping[str, Any]] = {}
+
+
+class TracerLevel(Level):
+    """A level whose values are tracers.
+
+    Attributes:
+        autograd: how many transforms record autograd on this level's own tracers; while it
+            is 0, calls go past torch's autograd on their way in.
+        forward: how many forward-mode transforms hang tangents on this level's tracers.
+        torch_state: what the level captured of torch's thread-local state.
+    """
+
+    __slots__ = ("autograd", "forward", "torch_state")
+
+    def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
+        super().__init__(key, name, modal=modal)
+        self.autograd = 0
+        self.forward = 0
+        self.torch_state = TorchState()
+
+    def sees_factories(self, random: bool) -> bool:
+        """Whether factory functions (random ones, or others) are this level's business."""
+        return random
+
+    def guard(self) -> AbstractContextManager[Any]:
+        if self._restores:
+            return _Both(self.torch_state(), super().guard())
+        return self.torch_state()
+
+
+class _Both:
+    """What others registered with ``dispatch.on_capture``, and torch's state inside of it."""
+
+    def __init__(self, torch_state: RestoredTorchState, ours: AbstractContextManager[Any]) -> None:
+        self.torch, self.ours = torch_state, ours
+
+    def __enter__(self) -> None:
+        self.ours.__enter__()
+        self.torch.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self.torch.__exit__(*exc)
+        finally:
+            self.ours.__exit__(*exc)
+
+
+class Tracer(torch.Tensor):
+    """The base of tensors that stand for values of a level.
+
+    A subclass keeps what it stands for in attributes of its own and is made by :meth:`make`.
+    Every torch operator called on one is dispatched with the bit of its level in the key set;
+    ``register(op, key)`` and ``register_fallback(key)`` say what happens.
+
+    Example: see ``examples/new_transform.py``.
+    """
+
+    __slots__ = ("dispatch_level",)
+
+    dispatch_level: TracerLevel
+
+    @classmethod
+    def make(cls, like: torch.Tensor, level: TracerLevel) -> Any:
+        """A tracer that looks like a tensor of that shape, type and device."""
+        tracer = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, like.stride(), dtype=like.dtype, device=like.device
+        )
+        tracer.dispatch_level = level
+        return tracer
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return door_1(func, types, args, kwargs or NO_KWARGS)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return operator_of(func).call(args, kwargs or NO_KWARGS, True)
+
+    def describe(self) -> str:
+        """What ``repr`` shows of it."""
+        return f"{type(self).__name__}({self.dispatch_level.name}, shape={tuple(self.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self.describe()} stands for a value inside of {self.dispatch_level.name} and can't "
+            f"be pickled or copied; return it from the transformed function first."
+        )
+
+
+def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
+    """The innermost level of the tracers among values and lists of them."""
+    found: TracerLevel | None = None
+    for value in values:
+        if isinstance(value, Tracer):
+            level: TracerLevel | None = value.dispatch_level
+        elif isinstance(value, list | tuple | dict):
+            level = innermost_level(optree.tree_leaves(value, none_is_leaf=True))  # type: ignore[arg-type]
+        else:
+            continue
+        if level is not None and (found is None or level.depth > found.depth or not level.alive):
+            found = level
+    return found
+
+
+# How a C function's type is told from a Python function, which meets the doors again inside.
+_C_TYPES = (type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__))
+
+# What door 1 answers by itself: methods whose meaning C++ can't be asked for.
+Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]
+METHODS: dict[Any, Method] = {}
+
+
+def door_1(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """User code calls ``func`` on a tracer."""
+    method = METHODS.get(func)
+    if method is not None:
+        return method(func, types, args, kwargs)
+    if isinstance(func, _C_TYPES):
+        level = innermost_level((*args, *kwargs.values()))
+        if level is not None:
+            if not level.alive:
+                refuse_escaped(func, level)
+            if not level.autograd:
+                with without_autograd():
+                    return _skip_one_hop_torch_function(func, types, args, kwargs)
+            if functorch_is_active():
+                with without_functorch():
+                    return _skip_one_hop_torch_function(func, types, args, kwargs)
+    return _skip_one_hop_torch_function(func, types, args, kwargs)
+
+
+def refuse_escaped(func: Any, level: Level) -> None:
+    """Raises the error for a tracer that is used after its transform has ended."""
+    from tsfunc.dispatch.table import escaped_message
+
+    raise EscapedTracerError(escaped_message(getattr(func, "__name__", str(func)), level))
+
+
+def metadata(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Answers from the wrapper itself."""
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _show(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    value = args[0]
+    return value.describe() if isinstance(value, Tracer) else object.__repr__(value)
+
+
+def _require_grad(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The user records autograd on a tracer: from now on the level's calls must pass through it."""
+    value = args[0]
+    if isinstance(value, Tracer):
+        value.dispatch_level.autograd += 1
+    return metadata(func, types, args, kwargs)
+
+
+def _refuse_backward(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    level = innermost_level((*args, *kwargs.values()))
+    name = level.name if level is not None else "a transform"
+    raise RuntimeError(
+        f"backward() was called inside of {name}, where it would store traced values in the "
+        f".grad of tensors that outlive it. Use tsfunc.grad or tsfunc.vjp, or call backward() "
+        f"on the transform's result."
+    )
+
+
+_T = torch.Tensor
+for _name in (
+    "dim size stride numel nelement ndimension is_contiguous is_floating_point is_complex "
+    "is_signed is_inference is_conj is_neg element_size storage_offset get_device "
+    "has_names is_set_to is_distributed is_nonzero_static"
+).split():
+    if hasattr(_T, _name):
+        METHODS[getattr(_T, _name)] = metadata
+for _name in (
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn is_sparse is_sparse_csr is_cuda "
+    "is_cpu is_meta is_quantized is_nested is_mps is_xpu itemsize nbytes names output_nr _version "
+    "_base is_mkldnn retains_grad name volatile is_mtia is_ipu is_xla is_maia is_vulkan"
+).split():
+    if hasattr(_T, _name):
+        METHODS[getattr(_T, _name).__get__] = metadata
+METHODS[_T.__repr__] = _show
+METHODS[_T.requires_grad_] = _require_grad
+METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
+METHODS[_T.backward] = _refuse_backward
+METHODS[torch.autograd.backward] = _refuse_backward
+
+
+def _property(name: str) -> property:
+    """Reads an attribute of the wrapper in Python, a fifth of what door 1 takes."""
+    get = getattr(_T, name).__get__
+
+    def read(self: Tracer) -> Any:
+        with DisableTorchFunctionSubclass():
+            return get(self)
+
+    return property(read)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    call = getattr(_T, name)
+
+    def method(self: Tracer, *args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunctionSubclass():
+            return call(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("shape", "dtype", "device", "ndim"):
+    setattr(Tracer, _name, _property(_name))
+for _name in ("dim", "stride", "is_contiguous", "numel"):
+    setattr(Tracer, _name, _method(_name))
+
+
+def current_tracer_level() -> TracerLevel | None:
+    """The innermost active level of this thread whose values are tracers."""
+    for level in reversed(tls.state.levels):
+        if isinstance(level, TracerLevel):
+            return level
+    return None

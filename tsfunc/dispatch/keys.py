@@ -1,0 +1,284 @@
+"""Dispatch keys and sets of them.
+
+A key names a kind of work (batching, tracing, a backend). A set holds pairs (level, key) as
+the bits of one int: inner levels are the higher bits, and within a level the key of higher
+priority is the higher bit, so the kernel to run is chosen by the highest bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Final
+
+from tsfunc.errors import DispatchError
+
+# Bits that one level takes: as many keys can exist at a time. The keys defined below are
+# spread out, so that a key of a user's finds room between any two of them.
+WIDTH: Final = 1024
+
+
+def caller_site(depth: int = 1) -> str:
+    """``file:line`` of the code outside this package that is ``depth`` calls up or more."""
+    frame = sys._getframe(depth)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tsfunc."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class DispatchKey:
+    """A kind of work that an operator call can stand for; made by :meth:`define`."""
+
+    __slots__ = ("name", "priority", "site")
+
+    name: str
+    priority: int
+    site: str
+
+    Batch: ClassVar[DispatchKey]
+    Grad: ClassVar[DispatchKey]
+    Trace: ClassVar[DispatchKey]
+    Specialize: ClassVar[DispatchKey]
+    Functionalize: ClassVar[DispatchKey]
+    BackendSelect: ClassVar[DispatchKey]
+    CPU: ClassVar[DispatchKey]
+    CUDA: ClassVar[DispatchKey]
+    MPS: ClassVar[DispatchKey]
+    XPU: ClassVar[DispatchKey]
+    Meta: ClassVar[DispatchKey]
+    OtherBackend: ClassVar[DispatchKey]
+
+    _by_name: ClassVar[dict[str, DispatchKey]] = {}
+    _by_priority: ClassVar[dict[int, DispatchKey]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        raise DispatchError(
+            "DispatchKey() is not how a key is made: "
+            "write DispatchKey.define(name, above=..., below=...)."
+        )
+
+    @classmethod
+    def define(
+        cls,
+        name: str,
+        *,
+        above: DispatchKey | None = None,
+        below: DispatchKey | None = None,
+    ) -> DispatchKey:
+        """Defines a key of your own.
+
+        Args:
+            name: how the key is printed; not in use yet.
+            above: the new key's kernels run before this key's kernels of the same level.
+            below: the new key's kernels run after this key's kernels of the same level.
+                With neither, the new key goes above all others.
+
+        Raises:
+            DispatchError: the name is taken, the two bounds leave no room, or cross.
+
+        Example:
+            >>> from tsfunc.dispatch import DispatchKey
+            >>> Log = DispatchKey.define("Log", above=DispatchKey.Batch)
+            >>> Log.priority > DispatchKey.Batch.priority
+            True
+        """
+        site = caller_site()
+        with cls._lock:
+            old = cls._by_name.get(name)
+            if old is not None:
+                raise DispatchError(
+                    f"DispatchKey.define({name!r}): the name is taken, by the definition at "
+                    f"{old.site}; this one is at {site}. Choose another name."
+                )
+            return cls._add(name, cls._place(name, above, below), site)
+
+    @classmethod
+    def _add(cls, name: str, priority: int, site: str) -> DispatchKey:
+        key = object.__new__(cls)
+        key.name, key.priority, key.site = name, priority, site
+        cls._by_name[name] = key
+        cls._by_priority[priority] = key
+        return key
+
+    @classmethod
+    def _place(cls, name: str, above: DispatchKey | None, below: DispatchKey | None) -> int:
+        """A free priority: in the middle of the gap next to the bound, so that more fit later."""
+        taken = sorted(cls._by_priority)
+        low = above.priority if above is not None else -1
+        high = below.priority if below is not None else WIDTH
+        if low >= high:
+            raise DispatchError(
+                f"DispatchKey.define({name!r}, above={above}, below={below}): "
+                f"{above} is not below {below}; swap the two."
+            )
+        # The gaps between neighbouring keys inside the bounds, the one asked for first.
+        edges = [low, *(p for p in taken if low < p < high), high]
+        gaps = list(zip(edges, edges[1:], strict=False))
+        if above is None:
+            gaps.reverse()
+        for left, right in gaps:
+            if right - left > 1:
+                return (left + right) // 2
+        raise DispatchError(
+            f"DispatchKey.define({name!r}, above={above}, below={below}): "
+            f"{high - low - 1} keys lie between the two already, and no more fit."
+        )
+
+    @classmethod
+    def get(cls, name: str) -> DispatchKey:
+        """The key of that name; DispatchError where there is none."""
+        key = cls._by_name.get(name)
+        if key is None:
+            raise DispatchError(
+                f"DispatchKey.get({name!r}): no such key; there are "
+                f"{', '.join(k.name for k in cls.all())}."
+            )
+        return key
+
+    @classmethod
+    def all(cls) -> list[DispatchKey]:
+        """Every key, by falling priority."""
+        return [cls._by_priority[p] for p in sorted(cls._by_priority, reverse=True)]
+
+    def __repr__(self) -> str:
+        return f"DispatchKey.{self.name}"
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return DispatchKey.get, (self.name,)
+
+    def __or__(self, other: DispatchKey | DispatchKeySet) -> DispatchKeySet:
+        return DispatchKeySet(self) | other
+
+
+_BACKENDS = ("OtherBackend", "Meta", "XPU", "MPS", "CUDA", "CPU")
+_BUILT_IN = (*_BACKENDS, "BackendSelect", "Functionalize", "Specialize", "Trace", "Grad", "Batch")
+for _i, _name in enumerate(_BUILT_IN):
+    setattr(DispatchKey, _name, DispatchKey._add(_name, 8 + 40 * _i, __name__))
+
+BACKENDS: Final = tuple(DispatchKey.get(name) for name in _BACKENDS)
+_BACKEND_OF_DEVICE = {
+    "cpu": DispatchKey.CPU,
+    "cuda": DispatchKey.CUDA,
+    "mps": DispatchKey.MPS,
+    "xpu": DispatchKey.XPU,
+    "meta": DispatchKey.Meta,
+}
+
+
+def backend_of(device_type: str) -> DispatchKey:
+    """The backend's key for ``torch.device.type``."""
+    return _BACKEND_OF_DEVICE.get(device_type, DispatchKey.OtherBackend)
+
+
+class DispatchKeySet:
+    """An immutable set of pairs (level, key).
+
+    ``DispatchKeySet(key, ...)`` holds the keys at level 0, where what belongs to no transform
+    lives: backends, BackendSelect, keys that a user includes.
+    :meth:`at` makes a set for another level. ``|`` is union, ``&`` intersection, ``~``
+    complement (for masking: ``keys & ~masked``).
+
+    Example:
+        >>> from tsfunc.dispatch import DispatchKey, DispatchKeySet
+        >>> inner = DispatchKeySet.at(1, DispatchKey.CPU)
+        >>> (DispatchKeySet(DispatchKey.Batch, DispatchKey.CPU) | inner).highest()
+        (1, DispatchKey.CPU)
+    """
+
+    __slots__ = ("bits",)
+
+    bits: int
+
+    def __init__(self, *keys: DispatchKey | Iterable[DispatchKey]) -> None:
+        bits = 0
+        for key in keys:
+            for k in (key,) if isinstance(key, DispatchKey) else key:
+                bits |= 1 << k.priority
+        object.__setattr__(self, "bits", bits)
+
+    @classmethod
+    def at(cls, level: int, *keys: DispatchKey) -> DispatchKeySet:
+        """The keys at the given level (0 is the outermost)."""
+        return cls.from_bits(cls(*keys).bits << (level * WIDTH))
+
+    @classmethod
+    def from_bits(cls, bits: int) -> DispatchKeySet:
+        """The set whose bits those are."""
+        made = object.__new__(cls)
+        object.__setattr__(made, "bits", bits)
+        return made
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a DispatchKeySet does not change: make another with | and &.")
+
+    def __or__(self, other: DispatchKey | DispatchKeySet) -> DispatchKeySet:
+        return DispatchKeySet.from_bits(self.bits | _bits(other))
+
+    __ror__ = __or__
+
+    def __and__(self, other: DispatchKey | DispatchKeySet) -> DispatchKeySet:
+        return DispatchKeySet.from_bits(self.bits & _bits(other))
+
+    def __sub__(self, other: DispatchKey | DispatchKeySet) -> DispatchKeySet:
+        return DispatchKeySet.from_bits(self.bits & ~_bits(other))
+
+    def __invert__(self) -> DispatchKeySet:
+        return DispatchKeySet.from_bits(~self.bits)
+
+    def __contains__(self, item: DispatchKey | tuple[int, DispatchKey]) -> bool:
+        """A pair is looked up at its level, a key alone at any level."""
+        if isinstance(item, tuple):
+            level, key = item
+            return bool(self.bits >> (level * WIDTH + key.priority) & 1)
+        return any(key is item for _, key in self) if self.bits >= 0 else True
+
+    def __iter__(self) -> Iterator[tuple[int, DispatchKey]]:
+        """The pairs, highest first."""
+        bits = self._finite("iterate over")
+        while bits:
+            bit = bits.bit_length() - 1
+            yield split_bit(bit)
+            bits ^= 1 << bit
+
+    def __len__(self) -> int:
+        return self._finite("count").bit_count()
+
+    def __bool__(self) -> bool:
+        return self.bits != 0
+
+    def __int__(self) -> int:
+        return self.bits
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DispatchKeySet) and self.bits == other.bits
+
+    def __hash__(self) -> int:
+        return hash(self.bits)
+
+    def highest(self) -> tuple[int, DispatchKey]:
+        """The pair that is dispatched to: the highest bit. DispatchError for the empty set."""
+        if not self.bits:
+            raise DispatchError("DispatchKeySet().highest(): the set is empty.")
+        return split_bit(self._finite("take the highest of").bit_length() - 1)
+
+    def _finite(self, verb: str) -> int:
+        if self.bits < 0:
+            raise DispatchError(f"can't {verb} a complement: intersect it with a set first.")
+        return self.bits
+
+    def __repr__(self) -> str:
+        if self.bits < 0:
+            return f"~{DispatchKeySet.from_bits(~self.bits)!r}"
+        return "DispatchKeySet({})".format(", ".join(f"{key.name}@{level}" for level, key in self))
+
+
+def _bits(item: DispatchKey | DispatchKeySet) -> int:
+    return item.bits if isinstance(item, DispatchKeySet) else 1 << item.priority
+
+
+def split_bit(bit: int) -> tuple[int, DispatchKey]:
+    """The level and the key that a bit stands for."""
+    level, priority = divmod(bit, WIDTH)
+    return level, DispatchKey._by_priority[priority]

@@ -1,0 +1,249 @@
+"""What a thread includes and excludes, and the levels that capture it.
+
+All mutable state of the dispatcher that belongs to a call is here: one immutable
+:class:`State` a thread, replaced and put back by context managers.
+
+NOTE [state captured by a level]
+A level remembers the state that held where it was entered. Its kernels run under that state,
+on whichever thread they are called: the backward pass runs on threads of its own, where the
+thread-local state is another. So a kernel's level is found from its arguments first, and only
+without any from the state.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import CodeType, FrameType
+from typing import Any, Final
+
+from tsfunc.dispatch.keys import WIDTH, DispatchKey, DispatchKeySet
+
+_ALL_LEVELS: Final = 64
+_PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
+
+
+class State:
+    """The include set, the mask of what is not excluded, and the active levels of a thread."""
+
+    __slots__ = ("_below", "include", "levels", "mask", "running")
+
+    def __init__(
+        self,
+        include: int,
+        mask: int,
+        levels: tuple[Level, ...],
+        running: Level | None = None,
+    ) -> None:
+        self.include = include
+        self.mask = mask
+        self.levels = levels
+        self.running = running
+        self._below: dict[int, State] = {}
+
+    def below(self, bit: int) -> State:
+        """This state with the given bit and all higher ones excluded; what a kernel runs under."""
+        state = self._below.get(bit)
+        if state is None:
+            state = State(self.include, self.mask & ((1 << bit) - 1), self.levels)
+            self._below[bit] = state
+        return state
+
+
+class _ThreadState(threading.local):
+    state = State(0, -1, ())
+
+
+tls: Final = _ThreadState()
+
+
+class _Global:
+    """The keys that every call of every thread considers."""
+
+    bits = 1 << DispatchKey.BackendSelect.priority
+
+
+global_set: Final = _Global()
+_global_lock = threading.Lock()
+
+
+def global_keys() -> DispatchKeySet:
+    """The global set: keys that every call on every thread considers."""
+    return DispatchKeySet.from_bits(global_set.bits)
+
+
+def include_globally(*keys: DispatchKey) -> None:
+    """Adds keys (at level 0) to the global set, for all threads."""
+    with _global_lock:
+        global_set.bits |= DispatchKeySet(*keys).bits
+
+
+def exclude_globally(*keys: DispatchKey) -> None:
+    """Takes keys (at level 0) out of the global set again, for all threads."""
+    with _global_lock:
+        global_set.bits &= ~DispatchKeySet(*keys).bits
+
+
+def included() -> DispatchKeySet:
+    """The include set of this thread."""
+    return DispatchKeySet.from_bits(tls.state.include)
+
+
+def excluded() -> DispatchKeySet:
+    """The exclude set of this thread; inside a kernel a complement (all from its bit upward)."""
+    return DispatchKeySet.from_bits(~tls.state.mask)
+
+
+@contextmanager
+def using(state: State) -> Iterator[None]:
+    """Runs the block under a state, on this thread, and puts the previous one back."""
+    previous = tls.state
+    tls.state = state
+    try:
+        yield
+    finally:
+        tls.state = previous
+
+
+def include(*keys: DispatchKey | DispatchKeySet) -> AbstractContextManager[None]:
+    """Context manager: adds keys (at level 0) or a key set to this thread's include set.
+
+    Nestable; the previous set is restored also after an exception.
+
+    Example:
+        >>> from tsfunc import dispatch
+        >>> with dispatch.include(dispatch.DispatchKey.Trace):
+        ...     print(dispatch.included())
+        DispatchKeySet(Trace@0)
+    """
+    state = tls.state
+    bits = 0
+    for key in keys:
+        bits |= key.bits if isinstance(key, DispatchKeySet) else 1 << key.priority
+    return using(State(state.include | bits, state.mask, state.levels))
+
+
+def exclude(*keys: DispatchKey | DispatchKeySet) -> AbstractContextManager[None]:
+    """Context manager: adds keys (at every level) or a key set to this thread's exclude set.
+
+    Nestable; the previous set is restored also after an exception.
+    """
+    state = tls.state
+    bits = 0
+    for key in keys:
+        if isinstance(key, DispatchKeySet):
+            bits |= key.bits
+        else:
+            bits |= sum(1 << (level * WIDTH + key.priority) for level in range(_ALL_LEVELS))
+    return using(State(state.include, state.mask & ~bits, state.levels))
+
+
+Restore = Callable[[], AbstractContextManager[Any]]
+_captures: list[Callable[[], Restore]] = []
+
+
+def on_capture(capture: Callable[[], Restore]) -> None:
+    """Registers state outside of this package that levels capture too.
+
+    ``capture()`` is called where a level is made and returns a function whose context manager
+    brings what it saw back.
+    """
+    _captures.append(capture)
+
+
+def _user_code(frame: FrameType) -> tuple[CodeType, int]:
+    """The nearest code outside this package, kept without its frame."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
+
+
+class Level:
+    """An active transform: one more level of a key, on top of those active where it is made.
+
+    As a context manager it makes itself the innermost level of this thread; when it ends,
+    ``alive`` is False for good. With ``modal=True`` its key is in the include set of the
+    block, so that calls without any of its values reach its kernels too.
+
+    Attributes:
+        key: the key whose kernels it runs.
+        depth: 1 for the outermost level.
+        bits: the bit of (depth, key), what its values contribute to a call's key set.
+        alive: True until the transform ends.
+        outer: the state that its kernels run under.
+        name: how errors call it.
+    """
+
+    __slots__ = ("_entered", "_kernel_states", "_restores", "_site", "alive", "bits", "depth",
+                 "inner", "key", "name", "outer")  # fmt: skip
+
+    def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
+        captured = tls.state
+        self.key = key
+        self.depth = len(captured.levels) + 1
+        self.bits = 1 << (self.depth * WIDTH + key.priority)
+        self.alive = True
+        self.outer = captured
+        # Levels from here inward are new: a mask that a running kernel has put on them goes.
+        mask = captured.mask | (-1 << (self.depth * WIDTH))
+        include = captured.include | self.bits if modal else captured.include
+        self.inner = State(include, mask, (*captured.levels, self))
+        self.name = name or key.name
+        self._site = _user_code(sys._getframe(1))
+        self._kernel_states: dict[int, State] = {}
+        self._restores = tuple(capture() for capture in _captures)
+        self._entered: State | None = None
+
+    def __enter__(self) -> Level:
+        self._entered = tls.state
+        tls.state = self.inner
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._entered is not None
+        tls.state = self._entered
+        self.alive = False
+
+    @property
+    def site(self) -> str:
+        """``file:line`` of the user's code that made the level."""
+        code, line = self._site
+        return f"{code.co_filename}:{line}"
+
+    def kernel_state(self, bit: int) -> State:
+        """What a kernel of this level runs under: the captured state, from ``bit`` up excluded."""
+        state = self._kernel_states.get(bit)
+        if state is None:
+            outer = self.outer
+            state = State(outer.include, outer.mask & ((1 << bit) - 1), outer.levels, self)
+            self._kernel_states[bit] = state
+        return state
+
+    def at_own_level(self) -> AbstractContextManager[None]:
+        """Context manager: as inside of the transform, for kernels that call on its own values."""
+        return using(self.inner)
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Context manager: what the level captured outside of this package's own state."""
+        guards = ExitStack()
+        for restore in self._restores:
+            guards.enter_context(restore())
+        return guards
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context manager: the whole captured state, on any thread (NOTE [state captured ...])."""
+        with using(self.outer), self.guard():
+            yield
+
+
+def running_level() -> Level | None:
+    """Inside a kernel of a level: that level."""
+    return tls.state.running
+
+
+def current_levels() -> tuple[Level, ...]:
+    """The active levels of this thread, the innermost last."""
+    return tls.state.levels

@@ -1,0 +1,211 @@
+"""The contract of one function: its descriptors, compiled to what runs at every call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tsfunc.errors import DescriptorError, DescriptorViolation
+from tsfunc.types.checks import Check, Path, Run, check_expressions, compile_check
+from tsfunc.types.descriptors import Descriptor, as_descriptor, governing, tensor_leaves
+from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.meta import MetaTensorType
+
+_ABSENT = object()
+
+
+class Bindings(NamedTuple):
+    """What a call that fits its descriptors has settled.
+
+    Attributes:
+        sizes: the size of each named dim.
+        leaves: for each tensor that a descriptor governs, by its path, that descriptor.
+    """
+
+    sizes: Mapping[str, int]
+    leaves: Mapping[Path, MetaTensorType]
+
+    def dims(self, path: Path) -> tuple[DimForm, ...] | None:
+        """What each dim of the tensor at `path` is.
+
+        An int is fixed, a `Dim` named, a `DimExpr` computed from named ones, and None open.
+        All of them are open where the answer itself is None: no rank was promised.
+        """
+        meta = self.leaves.get(path)
+        return None if meta is None else meta.dims
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledDescriptors:
+    """Descriptors that are ready to check calls; made by `compile_descriptors`.
+
+    Attributes:
+        call: the function with its parameters, as error messages write it.
+        descriptors: what each described parameter may be.
+        dims: each named dim, with all the bounds that it has anywhere.
+    """
+
+    call: str
+    descriptors: Mapping[str, Descriptor]
+    dims: Mapping[str, Dim]
+    _checks: tuple[tuple[str, Path, object, Check], ...] = field(repr=False)
+
+    def check(self, arguments: Mapping[str, object]) -> Bindings:
+        """Check the arguments of a call.
+
+        Args:
+            arguments: parameter name to value. A parameter that is missing has its default.
+
+        Raises:
+            DescriptorViolation: the call breaks the descriptors; the message lists every
+                mismatch by its path, with what was promised and what came.
+        """
+        run = Run(arguments)
+        for name, path, default, check in self._checks:
+            value = arguments.get(name, default)
+            if value is _ABSENT:
+                run.fail(path, "", "promised by a descriptor, but the call has no such argument")
+            else:
+                check(value, path, run)
+        if run.pending:
+            check_expressions(run)
+        if run.failures:
+            raise self._violation(run)
+        return Bindings(run.sizes, run.leaves)
+
+    def leaf_descriptor(self, path: Path) -> MetaTensorType | None:
+        """The one description that governs a tensor at `path`, or None: the leaf is open.
+
+        Args:
+            path: the parameter's name, then the entries of
+                ``optree.tree_flatten_with_path(value, none_is_leaf=True)``.
+
+        A leaf that has several alternatives is open here; the `Bindings` of a call say which
+        of them it took.
+        """
+        if not path or path[0] not in self.descriptors:
+            return None
+        found = governing(self.descriptors[path[0]], tuple(path[1:]))
+        return found.pop() if len(found) == 1 else None
+
+    def _violation(self, run: Run) -> DescriptorViolation:
+        lines = dict.fromkeys(failure.line for failure in run.failures)
+        return DescriptorViolation(
+            f"{self.call}: the call breaks its descriptors:\n"
+            + "".join(f"  {line}\n" for line in lines)
+            + "Pass arguments that fit, or give descriptors that these arguments fit "
+            "(None leaves an attribute open)."
+        )
+
+
+def compile_descriptors(
+    descriptors: Mapping[str, object], signature: inspect.Signature, *, name: str = "f"
+) -> CompiledDescriptors:
+    """Compile the descriptors of a function's parameters.
+
+    Args:
+        descriptors: parameter name to descriptor; see `as_descriptor`. A parameter without
+            one is open.
+        signature: the function's.
+        name: the function's, for error messages.
+
+    Raises:
+        DescriptorError: a parameter does not exist, a descriptor is malformed, the bounds of a
+            named dim contradict each other, or an expression has a name that no shape binds.
+
+    Example:
+        >>> import torch
+        >>> def forward(x, flag): ...
+        >>> described = {"x": MetaTensorType(["n", 200]), "flag": True}
+        >>> compiled = compile_descriptors(described, inspect.signature(forward), name="forward")
+        >>> compiled.check({"x": torch.ones(100, 200), "flag": True}).sizes
+        {'n': 100}
+        >>> compiled.check({"x": torch.ones(100, 100), "flag": 1})
+        Traceback (most recent call last):
+        ...
+        tsfunc.errors.DescriptorViolation: forward(x, flag): the call breaks its descriptors:
+          x.shape[1]: promised 200, came 100
+          flag: promised the value True (bool), came 1 (int)
+        Pass arguments that fit, or give descriptors that these arguments fit (None leaves an \
+attribute open).
+
+    Source: the checking of calls in the TorchScript Input Descriptor proposal.
+    """
+    call = f"{name}({', '.join(signature.parameters)})"
+    try:
+        _require_parameters(descriptors, signature)
+        read = {
+            parameter: as_descriptor(descriptors[parameter], parameter)
+            for parameter in signature.parameters
+            if parameter in descriptors
+        }
+        leaves = [leaf for p, each in read.items() for leaf in tensor_leaves(each, p)]
+        dims = _named_dims(leaves)
+        _require_bound(leaves, dims)
+    except DescriptorError as error:
+        raise DescriptorError(f"descriptors of {call}: {error}") from None
+    checks = []
+    for parameter, descriptor in read.items():
+        check = compile_check(descriptor, dims)
+        if check is not None:
+            default = _default(signature.parameters[parameter])
+            checks.append((parameter, (parameter,), default, check))
+    return CompiledDescriptors(call, read, dims, tuple(checks))
+
+
+def _require_parameters(descriptors: object, signature: inspect.Signature) -> None:
+    if not isinstance(descriptors, Mapping):
+        raise DescriptorError(
+            "expected a dict of parameter name to descriptor, "
+            f"got {descriptors!r} of type {type(descriptors).__name__}"
+        )
+    unknown = [key for key in descriptors if key not in signature.parameters]
+    if unknown:
+        have = ", ".join(signature.parameters) or "none"
+        raise DescriptorError(
+            f"there is no parameter {', '.join(map(repr, unknown))}; the parameters are: {have}"
+        )
+
+
+def _default(parameter: inspect.Parameter) -> Any:
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return ()
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return {}
+    return _ABSENT if parameter.default is parameter.empty else parameter.default
+
+
+def _named_dims(leaves: list[tuple[str, MetaTensorType]]) -> dict[str, Dim]:
+    """Each named dim with all of its bounds."""
+    dims: dict[str, Dim] = {}
+    written: dict[str, list[str]] = {}
+    for where, meta in leaves:
+        for axis, form in enumerate(meta.dims or ()):
+            if not isinstance(form, Dim):
+                continue
+            if form.is_bounded:
+                written.setdefault(form.name, []).append(f"{form!r} at {where}.shape[{axis}]")
+            try:
+                dims[form.name] = dims.get(form.name, form).meet(form)
+            except DescriptorError:
+                raise DescriptorError(
+                    f"the bounds of dim {form.name!r} contradict each other: "
+                    f"{', '.join(written[form.name])}; one name is one size, rename one of them"
+                ) from None
+    return dims
+
+
+def _require_bound(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, Dim]) -> None:
+    """An expression is checked, never solved: a plain dim must give each of its names."""
+    for where, meta in leaves:
+        for axis, form in enumerate(meta.dims or ()):
+            if not isinstance(form, DimExpr):
+                continue
+            for name in form.names:
+                if name not in dims:
+                    raise DescriptorError(
+                        f"{where}.shape[{axis}] is {form.text!r}, but no shape has {name!r} as "
+                        f"a dim of its own, so that nothing gives it a size"
+                    )
