@@ -1,0 +1,81 @@
+"""What every test gets: a device, repeatable random numbers, one thread, hypothesis' profile."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import register_random, settings
+
+TORCH_SEED = 0
+HYPOTHESIS_SEED = "hypothesis_seed"
+
+torch.set_num_threads(1)
+
+# Generated examples differ from run to run; a failure prints what repeats it.
+settings.register_profile("tsfunc", deadline=None, print_blob=True)
+settings.load_profile("tsfunc")
+
+
+class TorchRandom:
+    """torch's generator under hypothesis' care: each generated example starts from one state."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def getstate(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+# hypothesis holds it weakly, so it needs a name.
+_torch_random = TorchRandom()
+register_random(_torch_random)
+
+
+def _device() -> torch.device:
+    return torch.device(os.environ.get("TSFUNC_DEVICE") or "cpu")
+
+
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its seed
+def pytest_configure(config: pytest.Config) -> None:
+    """Draws the seed that the header prints; pytest-xdist hands it on to its workers."""
+    if getattr(config.option, HYPOTHESIS_SEED, None) is None:
+        setattr(config.option, HYPOTHESIS_SEED, str(random.SystemRandom().randrange(2**32)))
+    try:
+        torch.empty(0, device=_device())
+    except (AssertionError, NotImplementedError, RuntimeError) as e:
+        raise pytest.UsageError(
+            f"TSFUNC_DEVICE={os.environ.get('TSFUNC_DEVICE')}: torch can't use it here: {e}"
+        ) from e
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = getattr(config.option, HYPOTHESIS_SEED)
+    return [
+        f"torch {torch.__version__}, device {_device()}, {torch.get_num_threads()} thread",
+        f"seeds: torch {TORCH_SEED}; hypothesis {seed} (repeat with --hypothesis-seed={seed})",
+    ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device() -> Iterator[torch.device]:
+    """The device under test (``TSFUNC_DEVICE``), where factories make their tensors too."""
+    chosen = _device()
+    if chosen.type == "cpu":
+        yield chosen
+        return
+    torch.set_default_device(chosen)
+    yield chosen
+    torch.set_default_device(None)
+
+
+@pytest.fixture(autouse=True)
+def torch_seed() -> None:
+    """Every test sees the same random numbers, whatever ran before it."""
+    torch.manual_seed(TORCH_SEED)
