@@ -1,0 +1,263 @@
+"""Imports go one way between the rooms, torch's private names stay in one, importing is light."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A room is a folder or a file of tsfunc/; it imports itself and what stands before it here.
+ROOMS = (
+    "errors",
+    "types",
+    "dispatch",
+    "ops",
+    "bridge",
+    "program",
+    "transforms",
+    "testing",
+    "cli",
+)
+PRIVATE_NAMES_ROOM = "bridge"
+
+# Installed packages that `import tsfunc` may load where `import torch` has not.
+LIGHT = {"tsfunc", "optree", "typing_extensions"}
+# Parts of torch that `import torch` leaves alone, and that take long to load.
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Every module under tsfunc/: its dotted name (``__init__`` kept as a part) and its file."""
+    files = sorted((ROOT / "tsfunc").rglob("*.py"))
+    return [(".".join(f.relative_to(ROOT).with_suffix("").parts), f) for f in files]
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted name; the empty string for ``tsfunc`` itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] != "__init__" else ""
+
+
+def imported(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of all that is imported, at any depth of the code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            # `from . import x` in a.b.c (or a.b.__init__) is a.b.x: one part off for each dot.
+            package = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+
+
+def import_violations(module: str, source: str) -> list[str]:
+    """The imports of a module of tsfunc that go against the order of the rooms."""
+    room = room_of(module)
+    if not room:
+        return []  # tsfunc/__init__.py shows what all the rooms have
+    if room not in ROOMS:
+        return [f"{module}: the room {room!r} has no place in ROOMS of tests/test_imports.py"]
+    found = []
+    for line, name in imported(module, ast.parse(source)):
+        if name != "tsfunc" and not name.startswith("tsfunc."):
+            continue
+        target = room_of(name)
+        if target not in ROOMS:
+            found.append(f"{module}:{line}: {name} is not in a room; import from where it is made")
+        elif ROOMS.index(target) > ROOMS.index(room):
+            found.append(f"{module}:{line}: {room} may not import {name}: {target} comes later")
+    return found
+
+
+def is_private(dotted: str) -> bool:
+    """Whether a dotted name below ``torch`` has a part that starts with a single underscore.
+
+    The parts below ``torch.ops`` are names of operators (``torch.ops.aten._softmax``): they are
+    data that the catalogue is made of, and part of what torch keeps stable.
+    """
+    root, *parts = dotted.split(".")
+    if root != "torch" or parts[:1] == ["ops"]:
+        return False
+    return any(p.startswith("_") and not p.startswith("__") for p in parts)
+
+
+def dotted_name(node: ast.AST, names: dict[str, str]) -> str | None:
+    """``torch.a.b`` for an attribute chain on a name that stands for something of torch's."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in names:
+        return None
+    return ".".join([names[node.id], *reversed(parts)])
+
+
+def torch_names(tree: ast.Module) -> dict[str, str]:
+    """Names that stand for something of torch's: imports, and ``aten = torch.ops.aten`` on top."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom):
+            module = "" if node.level else node.module or ""
+            if module.split(".")[0] == "torch":
+                for alias in node.names:
+                    names[alias.asname or alias.name] = f"{module}.{alias.name}"
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            value = dotted_name(statement.value, names)
+            if value is not None:
+                names[statement.targets[0].id] = value
+    return names
+
+
+def private_uses(module: str, source: str) -> list[str]:
+    """Where a module outside the bridge names something private of torch's.
+
+    Seen are imports, and attribute chains that start at a name imported from torch. What is
+    read off a value (``x._base``) can't be told from an attribute of our own.
+    """
+    if room_of(module) == PRIVATE_NAMES_ROOM:
+        return []
+    tree = ast.parse(source)
+    names = torch_names(tree)
+    found = {(line, name) for line, name in imported(module, tree) if is_private(name)}
+    inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            name = dotted_name(node, names)
+            if name is not None and is_private(name):
+                found.add((node.lineno, name))
+    return [f"{module}:{line}: {name} is private to torch" for line, name in sorted(found)]
+
+
+def heavy_modules(loaded: Iterable[str]) -> list[str]:
+    """Of newly loaded modules, those that ``import tsfunc`` should have left alone."""
+    return sorted(
+        name
+        for name in loaded
+        if any(name == heavy or name.startswith(f"{heavy}.") for heavy in HEAVY)
+        or (
+            name.split(".")[0] not in LIGHT | {"torch"}
+            and name.split(".")[0] not in sys.stdlib_module_names
+        )
+    )
+
+
+def test_modules_are_found() -> None:
+    assert "tsfunc.errors" in [name for name, _ in modules()]
+
+
+def test_imports_go_one_way() -> None:
+    found = [v for name, file in modules() for v in import_violations(name, file.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("tsfunc.dispatch.table", "from tsfunc.ops import rows", "dispatch may not import"),
+        ("tsfunc.dispatch.table", "import tsfunc.ops.registry as r", "ops comes later"),
+        ("tsfunc.dispatch.table", "from tsfunc import ops", "ops comes later"),
+        ("tsfunc.dispatch.table", "from ..ops import rows", "ops comes later"),
+        ("tsfunc.dispatch.__init__", "from ..ops import rows", "ops comes later"),
+        ("tsfunc.program.passes.cse", "from ...transforms import vmap", "transforms comes later"),
+        ("tsfunc.dispatch.table", "def f():\n    import tsfunc.cli", "table:2: dispatch may not"),
+        ("tsfunc.errors", "from tsfunc import types", "types comes later"),
+        ("tsfunc.testing.laws", "from tsfunc import vmap", "tsfunc.vmap is not in a room"),
+        ("tsfunc.ops.rules", "import tsfunc", "tsfunc is not in a room"),
+        ("tsfunc.attic", "import torch", "'attic' has no place in ROOMS"),
+    ],
+)
+def test_an_import_against_the_order_is_found(module: str, source: str, expected: str) -> None:
+    found = import_violations(module, source)
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tsfunc.types.descriptors", "from tsfunc.errors import DescriptorError"),
+        ("tsfunc.transforms.vmap", "from tsfunc import bridge, errors\nfrom . import grad"),
+        ("tsfunc.dispatch.__init__", "from .keys import DispatchKey"),
+        ("tsfunc.dispatch.keys", "from ..errors import DispatchError\nimport sys"),
+        ("tsfunc.__init__", "from tsfunc.transforms import vmap\nfrom . import cli"),
+        ("tsfunc.errors", "import tsfunctions\nfrom tsfunc_extra import ops"),
+    ],
+)
+def test_an_import_in_order_is_let_through(module: str, source: str) -> None:
+    assert import_violations(module, source) == []
+
+
+def test_private_names_of_torch_are_used_in_one_room() -> None:
+    found = [v for name, file in modules() for v in private_uses(name, file.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import torch._C", "torch._C"),
+        ("import torch._subclasses.fake_tensor as ft", "torch._subclasses.fake_tensor"),
+        ("from torch import _functorch", "torch._functorch"),
+        ("from torch._ops import OpOverload", "torch._ops.OpOverload"),
+        ("from torch.utils._pytree import tree_map", "torch.utils._pytree.tree_map"),
+        ("import torch\ntorch._C._DisableTorchDispatch()", "torch._C._DisableTorchDispatch"),
+        ("import torch.fx\ntorch.utils._pytree.tree_map", "torch.utils._pytree.tree_map"),
+        ("import torch as t\nt.Tensor._make_subclass", "torch.Tensor._make_subclass"),
+        ("from torch import Tensor as T\nT._make_subclass", "torch.Tensor._make_subclass"),
+        ("import torch\nT = torch.Tensor\nT._make_subclass", "torch.Tensor._make_subclass"),
+        ("import torch.nn.functional as F\nF._verify_spatial_size", "torch.nn.functional._verify"),
+    ],
+)
+def test_a_private_name_of_torch_is_found(source: str, name: str) -> None:
+    found = private_uses("tsfunc.ops.rules", source)
+    assert len(found) == 1
+    assert name in found[0]
+    assert private_uses("tsfunc.bridge.doors", source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.ops.aten._softmax.default",
+        "import torch\naten = torch.ops.aten\naten._to_copy.default",
+        "import torch\ntorch.Tensor.__torch_function__\ntorch.__version__",
+        "class A:\n    def f(self):\n        return self.torch._mine",
+        "from tsfunc.dispatch import _state\n_state._table",
+        "# torch._C in a comment\n'torch._C in a string'",
+    ],
+)
+def test_a_public_name_is_let_through(source: str) -> None:
+    assert private_uses("tsfunc.ops.rules", source) == []
+
+
+def test_importing_tsfunc_loads_little_beside_torch() -> None:
+    code = (
+        "import json, sys, torch; before = set(sys.modules); import tsfunc; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = json.loads(run.stdout)
+    assert "tsfunc" in loaded
+    assert heavy_modules(loaded) == []
+
+
+def test_a_heavy_module_is_found() -> None:
+    heavy = ["hypothesis", "numpy.f2py", "sympy.core", "torch._dynamo", "torch._inductor.config"]
+    light = ["json.decoder", "optree", "torch.utils._pytree", "torch._dynamo_like", "tsfunc.ops"]
+    assert heavy_modules([*light, *heavy]) == heavy
