@@ -16,8 +16,16 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.operators import TorchOperator, overload_of
-from tsfunc.bridge.tracer import NO_KWARGS, Tracer, TracerLevel, door_1, refuse_escaped
-from tsfunc.dispatch import DispatchKey, Operator, register_fallback
+from tsfunc.bridge.tracer import (
+    METHODS,
+    NO_KWARGS,
+    Tracer,
+    TracerLevel,
+    door_1,
+    metadata,
+    refuse_escaped,
+)
+from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.registry import Rule
@@ -28,12 +36,15 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 class BatchLevel(TracerLevel):
     """An active vmap."""
 
-    __slots__ = ("batch_size", "calls", "randomness")
+    __slots__ = ("batch_size", "randomness")
 
     def __init__(self, batch_size: int, randomness: str, name: str) -> None:
         super().__init__(DispatchKey.Batch, name)
         self.batch_size = batch_size
         self.randomness = randomness
+
+    def lift(self, value: torch.Tensor) -> torch.Tensor:
+        return wrap(value, None, self)
 
 
 class BatchTracer(Tracer):
@@ -158,7 +169,7 @@ def _unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:
 @register_fallback(DispatchKey.Batch)
 def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The column of the Batch key: finds a rule and runs it on values."""
-    level = _running_level(args, kwargs)
+    level = _running_level()
     values: list[Any] = []
     dims: list[Any] = []
     any_batched = False
@@ -192,7 +203,31 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return without_rule(op, level, args, values, dims, kwargs)
 
 
-def _running_level(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLevel:
+@register("aten::detach", DispatchKey.Batch)
+def _detach(value: BatchTracer) -> BatchTracer:
+    """Autograd's own detach at this level: the graph of the levels outside is not cut.
+
+    The user's is answered by door 1.
+    """
+    return wrap(value.value, value.bdim, _running_level())
+
+
+def _user_detach(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The user's ``detach()``, which cuts the graphs of all levels."""
+    value = args[0]
+    if not isinstance(value, BatchTracer):
+        return metadata(func, types, args, kwargs)
+    if not value.dispatch_level.alive:
+        refuse_escaped(func, value.dispatch_level)
+    return wrap(value.value.detach(), value.bdim, value.dispatch_level)
+
+
+METHODS[torch.Tensor.detach] = _user_detach
+METHODS[torch.detach] = _user_detach
+METHODS[torch.Tensor.data.__get__] = _user_detach  # type: ignore[attr-defined]
+
+
+def _running_level() -> BatchLevel:
     level = tls.state.running
     assert isinstance(level, BatchLevel)
     return level
@@ -288,7 +323,7 @@ def without_rule(
 def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
     if op.composite:
         return op.overload.decompose
-    if op.writes or op.random:
+    if op.writes or op.random or op.is_view:
         return None
     from torch._decomp import decomposition_table
 
@@ -336,10 +371,7 @@ def loop(
 def _check_loop(op: Operator, level: BatchLevel) -> None:
     if not isinstance(op, TorchOperator):
         return
-    aliases = any(
-        r.alias_info is not None and not r.alias_info.is_write for r in op.overload._schema.returns
-    )
-    if op.out_names or aliases:
+    if op.out_names or op.is_view:
         raise MissingRuleError(
             f"Batching rule not implemented for {op.name}; the fallback path doesn't work on "
             f"out= or view ops."

@@ -23,7 +23,7 @@ from tsfunc.ops import Row, find
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
-    __slots__ = ("composite", "inplace", "out_names", "overload", "random", "row",
+    __slots__ = ("composite", "inplace", "is_view", "out_names", "overload", "random", "row",
                  "writes")  # fmt: skip
 
     overload: OpOverload
@@ -41,6 +41,10 @@ class TorchOperator(Operator):
         arguments = overload._schema.arguments
         self.out_names = tuple(a.name for a in arguments if a.is_out)
         self.writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        self.is_view = any(
+            r.alias_info is not None and not r.alias_info.is_write
+            for r in overload._schema.returns
+        )
         self.inplace = bool(
             self.writes
             and not self.out_names

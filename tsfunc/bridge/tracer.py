@@ -23,6 +23,8 @@ import optree
 import torch
 from torch._C import DisableTorchFunctionSubclass, _skip_one_hop_torch_function
 
+from torch._ops import OpOverload
+
 from tsfunc.bridge.operators import operator_of
 from tsfunc.bridge.torch_state import (
     RestoredTorchState,
@@ -55,6 +57,10 @@ class TracerLevel(Level):
         self.autograd = 0
         self.forward = 0
         self.torch_state = TorchState()
+
+    def lift(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor from outside as one of this level's tracers."""
+        raise TypeError(f"{self.name}: {type(self).__name__} does not say how it lifts a tensor.")
 
     def sees_factories(self, random: bool) -> bool:
         """Whether factory functions (random ones, or others) are this level's business."""
@@ -178,6 +184,10 @@ def door_1(
             if functorch_is_active():
                 with without_functorch():
                     return _skip_one_hop_torch_function(func, types, args, kwargs)
+    elif isinstance(func, OpOverload):
+        level = innermost_level((*args, *kwargs.values()))
+        if level is not None and not level.autograd:
+            return operator_of(func).call(args, kwargs)
     return _skip_one_hop_torch_function(func, types, args, kwargs)
 
 

@@ -1,0 +1,208 @@
+"""torch's autograd at one level: fresh inputs, backward, tangents, and taking results out.
+
+NOTE [whose autograd]
+A reverse-mode transform uses torch's own graph, recorded on the tensors of the innermost level:
+plain tensors where no tracer is about (no wrapper, no cost), else that level's tracers. Tensors
+that are not of the level are lifted to it first, so that the graphs of two levels never share a
+differentiated input. What the inner values record, under the state that the level captured, is
+the graph of the levels outside.
+
+Private names used here (torch 2.11 to 2.13): ``Variable._execution_engine`` runs a backward pass
+without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` says whether a dual level
+is entered; ``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import Variable, forward_ad
+
+from tsfunc.bridge.tracer import Tracer, TracerLevel
+
+_alias = torch.ops.aten.alias.default
+
+
+def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
+    """The value as a tensor of the level: a tracer, or, at no level, itself."""
+    if level is None or (isinstance(value, Tracer) and value.dispatch_level is level):
+        return value
+    return level.lift(value)
+
+
+def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
+    """An alias to differentiate by; it stays connected to what the value itself depends on.
+
+    The caller has grad mode on, and recording at the level.
+    """
+    fresh: torch.Tensor = _alias(lift(value, level))
+    with DisableTorchFunctionSubclass():
+        if not fresh.requires_grad:
+            fresh.requires_grad_()
+    return fresh
+
+
+@contextmanager
+def recording(level: TracerLevel | None) -> Iterator[None]:
+    """Autograd records on the tensors of the level within the block."""
+    if level is not None:
+        level.autograd += 1
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        if level is not None:
+            level.autograd -= 1
+
+
+def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
+    """Whether the value depends on an outer differentiated input of the same level."""
+    if level is not None and not (isinstance(value, Tracer) and value.dispatch_level is level):
+        return False
+    with DisableTorchFunctionSubclass():
+        return value.requires_grad
+
+
+def reaches_other_leaves(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], level: TracerLevel | None
+) -> bool:
+    """Whether the outputs depend on leaves of the level beside the given ones.
+
+    Then their derivatives are to be differentiable too: somebody outside may ask for it.
+    """
+    with DisableTorchFunctionSubclass():
+        pending: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                own = any(variable is leaf for leaf in leaves)
+                other = level is None or (
+                    isinstance(variable, Tracer) and variable.dispatch_level is level
+                )
+                if other and not own:
+                    return True
+                continue
+            for parent, _ in node.next_functions:
+                if parent is not None and parent not in seen:
+                    seen.add(parent)
+                    pending.append(parent)
+    return False
+
+
+def backward(
+    outputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    create_graph: bool,
+    retain_graph: bool,
+) -> list[torch.Tensor | None]:
+    """The engine's backward pass: a cotangent for each input, None where there is no path."""
+    kept = [
+        (out, ct)
+        for out, ct in zip(outputs, cotangents, strict=True)
+        if out.requires_grad
+    ]
+    if not kept:
+        return [None] * len(inputs)
+    engine: Any = Variable._execution_engine
+    return list(
+        engine.run_backward(
+            tuple(out for out, _ in kept),
+            tuple(ct for _, ct in kept),
+            retain_graph or create_graph,
+            create_graph,
+            tuple(inputs),
+            True,
+            accumulate_grad=False,
+        )
+    )
+
+
+def detached(value: torch.Tensor) -> torch.Tensor:
+    """The value without the graph of its own level; outer levels and its tangent stay."""
+    with DisableTorchFunctionSubclass():
+        if not value.requires_grad:
+            return value
+        if forward_ad._current_level >= 0:
+            primal, tangent = forward_ad.unpack_dual(value)
+            if tangent is not None:
+                return forward_ad.make_dual(primal.detach(), tangent.detach())
+        return value.detach()
+
+
+# NOTE [one dual level]
+# torch has a single forward-mode level, for all threads. It is entered by the first jvp of the
+# process that needs it and left by the last. Tangents of different transforms are kept apart by
+# hanging them on the tensors of different levels, so sharing it confuses nothing.
+_dual_lock = threading.Lock()
+_dual_users = 0
+_dual_ours = False
+
+
+class _PlainForward(threading.local):
+    """How many jvps hang tangents on plain tensors on this thread."""
+
+    depth = 0
+
+
+_plain_forward = _PlainForward()
+
+
+def forward_in_use(level: TracerLevel | None) -> bool:
+    """Whether tensors of this level carry the tangents of an enclosing jvp."""
+    if level is not None:
+        return level.forward > 0
+    return _plain_forward.depth > 0 or (forward_ad._current_level >= 0 and not _dual_ours)
+
+
+@contextmanager
+def dual_level(level: TracerLevel | None) -> Iterator[None]:
+    """Tangents can be hung on the level's tensors within the block."""
+    global _dual_users, _dual_ours
+    with _dual_lock:
+        if _dual_users == 0 and forward_ad._current_level < 0:
+            forward_ad.enter_dual_level()
+            _dual_ours = True
+        _dual_users += 1
+    if level is not None:
+        level.forward += 1
+        level.autograd += 1
+    else:
+        _plain_forward.depth += 1
+    try:
+        yield
+    finally:
+        if level is not None:
+            level.forward -= 1
+            level.autograd -= 1
+        else:
+            _plain_forward.depth -= 1
+        with _dual_lock:
+            _dual_users -= 1
+            if _dual_users == 0 and _dual_ours:
+                _dual_ours = False
+                forward_ad.exit_dual_level()
+
+
+def make_dual(
+    primal: torch.Tensor, tangent: torch.Tensor, level: TracerLevel | None
+) -> torch.Tensor:
+    """The primal with its tangent, as a tensor of the level."""
+    primal, tangent = lift(primal, level), lift(tangent, level)
+    with DisableTorchFunctionSubclass():
+        return forward_ad.make_dual(primal, tangent)
+
+
+def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The primal and the tangent, None where the value has none."""
+    with DisableTorchFunctionSubclass():
+        primal, tangent = forward_ad.unpack_dual(value)
+    return primal, tangent
