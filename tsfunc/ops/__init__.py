@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tsfunc.ops import reductions, tensor_iterator  # noqa: F401  (declares rows)
+from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
+    convolution,
+    fixed,
+    n_dimensional,
+    reductions,
+    tensor_iterator,
+    views,
+)
 from tsfunc.ops.registry import BatchLevel, Category, Row, all_rows, find, row, rows
 
 __all__ = ["BatchLevel", "Category", "Row", "all_rows", "find", "row", "rows"]

@@ -1,0 +1,179 @@
+"""Convolution and its backward: one convolution, with the batch folded into one of its dims.
+
+NOTE [folding a convolution]
+A convolution relates an input (N, C, ...), a result (N, O, ...) and a weight, (O, C/g, ...) or,
+transposed, (C, O/g, ...). Two of the three are given. If one of them is batched, the batch is
+folded into the dim that the third shares with it alone: N for input and result, C for input and
+weight, O for result and weight. If both are, each example becomes a group.
+Channels are counted within groups: folded, C is (g, batch, C/g) and the dim of size C/g is
+(batch, C/g).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import align, batched_front
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+def _fold(x: Tensor, at: int, dim: int) -> Tensor:
+    """The batch as the outer part of logical dim ``dim``."""
+    return x.movedim(at, dim).flatten(dim, dim + 1)
+
+
+def _fold_grouped(x: Tensor, at: int, dim: int, groups: int) -> Tensor:
+    """The batch within each group of channels."""
+    if groups == 1:
+        return _fold(x, at, dim)
+    x = x.movedim(at, 0)
+    x = x.unflatten(dim + 1, (groups, x.shape[dim + 1] // groups))
+    return x.movedim(0, dim + 1).flatten(dim, dim + 2)
+
+
+def _unfold(x: Tensor, dim: int, size: int) -> tuple[Tensor, int]:
+    return x.unflatten(dim, (size, x.shape[dim] // size)), dim
+
+
+def _unfold_grouped(x: Tensor, dim: int, size: int, groups: int) -> tuple[Tensor, int]:
+    if groups == 1:
+        return _unfold(x, dim, size)
+    x = x.unflatten(dim, (groups, size, x.shape[dim] // (size * groups)))
+    return x.movedim(dim + 1, 0).flatten(dim + 1, dim + 2), 0
+
+
+def _stand_in(like: Tensor, at: int | None, dim: int, size: int) -> Tensor:
+    """A tensor of which the kernel reads only the shape: its dim ``dim`` is ``size`` times it."""
+    shape = list(like.shape)
+    if at is not None:
+        del shape[at]
+    shape[dim] = shape[dim] * size
+    return like.new_zeros(()).expand(shape)
+
+
+def _with_bias(
+    out: Tensor, at: int | None, bias: Tensor | None, p: int | None
+) -> tuple[Tensor, int]:
+    if bias is not None:
+        spatial = (out.dim() if at is None else out.dim() - 1) - 2
+        bias = bias.movedim(p, 0) if p else bias
+        for _ in range(spatial):
+            bias = bias.unsqueeze(-1)
+        (out, bias), at = align((out, bias), (at, None if p is None else 0))
+        out = out + bias
+    assert at is not None
+    return out, at
+
+
+@row(Category.BATCHED, "aten::convolution", "aten::convolution_overrideable")
+def convolution(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Folds the batch into N, O or the groups; see NOTE [folding a convolution]."""
+    x, weight, bias, *rest, groups = args
+    p, q, r = dims[:3]
+    transposed = rest[3]
+    size = level.batch_size
+    if q is None:
+        if p is None:
+            return _with_bias(op(x, weight, None, *rest, groups), None, bias, r)
+        shared = bias if r is None else None
+        out = op(_fold(x, p, 0), weight, shared, *rest, groups)
+        return _with_bias(*_unfold(out, 0, size), bias if r is not None else None, r)
+    if p is None:
+        if transposed:
+            weight = _fold(weight, q, 1)
+        else:
+            weight = _fold_grouped(weight, q, 0, groups)
+        out = op(x, weight, None, *rest, groups)
+        return _with_bias(*_unfold_grouped(out, 1, size, groups), bias, r)
+    if bias is not None:
+        bias = batched_front(bias, r, size).flatten()
+    out = op(_fold(x, p, 1), _fold(weight, q, 0), bias, *rest, groups * size)
+    return _unfold(out, 1, size)
+
+
+def _input_grad(
+    op: Any, size: int, dims: Dims, tensors: Sequence[Any], rest: Sequence[Any], groups: int
+) -> tuple[Tensor, int | None]:
+    """The input's gradient, from the result's and the weight."""
+    grad, x, weight = tensors
+    p, at, q = dims
+    transposed, mask = rest[3], [True, False, False]
+
+    def run(grad: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+        out: Tensor = op(grad, x, weight, None, *rest, groups, mask)[0]
+        return out
+
+    if p is None and q is None:
+        return run(grad, _stand_in(x, at, 0, 1), weight, groups), None
+    if q is None:
+        out = run(_fold(grad, p, 0), _stand_in(x, at, 0, size), weight, groups)
+        return _unfold(out, 0, size)
+    x = _stand_in(x, at, 1, size)
+    if p is None:
+        weight = _fold_grouped(weight, q, 0, groups) if transposed else _fold(weight, q, 1)
+        return _unfold_grouped(run(grad, x, weight, groups), 1, size, groups)
+    return _unfold(run(_fold(grad, p, 1), x, _fold(weight, q, 0), groups * size), 1, size)
+
+
+def _weight_grad(
+    op: Any, size: int, dims: Dims, tensors: Sequence[Any], rest: Sequence[Any], groups: int
+) -> tuple[Tensor, int | None]:
+    """The weight's gradient, from the result's and the input."""
+    grad, x, weight = tensors
+    p, q, at = dims
+    transposed, mask = rest[3], [False, True, False]
+
+    def run(grad: Tensor, x: Tensor, dim: int, by: int, groups: int) -> Tensor:
+        out: Tensor = op(grad, x, _stand_in(weight, at, dim, by), None, *rest, groups, mask)[1]
+        return out
+
+    if p is None and q is None:
+        return run(grad, x, 0, 1, groups), None
+    if p is not None and q is not None:
+        out = run(_fold(grad, p, 1), _fold(x, q, 1), 0, size, groups * size)
+        return _unfold(out, 0, size)
+    # What is folded is an outer dim of the weight in one form and an inner one in the other.
+    inner = transposed if q is None else not transposed
+    if q is None:
+        grad = _fold_grouped(grad, p, 1, groups)
+    else:
+        x = _fold_grouped(x, q, 1, groups)
+    out = run(grad, x, 1 if inner else 0, size, groups)
+    return _unfold(out, 1, size) if inner else _unfold_grouped(out, 0, size, groups)
+
+
+def _bias_grad(grad: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+    """The sum over all dims but the channels."""
+    if at is None:
+        return grad.sum([0, *range(2, grad.dim())]), None
+    channels = 1 if at > 1 else 2
+    kept = (at, channels)
+    return grad.sum([d for d in range(grad.dim()) if d not in kept]), int(at > channels)
+
+
+@row(Category.BATCHED, "aten::convolution_backward", "aten::convolution_backward_overrideable")
+def convolution_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Each gradient by itself, since each folds the batch elsewhere."""
+    if len(args) == 11:
+        *tensors, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
+    else:  # the overrideable form has no bias sizes
+        *tensors, stride, padding, dilation, transposed, output_padding, groups, mask = args
+    rest = (stride, padding, dilation, transposed, output_padding)
+    results: list[tuple[Tensor | None, int | None]] = [(None, None)] * 3
+    size = level.batch_size
+    function = torch.ops.aten.convolution_backward
+    if mask[0]:
+        results[0] = _input_grad(function, size, dims[:3], tensors, rest, groups)
+    if mask[1]:
+        results[1] = _weight_grad(function, size, dims[:3], tensors, rest, groups)
+    if mask[2]:
+        results[2] = _bias_grad(tensors[0], dims[0])
+    return tuple(out for out, _ in results), tuple(at for _, at in results)

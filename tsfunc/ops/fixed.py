@@ -1,0 +1,276 @@
+"""Products of vectors and matrices: the batch rides along, or is folded into rows or columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import align, batched_front, front, place, refuse_inplace, unit_dims
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+
+
+def _lead(x: Tensor, at: int, rank: int, to: int) -> Tensor:
+    """The batch dim first, and dims of size 1 after it until ``to`` logical dims follow it."""
+    return unit_dims(front(x, at), 1, to - rank)
+
+
+def _times_vector(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
+    """``x @ y`` where ``y`` has one logical dim."""
+    if q is None:
+        assert p is not None
+        return (x.matmul(y), p) if p < x.dim() - 1 else (x.movedim(p, 0).matmul(y), 0)
+    if p is None:
+        # As many vectors as examples are the columns of one matrix.
+        out = x.matmul(y if q == 1 else y.mT)
+        return out, out.dim() - 1
+    x, y = front(x, p), front(y, q)
+    if x.dim() == 2:
+        return x.unsqueeze(1).bmm(y.unsqueeze(2)).squeeze(2).squeeze(1), 0
+    return x.matmul(unit_dims(y, 1, x.dim() - 3).unsqueeze(-1)).squeeze(-1), 0
+
+
+def _vector_times(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
+    """``x @ y`` where ``x`` has one logical dim and ``y`` at least two."""
+    if q is None:
+        out = (x.mT if p else x).matmul(y)
+        return out, out.dim() - 2
+    y = front(y, q)
+    if p is None:
+        return x.matmul(y), 0
+    x = unit_dims(front(x, p), 1, y.dim() - 2)
+    return x.matmul(y).squeeze(-2), 0
+
+
+def product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
+    """``matmul`` of logical values; one of them at least is batched."""
+    rank = x.dim() if p is None else x.dim() - 1
+    other = y.dim() if q is None else y.dim() - 1
+    if other == 1:
+        return _times_vector(x, p, y, q)
+    if rank == 1:
+        return _vector_times(x, p, y, q)
+    if p is not None and q is not None:
+        if rank != other:
+            top = max(rank, other)
+            return _lead(x, p, rank, top).matmul(_lead(y, q, other, top)), 0
+        if rank == 2:
+            return front(x, p).bmm(front(y, q)), 0
+        return front(x, p).matmul(front(y, q)), 0
+    if p is not None:
+        if other == 2:
+            return (x.matmul(y), p) if p < rank else (x.movedim(p, 0).matmul(y), 0)
+        # Folded into the rows, since matmul would copy y for every example.
+        size = x.shape[p]
+        out = x.movedim(p, -3).flatten(-3, -2).matmul(y)
+        return out.unflatten(-2, (size, out.shape[-2] // size)), out.dim() - 2
+    assert q is not None
+    if rank == 2 and (q == 0 or other > 2):
+        return x.matmul(front(y, q)), 0
+    size, columns = y.shape[q], y.shape[-2 if q == other else -1]
+    out = x.matmul(y.movedim(q, -2).flatten(-2))
+    return out.unflatten(-1, (size, columns)), out.dim() - 1
+
+
+def matmul(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """mm, bmm, mv, dot and matmul: all are ``matmul`` of their ranks."""
+    return product(args[0], dims[0], args[1], dims[1])
+
+
+rows(Category.FIXED, matmul, *(f"aten::{n}" for n in "mm bmm mv dot matmul".split()))
+rows(Category.FIXED, matmul, "aten::linalg_matmul")
+
+
+@row(Category.FIXED, "aten::vdot")
+def vdot(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """dot with the first vector conjugated."""
+    return product(args[0].conj(), dims[0], args[1], dims[1])
+
+
+@row(Category.FIXED, "aten::linear")
+def linear(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One call while only the input is batched; batched weights make it a batched product."""
+    x, weight = args[0], args[1]
+    bias = args[2] if len(args) > 2 else None
+    at, q = dims[0], dims[1]
+    r = dims[2] if len(dims) > 2 else None
+    if q is None and r is None:
+        if at < x.dim() - 1:
+            return op(x, weight, bias), at
+        return op(x.movedim(at, 0), weight, bias), 0
+    if q is None:
+        out, at = (op(x, weight), None) if at is None else linear(op, level, (at, q), args[:2], {})
+    elif weight.dim() == 2:
+        out, at = product(x, at, weight, q)
+    else:
+        return _linear_weights(level.batch_size, x, at, front(weight, q), bias, r)
+    if bias is None:
+        return out, at
+    (out, bias), at = align((out, bias), (at, r))
+    return out + bias, at
+
+
+def _linear_weights(
+    size: int, x: Tensor, at: int | None, weight: Tensor, bias: Tensor | None, r: int | None
+) -> tuple[Tensor, int]:
+    """linear with a matrix of weights for each example, batch dim first."""
+    rank = x.dim() if at is None else x.dim() - 1
+    if rank == 1:
+        if at is None:
+            out = weight.matmul(x)
+        else:
+            out = weight.bmm(front(x, at).unsqueeze(2)).squeeze(2)
+        return (out if bias is None else out + (bias.mT if r else bias)), 0
+    shape = (x if at is None else front(x, at)[0]).shape[:-1] if rank > 2 else None
+    rowwise = batched_front(x, at, size)
+    if shape is not None:
+        rowwise = rowwise.flatten(1, -2)
+    if bias is None:
+        out = rowwise.bmm(weight.mT)
+    else:
+        bias = bias if r is None else front(bias, r).unsqueeze(1)
+        out = torch.baddbmm(bias, rowwise, weight.mT)
+    return (out if shape is None else out.unflatten(1, shape)), 0
+
+
+def _is_zero(number: Any) -> bool:
+    return isinstance(number, (int, float, complex)) and number == 0
+
+
+def _is_one(number: Any) -> bool:
+    return isinstance(number, (int, float, complex)) and number == 1
+
+
+def _added(
+    x: Tensor, at: int | None, out: Tensor, p: int | None, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, int]:
+    """``beta * x + alpha * out``."""
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    if _is_zero(beta):  # x may hold anything then, even nan; only its batch dim counts
+        if at is None:
+            assert p is not None
+            return (out if _is_one(alpha) else out * alpha), p
+        x = torch.zeros_like(x)
+    (x, out), at = align((x, out), (at, p))
+    return torch.add(x if _is_one(beta) else x * beta, out, alpha=alpha), at
+
+
+def _pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
+    """The product of the second and third argument."""
+    if dims[1] is None and dims[2] is None:
+        return args[1].matmul(args[2]), None
+    return product(args[1], dims[1], args[2], dims[2])
+
+
+@row(Category.FIXED, "aten::addmm")
+def addmm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One kernel for the common cases: rows of the batch folded, or all of it batched."""
+    x, a, b = args
+    at, p, q = dims
+    if q is None and p is not None and at is None and x.dim() < 2 and p < 2:
+        out = op(x, a.flatten(0, 1), b, **kwargs)
+        return out.unflatten(0, a.shape[:2]), p
+    if p is not None and q is not None:
+        if at is not None:
+            x = unit_dims(front(x, at), 1, 3 - x.dim())
+        return torch.baddbmm(x, front(a, p), front(b, q), **kwargs), 0
+    return _added(x, at, *_pair(dims, args), kwargs)
+
+
+@row(Category.FIXED, "aten::addmv", "aten::baddbmm")
+def added_product(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The product, and then the sum."""
+    return _added(args[0], dims[0], *_pair(dims, args), kwargs)
+
+
+def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
+    """The sum over the first dim of a batched product, as one product of long rows."""
+    _, a, b = args
+    _, p, q = dims
+    if p is None and q is None:
+        return a.movedim(0, 1).flatten(1).matmul(b.flatten(0, 1)), None
+    at = None if p is None else 0
+    a = a.movedim(0, 1).flatten(1) if p is None else front(a, p).movedim(1, 2).flatten(2)
+    b = b.flatten(0, 1) if q is None else front(b, q).flatten(1, 2)
+    return product(a, at, b, None if q is None else 0)
+
+
+@row(Category.FIXED, "aten::addbmm")
+def addbmm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The sum over products is a product of longer rows."""
+    return _added(args[0], dims[0], *_sum_pair(dims, args), kwargs)
+
+
+def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int | None]:
+    """The product of a column and a row."""
+    column = (x if p is None else front(x, p)).unsqueeze(-1)
+    line = y if q is None else front(y, q).unsqueeze(1)
+    return column * line, None if p is None and q is None else 0
+
+
+@row(Category.FIXED, "aten::ger", "aten::outer")
+def outer(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A pointwise product."""
+    return _outer(args[0], dims[0], args[1], dims[1])
+
+
+@row(Category.FIXED, "aten::addr")
+def addr(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """An outer product and a sum."""
+    return _added(args[0], dims[0], *_outer(args[1], dims[1], args[2], dims[2]), kwargs)
+
+
+@row(
+    Category.FIXED,
+    "aten::addmm_", "aten::addmv_", "aten::baddbmm_", "aten::addbmm_", "aten::addr_",
+)  # fmt: skip
+def added_product_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The product, added to the first argument where it lies."""
+    x, at = args[0], dims[0]
+    if at is None:
+        refuse_inplace(op)
+    name = op.name()
+    if name == "aten::addbmm_":
+        out, p = _sum_pair(dims, args)
+    elif name == "aten::addr_":
+        out, p = _outer(args[1], dims[1], args[2], dims[2])
+    else:
+        out, p = _pair(dims, args)
+    beta = kwargs.get("beta", 1)
+    if _is_zero(beta):
+        x.zero_()
+    elif not _is_one(beta):
+        x.mul_(beta)
+    x.add_(place(out, p, x.dim() - 1 - at), alpha=kwargs.get("alpha", 1))
+    return x, at
+
+
+@row(Category.FIXED, "aten::_trilinear")
+def trilinear(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Sums of products of three: all dims that it names move by one."""
+    tensors = [batched_front(x, d, level.batch_size) for x, d in zip(args, dims[:3], strict=False)]
+    moved = [[d + 1 for d in dim] for dim in args[3:7]]
+    unroll = (args[7] if len(args) > 7 else 1) + 1
+    return op(*tensors, *moved, unroll, **kwargs), 0
