@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
     convolution,
+    factories,
     fixed,
+    identity,
     n_dimensional,
     reductions,
     tensor_iterator,
+    variadic,
     views,
 )
 from tsfunc.ops.registry import BatchLevel, Category, Row, all_rows, find, row, rows

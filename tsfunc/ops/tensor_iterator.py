@@ -204,7 +204,8 @@ _BOTH = """
 
 # Operators without one, or whose in-place variant has another name.
 _PLAIN = """
-    _conj_physical angle complex polar positive floor_divide float_power.Scalar float_power.Tensor_Scalar
+    _conj_physical angle complex polar positive floor_divide
+    float_power.Scalar float_power.Tensor_Scalar
     float_power.Tensor_Tensor fmax fmin frexp.Tensor gelu hardshrink isfinite isinf isnan
     isneginf isposinf ldexp.Tensor logaddexp logaddexp2 max.other maximum min.other minimum
     polygamma pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor remainder.Scalar_Tensor

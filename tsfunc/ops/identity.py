@@ -1,0 +1,181 @@
+"""Operators whose result has the elements, or just the shape, of their first argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import align, batched_at, front, place, refuse_inplace
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+
+ID = Category.IDENTITY
+_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+
+
+def same_shape(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One tensor, then numbers; also where it is written."""
+    return op(*args, **kwargs), dims[0]
+
+
+def laid_out(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One tensor, and a memory format that is meant for each example."""
+    x, at = args[0], dims[0]
+    wanted = kwargs.get("memory_format", torch.preserve_format)
+    if wanted is None or wanted is torch.preserve_format:
+        return op(*args, **kwargs), at
+    if wanted in _CHANNELS_LAST:
+        spatial = 2 if wanted is torch.channels_last else 3
+        if x.dim() != spatial + 3:
+            raise RuntimeError(f"required rank {spatial + 2} tensor to use {wanted} format")
+        # Contiguous with the channels last, and then seen with the channels where they were.
+        kwargs = {**kwargs, "memory_format": torch.contiguous_format}
+        return op(front(x, at).movedim(2, -1), *args[1:], **kwargs).movedim(-1, 2), 0
+    # Where the batch dim is not first, a contiguous value has examples that are not.
+    return op(front(x, at), *args[1:], **kwargs), 0
+
+
+@row(ID, "aten::contiguous")
+def contiguous(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As clone, but only where it must be."""
+    wanted = kwargs.get("memory_format", torch.contiguous_format)
+    if wanted not in _CHANNELS_LAST:
+        return front(args[0], dims[0]).contiguous(), 0
+    return laid_out(torch.clone, level, dims, args, kwargs)
+
+
+@row(ID, "aten::to.dtype")
+def to_dtype(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A cast without a memory format; with one, its parts say what it means."""
+    return NotImplemented if len(args) > 4 else (op(*args), dims[0])
+
+
+@row(ID, "aten::copy_")
+def copy_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The source is broadcast, and cast to whatever the target is."""
+    x, at = args[0], dims[0]
+    if at is None:
+        refuse_inplace(op)
+    source = place(args[1], dims[1], x.dim() - 1 - at)
+    op(x, source, *args[2:])
+    return x, at
+
+
+@row(ID, "aten::copy")
+def copy(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As copy_, except that what is not batched can be."""
+    x, at = args[0], dims[0]
+    if at is None:
+        x, at = batched_at(x, None, level.batch_size, 0), 0
+    return op(x, place(args[1], dims[1], x.dim() - 1 - at), *args[2:]), at
+
+
+@row(ID, "aten::fill_.Tensor")
+def fill_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A value for each example is copied in."""
+    x, value = args
+    at = dims[0]
+    if at is None:
+        refuse_inplace(op)
+    if dims[1] is None:
+        op(x, value)
+    else:
+        x.copy_(place(value, dims[1], x.dim() - 1 - at))
+    return x, at
+
+
+@row(ID, "aten::fill.Tensor")
+def fill(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Only the shape and type of the first argument count."""
+    x, value = args
+    if dims[1] is None:
+        return op(x, value), dims[0]
+    (x, value), at = align((x, value), dims)
+    x, value = torch.broadcast_tensors(x, value)
+    return torch.ops.aten.copy(x, value), at
+
+
+@row(ID, "aten::_new_zeros_with_same_feature_meta")
+def new_zeros_with_same_feature_meta(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Zeros for a tangent (self) of a primal (other), batched where either is."""
+    other, at = args[1], dims[1]
+    if at is None:
+        return other.new_zeros([level.batch_size, *other.shape]), 0
+    return torch.zeros_like(other), at
+
+
+@row(Category.TRIVIAL, "aten::_has_same_storage_numel")
+def has_same_storage_numel(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A guard of forward mode for views into a larger storage, which no example has."""
+    return True, None
+
+
+@row(Category.TRIVIAL, "aten::is_same_size")
+def is_same_size(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of the logical sizes."""
+
+    def sizes(x: Tensor, at: int | None) -> list[Any]:
+        return [size for dim, size in enumerate(x.shape) if dim != at]
+
+    return sizes(args[0], dims[0]) == sizes(args[1], dims[1]), None
+
+
+rows(
+    ID,
+    same_shape,
+    "aten::alias",
+    "aten::alias_copy",
+    "aten::detach",
+    "aten::detach_",
+    "aten::detach_copy",
+    "aten::lift",
+    "aten::lift_fresh",
+    "aten::lift_fresh_copy",
+    "aten::_lazy_clone",
+    "aten::_conj",
+    "aten::_conj_copy",
+    "aten::_neg_view",
+    "aten::_neg_view_copy",
+    "aten::conj",
+    "aten::resolve_conj",
+    "aten::resolve_neg",
+    "aten::pin_memory",
+    "aten::_pin_memory",
+    "aten::fill.Scalar",
+    "aten::fill_.Scalar",
+    "aten::zero",
+    "aten::zero_",
+)
+rows(ID, laid_out, "aten::clone", "aten::_to_copy", "aten::to.dtype_layout")
+rows(
+    Category.FACTORY,
+    laid_out,
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::empty_like",
+)

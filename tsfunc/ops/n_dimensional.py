@@ -1,0 +1,279 @@
+"""Operators that move elements: flips, rolls, pads, triangles, and the backward ones of views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import (
+    batched_front,
+    every_dim,
+    front,
+    physical_dim,
+    physical_dims,
+    unit_dims,
+    wrap,
+)
+from tsfunc.ops.reductions import flat
+from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
+
+ND = Category.N_DIMENSIONAL
+
+
+def fold(x: Tensor) -> Tensor:
+    """The batch dim and the dim after it, as one."""
+    return x.flatten(0, 1)
+
+
+@row(ND, "aten::repeat")
+def repeat(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """New dims come before all logical ones, so after a batch dim that is first."""
+    x, at = args[0], dims[0]
+    repeats = list(args[1])
+    new = len(repeats) - x.dim() + 1
+    if at == 0:
+        x = unit_dims(x, 1, new)
+    else:
+        at += new
+    repeats.insert(at, 1)
+    return op(x, repeats), at
+
+
+@row(ND, "aten::flip")
+def flip(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Along logical dims; a scalar has none to flip."""
+    x, at = args[0], dims[0]
+    rank = x.dim() - 1
+    if rank == 0:
+        for dim in args[1]:
+            wrap(dim, 0)
+        return x.clone(), at
+    return op(x, physical_dims(args[1], rank, at)), at
+
+
+@row(ND, "aten::roll")
+def roll(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Without dims, through the flattened logical value."""
+    x, at = args[0], dims[0]
+    rank = x.dim() - 1
+    if len(args) > 2 and args[2]:
+        if rank == 0:
+            return op(x.unsqueeze(1), args[1], [wrap(d, 0) + 1 for d in args[2]]).squeeze(1), 0
+        return op(x, args[1], physical_dims(args[2], rank, at)), at
+    return op(flat(x, at), args[1], [1]).reshape(front(x, at).shape), 0
+
+
+@row(ND, "aten::rot90")
+def rot90(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """In a plane of two logical dims."""
+    x, at = args[0], dims[0]
+    k, plane = (*args[1:], *(1, (0, 1))[len(args) - 1 :])
+    return op(x, k, physical_dims(plane, x.dim() - 1, at)), at
+
+
+def triangle(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of the matrices in the last two dims; the batch dim must come before them."""
+    x, at = args[0], dims[0]
+    if at > x.dim() - 3:
+        x, at = front(x, at), 0
+    if x.dim() < 3:
+        return NotImplemented
+    return op(x, *args[1:]), at
+
+
+def triangle_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Writes through a view with the batch dim in front."""
+    if args[0].dim() < 3:
+        return NotImplemented
+    triangle(op, level, dims, args, kwargs)
+    return args[0], dims[0]
+
+
+@row(ND, "aten::constant_pad_nd")
+def constant_pad_nd(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The last dims are padded; the batch dim must come before them."""
+    x, at = args[0], dims[0]
+    padded = len(args[1]) // 2
+    if padded >= x.dim():
+        raise RuntimeError(
+            f"Length of pad should be no more than twice the number of dimensions of the input. "
+            f"Pad length is {len(args[1])} while the input has {x.dim() - 1} dimensions."
+        )
+    if at >= x.dim() - padded:
+        x, at = front(x, at), 0
+    return op(x, *args[1:]), at
+
+
+def edge_pad(spatial: int) -> Rule:
+    """The rule of a pad that takes ``spatial`` dims, one of channels, and one of a batch."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        tensors = len(dims) - 1
+        size = level.batch_size
+        values = [batched_front(args[i], dims[i], size) for i in range(tensors)]
+        if values[0].dim() == spatial + 2:
+            return op(*values, args[tensors]), 0
+        outer = values[0].shape[1]
+        out = op(*[fold(value) for value in values], args[tensors])
+        return out.unflatten(0, (size, outer)), 0
+
+    return rule
+
+
+@row(ND, "aten::diag_embed")
+def diag_embed(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The dims count in the result, which has one more."""
+    x = front(args[0], dims[0])
+    offset, dim1, dim2 = (*args[1:], *(0, -2, -1)[len(args) - 1 :])
+    first, second = physical_dims((dim1, dim2), x.dim(), 0)
+    return op(x, offset, first, second), 0
+
+
+@row(ND, "aten::trace")
+def trace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The sum of a diagonal."""
+    x, at = args[0], dims[0]
+    if x.dim() != 3:
+        raise RuntimeError(f"trace: expected a matrix, but got a tensor with dim {x.dim() - 1}")
+    return torch.diagonal(x, 0, *every_dim(2, at)).sum(-1), 0
+
+
+@row(ND, "aten::select_backward")
+def select_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The dim that select took comes back, as unsqueeze puts one in."""
+    grad, sizes, dim, index = args
+    at = dims[0]
+    dim = wrap(dim, len(sizes))
+    at, dim = (at + 1, dim) if dim <= at else (at, dim + 1)
+    physical = list(sizes)
+    physical.insert(at, level.batch_size)
+    return op(grad, physical, dim, index), at
+
+
+@row(ND, "aten::slice_backward")
+def slice_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of the rank of its gradient."""
+    grad, sizes, dim = args[:3]
+    at = dims[0]
+    physical = list(sizes)
+    physical.insert(at, level.batch_size)
+    return op(grad, physical, physical_dim(dim, len(sizes), at), *args[3:]), at
+
+
+@row(ND, "aten::diagonal_backward")
+def diagonal_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The dims are the input's."""
+    grad, sizes, offset, dim1, dim2 = args
+    grad = front(grad, dims[0])
+    first, second = physical_dims((dim1, dim2), len(sizes), 0)
+    return op(grad, [level.batch_size, *sizes], offset, first, second), 0
+
+
+@row(ND, "aten::unfold_backward")
+def unfold_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The dims are the input's; a scalar was one window."""
+    grad, sizes, dim, size, step = args
+    grad = front(grad, dims[0])
+    if not sizes:
+        return grad.sum(1), 0
+    dim = physical_dim(dim, len(sizes), 0)
+    return op(grad, [level.batch_size, *sizes], dim, size, step), 0
+
+
+def _pair(level: BatchLevel, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """A target and what is put into it, both with the batch dim first."""
+    size = level.batch_size
+    return batched_front(args[0], dims[0], size), batched_front(args[1], dims[1], size)
+
+
+@row(ND, "aten::select_scatter", "aten::slice_scatter")
+def scatter_dim(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Along one logical dim of the target."""
+    x, source = _pair(level, dims, args)
+    dim = physical_dim(args[2] if len(args) > 2 else 0, x.dim() - 1, 0)
+    return op(x, source, dim, *args[3:]), 0
+
+
+@row(ND, "aten::diagonal_scatter")
+def diagonal_scatter(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Along two logical dims of the target."""
+    x, source = _pair(level, dims, args)
+    offset, dim1, dim2 = (*args[2:], *(0, 0, 1)[len(args) - 2 :])
+    return op(x, source, offset, *physical_dims((dim1, dim2), x.dim() - 1, 0)), 0
+
+
+@row(ND, "aten::pixel_shuffle", "aten::pixel_unshuffle")
+def pixel_shuffle(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Takes any dims before its last three."""
+    return op(front(args[0], dims[0]), args[1]), 0
+
+
+@row(ND, "aten::channel_shuffle", "aten::native_channel_shuffle")
+def channel_shuffle(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Takes one dim before the channels."""
+    x = front(args[0], dims[0])
+    return op(fold(x), args[1]).unflatten(0, x.shape[:2]), 0
+
+
+rows(ND, triangle, "aten::tril", "aten::triu")
+rows(ND, triangle_inplace, "aten::tril_", "aten::triu_")
+for _n in (1, 2, 3):
+    rows(
+        ND,
+        edge_pad(_n),
+        f"aten::reflection_pad{_n}d",
+        f"aten::reflection_pad{_n}d_backward",
+        f"aten::replication_pad{_n}d",
+        f"aten::replication_pad{_n}d_backward",
+    )
+
+
+@row(ND, "aten::repeat_interleave.self_int")
+def repeat_interleave(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Without a dim, of the flattened logical value."""
+    x, at = args[0], dims[0]
+    dim = args[2] if len(args) > 2 else None
+    if dim is None or x.dim() == 1:
+        return op(flat(x, at), args[1], 1, **kwargs), 0
+    return op(x, args[1], physical_dim(dim, x.dim() - 1, at), **kwargs), at

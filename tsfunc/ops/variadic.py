@@ -1,0 +1,77 @@
+"""Operators on lists of tensors: all are given the batch dim in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front, physical_dim, unit_dims, wrap
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+def in_front(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
+) -> list[Tensor]:
+    """Each of the tensors with a batch dim first."""
+    return [batched_front(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
+
+
+def together(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
+) -> tuple[Sequence[Tensor], int]:
+    """The tensors with their batch dims in one place, and that place: where it was if it can."""
+    at = dims[0]
+    if at is not None and dims.count(at) == len(dims):
+        return tensors, at
+    return in_front(tensors, dims, size), 0
+
+
+def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Leaves out the empty vectors that cat lets stand for tensors of any rank."""
+    rank = max([x.dim() for x in tensors])
+    return [x for x in tensors if x.dim() == rank or x.dim() != 2 or x.numel() > 0]
+
+
+@row(Category.VARIADIC, "aten::cat", "aten::concat", "aten::concatenate")
+def cat(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Along one logical dim."""
+    tensors, at = together(args[0], dims[0], level.batch_size)
+    ranks = [x.dim() for x in tensors]
+    rank = max(ranks)
+    if min(ranks) != rank:
+        # Some are of another rank: the same place in all of them is the first one only.
+        tensors, at = _without_empty(in_front(args[0], dims[0], level.batch_size)), 0
+    if rank == 1:
+        raise RuntimeError("zero-dimensional tensor (at position 0) cannot be concatenated")
+    return op(tensors, physical_dim(args[1] if len(args) > 1 else 0, rank - 1, at)), at
+
+
+@row(Category.VARIADIC, "aten::stack", "aten::_stack")
+def stack(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A new dim at the batch dim's place comes before it."""
+    tensors, at = together(args[0], dims[0], level.batch_size)
+    dim = wrap(args[1] if len(args) > 1 else 0, tensors[0].dim())
+    return (op(tensors, dim), at + 1) if dim <= at else (op(tensors, dim + 1), at)
+
+
+@row(Category.VARIADIC, "aten::block_diag")
+def block_diag(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Each block is padded to the width of the whole."""
+    tensors = in_front(args[0], dims[0], level.batch_size)
+    blocks = [unit_dims(x, 1, 3 - x.dim()) for x in tensors]
+    width: Any = sum([x.shape[2] for x in blocks])
+    padded: list[Tensor] = []
+    left: Any = 0
+    for x in blocks:
+        padded.append(torch.constant_pad_nd(x, [left, width - left - x.shape[2]]))
+        left = left + x.shape[2]
+    return torch.cat(padded, 1), 0

@@ -1,0 +1,364 @@
+"""Views: dims are shifted past the batch dim, and the result shares its argument's memory.
+
+The ``_copy`` variants of views go by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import every_dim, front, physical_dim, physical_dims, unit_dims, wrap
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+
+ND = Category.N_DIMENSIONAL
+
+
+def same(x: Tensor) -> Tensor:
+    """A view of all of ``x``: what a view operator that has nothing to do returns."""
+    return torch.transpose(x, 0, 0)
+
+
+def known_sizes(sizes: Sequence[Any], x: Tensor, at: int) -> list[Any]:
+    """Sizes with -1 worked out from one example, which an empty batch would leave open."""
+    out = list(sizes)
+    if -1 in out:
+        known: Any = 1
+        for size in out:
+            if not (isinstance(size, int) and size == -1):
+                known = known * size
+        if not (isinstance(known, int) and known == 0):
+            total: Any = 1
+            for dim, size in enumerate(x.shape):
+                if dim != at:
+                    total = total * size
+            out[out.index(-1)] = total // known
+    return out
+
+
+@row(ND, "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::view_copy")
+def view(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """With the batch dim first, a physical view exists wherever an example's does."""
+    x, at = args[0], dims[0]
+    sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+    sizes = known_sizes(sizes, x, at)
+    if at:
+        x = x.movedim(at, 0)
+    return op(x, [x.shape[0], *sizes]), 0
+
+
+@row(ND, "aten::_reshape_alias", "aten::_reshape_alias_copy")
+def reshape_alias(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The strides are those that a view of these sizes has."""
+    x = front(args[0], dims[0])
+    return x.reshape([x.shape[0], *args[1]]), 0
+
+
+@row(ND, "aten::expand", "aten::expand_copy", "aten::broadcast_to")
+def expand(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """New dims come before all logical ones, so after a batch dim that is first."""
+    x, at = args[0], dims[0]
+    sizes = list(args[1])
+    new = len(sizes) - x.dim() + 1
+    if at == 0:
+        x = unit_dims(x, 1, new)
+    else:
+        at += new
+    sizes.insert(at, -1)
+    return op(x, sizes, **kwargs), at
+
+
+@row(ND, "aten::permute", "aten::permute_copy")
+def permute(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The batch dim keeps its place among the permuted ones."""
+    x, at = args[0], dims[0]
+    order = physical_dims(args[1], x.dim() - 1, at)
+    order.insert(at, at)
+    return op(x, order), at
+
+
+@row(
+    ND,
+    "aten::transpose.int",
+    "aten::transpose_copy.int",
+    "aten::swapaxes",
+    "aten::swapdims",
+)
+def transpose(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Two logical dims; the batch dim stays."""
+    x, first, second = args
+    at = dims[0]
+    rank = x.dim() - 1
+    if rank == 0:
+        wrap(first, 0), wrap(second, 0)
+        return op(x, 0, 0), at
+    return op(x, physical_dim(first, rank, at), physical_dim(second, rank, at)), at
+
+
+@row(ND, "aten::t", "aten::t_copy")
+def t(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of a matrix; vectors and scalars are themselves."""
+    x, at = args[0], dims[0]
+    rank = x.dim() - 1
+    if rank == 2:
+        return torch.transpose(x, *every_dim(2, at)), at
+    if rank > 2:
+        raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {rank}D")
+    return same(x), at
+
+
+@row(ND, "aten::squeeze", "aten::squeeze_copy")
+def squeeze(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """All logical dims of size 1, but never the batch dim."""
+    x = front(args[0], dims[0])
+    return torch.squeeze(x, list(range(1, x.dim()))), 0
+
+
+@row(ND, "aten::squeeze.dim", "aten::squeeze_copy.dim")
+def squeeze_dim(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Sizes matter only for a dim that lies before the batch dim."""
+    x, at = args[0], dims[0]
+    rank = x.dim() - 1
+    if rank == 0:
+        wrap(args[1], 0)
+        return same(x), at
+    dim = physical_dim(args[1], rank, at)
+    return op(x, dim), at - 1 if dim < at and x.shape[dim] == 1 else at
+
+
+@row(ND, "aten::squeeze.dims", "aten::squeeze_copy.dims")
+def squeeze_dims(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As one dim."""
+    x, at = args[0], dims[0]
+    rank = x.dim() - 1
+    if rank == 0:
+        for dim in args[1]:
+            wrap(dim, 0)
+        return same(x), at
+    target = physical_dims(args[1], rank, at)
+    return op(x, target), at - sum([d < at and x.shape[d] == 1 for d in target])
+
+
+@row(ND, "aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
+def unsqueeze(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A new dim at the batch dim's place comes before it."""
+    x, at = args[0], dims[0]
+    dim = wrap(args[1], x.dim())
+    return (op(x, dim), at + 1) if dim <= at else (op(x, dim + 1), at)
+
+
+@row(ND, "aten::select.int", "aten::select_copy.int")
+def select(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One logical dim goes."""
+    x, at = args[0], dims[0]
+    rank = x.dim() - 1
+    if rank == 0:
+        raise IndexError("select() cannot be applied to a 0-dim tensor.")
+    dim = physical_dim(args[1], rank, at)
+    return op(x, dim, args[2]), at - 1 if dim < at else at
+
+
+@row(ND, "aten::slice.Tensor", "aten::slice_copy.Tensor")
+def slice_(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One logical dim, the first by default."""
+    x, at = args[0], dims[0]
+    if x.dim() == 1:
+        raise RuntimeError("slice() cannot be applied to a 0-dim tensor.")
+    dim = physical_dim(args[1] if len(args) > 1 else 0, x.dim() - 1, at)
+    return op(x, dim, *args[2:]), at
+
+
+@row(ND, "aten::narrow", "aten::narrow_copy")
+def narrow(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One logical dim."""
+    x, at = args[0], dims[0]
+    if x.dim() == 1:
+        raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
+    return op(x, physical_dim(args[1], x.dim() - 1, at), *args[2:]), at
+
+
+@row(
+    ND,
+    "aten::split.Tensor",
+    "aten::split.sizes",
+    "aten::split_with_sizes",
+    "aten::split_copy.Tensor",
+    "aten::split_with_sizes_copy",
+    "aten::unsafe_split.Tensor",
+    "aten::unsafe_split_with_sizes",
+    "aten::chunk",
+    "aten::unsafe_chunk",
+    "aten::tensor_split.sections",
+    "aten::tensor_split.indices",
+)
+def split(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Each part has the batch dim where the whole had it."""
+    x, at = args[0], dims[0]
+    if x.dim() == 1:
+        raise RuntimeError(f"{op.name()} expects at least a 1-dimensional tensor")
+    dim = physical_dim(args[2] if len(args) > 2 else 0, x.dim() - 1, at)
+    return op(x, args[1], dim), at
+
+
+@row(ND, "aten::unbind.int", "aten::unbind_copy.int")
+def unbind(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One logical dim goes."""
+    x, at = args[0], dims[0]
+    if x.dim() == 1:
+        raise IndexError("Dimension specified as 0 but tensor has no dimensions")
+    dim = physical_dim(args[1] if len(args) > 1 else 0, x.dim() - 1, at)
+    return op(x, dim), at - 1 if dim < at else at
+
+
+@row(ND, "aten::diagonal", "aten::diagonal_copy")
+def diagonal(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Two dims go and the diagonal comes last."""
+    x, at = args[0], dims[0]
+    offset, dim1, dim2 = (*args[1:], *(0, 0, 1)[len(args) - 1 :])
+    first, second = physical_dims((dim1, dim2), x.dim() - 1, at)
+    return op(x, offset, first, second), at - (first < at) - (second < at)
+
+
+@row(ND, "aten::unfold", "aten::unfold_copy")
+def unfold(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The windows' dim comes last; a scalar is one window."""
+    x, dim, size, step = args
+    at = dims[0]
+    if x.dim() == 1:
+        wrap(dim, 0)
+        return op(x.unsqueeze(1), 1, size, step).squeeze(1), 0
+    return op(x, physical_dim(dim, x.dim() - 1, at), size, step), at
+
+
+@row(ND, "aten::as_strided", "aten::as_strided_copy")
+def as_strided(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Offsets count from where an example begins, as a batched tensor's own offset does (0)."""
+    x, at = args[0], dims[0]
+    offset = x.storage_offset() + (args[3] if len(args) > 3 and args[3] is not None else 0)
+    return op(x, [x.shape[at], *args[1]], [x.stride(at), *args[2]], offset), 0
+
+
+@row(ND, "aten::as_strided_scatter")
+def as_strided_scatter(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As as_strided; a target that is not batched becomes a batch of copies."""
+    x, source, sizes, strides = args[:4]
+    at = dims[0]
+    if at is None:
+        x, at = x.expand(level.batch_size, *x.shape).clone(), 0
+    source = source if dims[1] is None else front(source, dims[1])
+    offset = x.storage_offset() + (args[4] if len(args) > 4 and args[4] is not None else 0)
+    sizes = [x.shape[at], *sizes]
+    return op(x, source.expand(sizes), sizes, [x.stride(at), *strides], offset), at
+
+
+@row(ND, "aten::view.dtype", "aten::view_copy.dtype", "aten::view_as_complex")
+def view_last(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """They change the last dim, which must not be the batch dim."""
+    x, at = args[0], dims[0]
+    if at == x.dim() - 1 and at:
+        x, at = x.movedim(at, 0), 0
+    return op(x, *args[1:]), at
+
+
+@row(ND, "aten::view_as_real", "aten::view_as_real_copy", "aten::real", "aten::imag")
+def view_as_real(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A value may be conjugated lazily where the batched tensor does not say so."""
+    return op(args[0].resolve_conj()), dims[0]
+
+
+@row(Category.FLATTEN, "aten::flatten.using_ints")
+def flatten(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Logical dims only. A scalar becomes a vector."""
+    x = front(args[0], dims[0])
+    rank = x.dim() - 1
+    first, last = (wrap(d, rank) for d in (*args[1:], *(0, -1)[len(args) - 1 :]))
+    if rank == 0:
+        return x.unsqueeze(1), 0
+    return op(x, first + 1, last + 1), 0
+
+
+@row(ND, "aten::transpose_", "aten::swapaxes_", "aten::swapdims_")
+def transpose_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Changes the value's own dims."""
+    transpose(op, level, dims, args, kwargs)
+    return args[0], dims[0]
+
+
+@row(ND, "aten::t_")
+def t_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As t."""
+    x, at = args[0], dims[0]
+    if x.dim() == 3:
+        x.transpose_(*every_dim(2, at))
+    return x, at
+
+
+@row(ND, "aten::squeeze_", "aten::squeeze_.dim", "aten::squeeze_.dims")
+def squeeze_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Changes the value's own dims, and with them where the batch dim lies."""
+    x, at = args[0], dims[0]
+    rank = x.dim() - 1
+    given = [args[1]] if len(args) > 1 and isinstance(args[1], int) else args[1:]
+    chosen = given[0] if given and not isinstance(given[0], int) else given
+    target = physical_dims(chosen, rank, at) if len(args) > 1 else every_dim(rank, at)
+    if rank == 0:
+        return x, at
+    moved = sum([d < at and x.shape[d] == 1 for d in target])
+    torch.ops.aten.squeeze_.dims(x, target)
+    return x, at - moved
+
+
+rows(ND, view, "aten::_reshape_copy")
