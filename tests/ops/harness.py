@@ -125,9 +125,10 @@ def compare(out: Any, dims: Any, expected: Sequence[Any], what: str) -> None:
             assert at is None or value.shape[at] == len(expected), label
             mine = value if at is None else value.select(at, i)
             assert mine.shape == w.shape, f"{label}: {tuple(mine.shape)} not {tuple(w.shape)}"
-            torch.testing.assert_close(
-                mine, w, equal_nan=True, msg=lambda m, label=label: f"{label}: {m}"
-            )
+            try:
+                torch.testing.assert_close(mine, w, equal_nan=True)
+            except AssertionError as e:
+                raise AssertionError(f"{label}: {e}") from None
 
 
 def is_inplace(op: Any) -> bool:
@@ -221,7 +222,7 @@ class Recorder(TorchDispatchMode):
     """Keeps each distinct call made while it is active, forward and backward."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, Call] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
+    batch_norm,
     convolution,
     factories,
+    feature_batched,
     fixed,
     identity,
     n_dimensional,
+    random,
     reductions,
     tensor_iterator,
     variadic,

@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 
 
+def filled(given: Sequence[Any], *defaults: Any) -> list[Any]:
+    """Positional arguments, and the defaults of those that were not given."""
+    return [*given, *defaults[len(given) :]]
+
+
 def logical_rank(x: Tensor, at: int | None) -> int:
     """How many dims the user sees."""
     return x.dim() if at is None else x.dim() - 1

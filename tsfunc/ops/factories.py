@@ -49,7 +49,8 @@ def linspace(
     like = start if isinstance(start, torch.Tensor) else end
     exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
     start, end = (
-        v.to(exact).unsqueeze(-1) if isinstance(v, torch.Tensor) else v for v in (start, end)
+        # An integer result rounds the ends, too.
+        v.to(dtype).to(exact).unsqueeze(-1) if isinstance(v, torch.Tensor) else v for v in (start, end)
     )
     index = torch.arange(steps, device=options.get("device") or like.device)
     step = (end - start) / max(steps - 1, 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tsfunc.ops.dims import (
     batched_front,
     every_dim,
+    filled,
     front,
     physical_dim,
     physical_dims,
@@ -78,7 +79,7 @@ def rot90(
 ) -> Any:
     """In a plane of two logical dims."""
     x, at = args[0], dims[0]
-    k, plane = (*args[1:], *(1, (0, 1))[len(args) - 1 :])
+    k, plane = filled(args[1:], 1, (0, 1))
     return op(x, k, physical_dims(plane, x.dim() - 1, at)), at
 
 
@@ -145,7 +146,7 @@ def diag_embed(
 ) -> Any:
     """The dims count in the result, which has one more."""
     x = front(args[0], dims[0])
-    offset, dim1, dim2 = (*args[1:], *(0, -2, -1)[len(args) - 1 :])
+    offset, dim1, dim2 = filled(args[1:], 0, -2, -1)
     first, second = physical_dims((dim1, dim2), x.dim(), 0)
     return op(x, offset, first, second), 0
 
@@ -233,7 +234,7 @@ def diagonal_scatter(
 ) -> Any:
     """Along two logical dims of the target."""
     x, source = _pair(level, dims, args)
-    offset, dim1, dim2 = (*args[2:], *(0, 0, 1)[len(args) - 2 :])
+    offset, dim1, dim2 = filled(args[2:], 0, 0, 1)
     return op(x, source, offset, *physical_dims((dim1, dim2), x.dim() - 1, 0)), 0
 
 

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import every_dim, front, physical_dim, physical_dims, unit_dims, wrap
+from tsfunc.ops.dims import (
+    every_dim,
+    filled,
+    front,
+    physical_dim,
+    physical_dims,
+    unit_dims,
+    wrap,
+)
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
 
 ND = Category.N_DIMENSIONAL
@@ -249,7 +257,7 @@ def diagonal(
 ) -> Any:
     """Two dims go and the diagonal comes last."""
     x, at = args[0], dims[0]
-    offset, dim1, dim2 = (*args[1:], *(0, 0, 1)[len(args) - 1 :])
+    offset, dim1, dim2 = filled(args[1:], 0, 0, 1)
     first, second = physical_dims((dim1, dim2), x.dim() - 1, at)
     return op(x, offset, first, second), at - (first < at) - (second < at)
 
@@ -318,7 +326,7 @@ def flatten(
     """Logical dims only. A scalar becomes a vector."""
     x = front(args[0], dims[0])
     rank = x.dim() - 1
-    first, last = (wrap(d, rank) for d in (*args[1:], *(0, -1)[len(args) - 1 :]))
+    first, last = (wrap(d, rank) for d in filled(args[1:], 0, -1))
     if rank == 0:
         return x.unsqueeze(1), 0
     return op(x, first + 1, last + 1), 0

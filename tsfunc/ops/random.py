@@ -1,0 +1,373 @@
+"""Random operators, which heed ``level.randomness``.
+
+NOTE [randomness]
+Unlike other rules these also get calls with nothing batched in them. Under ``"different"`` the
+result is batched in any case, and drawn by one call for the whole batch. Under ``"same"`` one
+example is drawn, and is not batched unless other arguments are. ``"error"`` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import (
+    align,
+    batched_front,
+    filled,
+    front,
+    op_name,
+    place,
+    refuse_inplace,
+)
+from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
+
+FACTORY = Category.FACTORY
+
+
+def check_randomness(op: Any, level: BatchLevel) -> None:
+    """Raises unless the vmap allows for random operators."""
+    if level.randomness == "error":
+        raise RuntimeError(
+            f"vmap: called random operation while in randomness error mode. Please either use "
+            f"the 'same' or 'different' randomness flags on vmap or perform the randomness "
+            f"operation out of vmap (the operation is {op_name(op)})"
+        )
+
+
+def example_of(x: Tensor, at: int | None) -> Tensor:
+    """A tensor of one example's shape and type, its values unspecified."""
+    if at is None:
+        return x
+    return x.new_empty([size for dim, size in enumerate(x.shape) if dim != at])
+
+
+def shaped_like(level: BatchLevel, x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+    """What to draw in the shape of: the batch, or one example under ``"same"``."""
+    if level.randomness == "same":
+        return example_of(x, at), None
+    return (x, at) if at is not None else (batched_front(x, None, level.batch_size), 0)
+
+
+def sized(place_of_size: int) -> Rule:
+    """The rule of a random factory whose size is ``args[place_of_size]``."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        check_randomness(op, level)
+        if level.randomness == "same":
+            return op(*args, **kwargs), None
+        before, size = args[:place_of_size], [level.batch_size, *args[place_of_size]]
+        return op(*before, size, *args[place_of_size + 1 :], **kwargs), 0
+
+    return rule
+
+
+@row(FACTORY, "aten::randperm", "aten::randperm.generator")
+def randperm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The order of random numbers is a random permutation."""
+    check_randomness(op, level)
+    if level.randomness == "same":
+        return op(*args, **kwargs), None
+    options = {k: v for k, v in kwargs.items() if k in ("device", "generator")}
+    keys = torch.rand([level.batch_size, args[0]], dtype=torch.float64, **options)
+    return keys.argsort(-1).to(kwargs.get("dtype") or torch.int64), 0
+
+
+def drawn_like(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of the shape and type of the first argument, whose values do not matter."""
+    check_randomness(op, level)
+    x, at = shaped_like(level, args[0], dims[0])
+    if "memory_format" in kwargs:
+        kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    return op(x, *args[1:], **kwargs), at
+
+
+def drawn_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Overwrites the first argument."""
+    check_randomness(op, level)
+    x, at = args[0], dims[0]
+    if level.randomness == "same":
+        if any(dim is not None for dim in dims[1:]):
+            _refuse_same(op)
+        if at is None:
+            return op(*args, **kwargs), None
+        x.copy_(op(example_of(x, at), *args[1:], **kwargs).unsqueeze(at))
+        return x, at
+    if at is None:
+        if any(dim is not None for dim in dims):
+            refuse_inplace(op)
+        raise RuntimeError(
+            f"vmap: Cannot ask for different inplace randomness on an unbatched tensor. This "
+            f"will appear like same randomness. {op_name(op)} writes a tensor that is not "
+            f"batched: use its out-of-place form, or make the tensor from a batched one (for "
+            f"instance x.new_empty)."
+        )
+    rest = [
+        place(arg, dim, x.dim() - 1 - at) if isinstance(arg, Tensor) else arg
+        for arg, dim in zip(args[1:], dims[1:], strict=True)
+    ]
+    op(x, *rest, **kwargs)
+    return x, at
+
+
+def _refuse_same(op: Any) -> None:
+    raise RuntimeError(
+        f"vmap: Vmap does not currently support same randomness with a batched tensor input. "
+        f"{op_name(op)} draws from a distribution that differs from example to example; use "
+        f"randomness='different', or draw outside of vmap."
+    )
+
+
+def drawn_from(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Tensors are the distribution's parameters."""
+    check_randomness(op, level)
+    batched = any(dim is not None for dim in dims)
+    if level.randomness == "same":
+        if batched:
+            _refuse_same(op)
+        return op(*args, **kwargs), None
+    if not batched:
+        i = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
+        args, dims = list(args), list(dims)
+        args[i], dims[i] = batched_front(args[i], None, level.batch_size), 0
+    aligned, at = align(args, dims)
+    return op(*aligned, **kwargs), at
+
+
+@row(FACTORY, "aten::bernoulli", "aten::bernoulli.Tensor")
+def bernoulli(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Under "same", one uniform number for all examples is held against each one's chance."""
+    chance, at = args[0], dims[0]
+    if len(args) == 2:
+        # Of the first argument only the shape and type count.
+        aligned, where = align(args, dims)
+        chance = torch.broadcast_tensors(*aligned)[1]
+        at = None if all(dim is None for dim in dims) else where
+    if level.randomness != "same" or at is None:
+        out, at = drawn_from(torch.bernoulli, level, [at], [chance], kwargs)
+    else:
+        uniform = torch.rand_like(example_of(chance, at), **kwargs)
+        out = uniform.unsqueeze(at) < chance
+    return out.to(args[0].dtype), at
+
+
+@row(
+    FACTORY,
+    "aten::normal.Tensor_Tensor",
+    "aten::normal.Tensor_float",
+    "aten::normal.float_Tensor",
+)
+def normal(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Under "same", one standard normal number is scaled and shifted for each example."""
+    if level.randomness != "same" or all(dim is None for dim in dims):
+        return drawn_from(op, level, dims, args, kwargs)
+    (mean, std), at = align((*args, 1.0)[:2], dims)
+    noise = torch.randn_like(example_of(mean + std, at), **kwargs)
+    return mean + std * noise.unsqueeze(at), at
+
+
+@row(FACTORY, "aten::multinomial")
+def multinomial(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The kernel takes a matrix of rows to draw from."""
+    check_randomness(op, level)
+    if level.randomness == "same":
+        if dims[0] is not None:
+            _refuse_same(op)
+        return op(*args, **kwargs), None
+    x = batched_front(args[0], dims[0], level.batch_size)
+    if x.dim() == 2:
+        return op(x, *args[1:], **kwargs), 0
+    out = op(x.flatten(0, 1), *args[1:], **kwargs)
+    return out.unflatten(0, x.shape[:2]), 0
+
+
+def keep_mask(
+    level: BatchLevel, x: Tensor, at: int | None, keep: float, features: bool = False
+) -> tuple[Tensor, int | None]:
+    """Ones with the chance ``keep``, else zeros: for each element, or for each feature map."""
+    like, at = shaped_like(level, x, at)
+    if features:
+        like = front(like, at)
+        kept = 2 if at is None else 3
+        like, at = like[(...,) + (slice(0, 1),) * (like.dim() - kept)], at if at is None else 0
+    return torch.empty_like(like).bernoulli_(keep), at
+
+
+def dropping(alpha: bool, features: bool) -> Rule:
+    """The rule of the dropout functions, which share their arguments."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x, p, train = args
+        if not train or p == 0:
+            return x, dims[0]
+        check_randomness(op, level)
+        mask, mask_at = keep_mask(level, x, dims[0], 1 - p, features)
+        shift: Any = 0.0
+        if alpha and p < 1:
+            # Keeps mean and variance where dropped values are SELU's lower limit.
+            low = 1.7580993408473766
+            scale = ((low * low * p + 1) * (1 - p)) ** -0.5
+            mask, shift = mask * scale, (mask - 1 + p) * (low * scale)
+        elif p < 1:
+            mask = mask / (1 - p)
+        values: list[Any] = [x, mask]
+        where = [dims[0], mask_at]
+        if alpha and p < 1:
+            values.append(shift)
+            where.append(mask_at)
+        aligned, at = align(values, where)
+        out = aligned[0] * aligned[1]
+        batched = dims[0] is not None or mask_at is not None
+        return (out + aligned[2] if alpha and p < 1 else out), at if batched else None
+
+    return rule
+
+
+@row(FACTORY, "aten::native_dropout")
+def native_dropout(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Returns its mask too."""
+    x, p, train = args
+    if train is False:
+        return op(x, p, train), dims[0]
+    check_randomness(op, level)
+    if level.randomness == "different" or dims[0] is None:
+        x, at = shaped_like(level, x, dims[0])
+        return op(x, p, train), at
+    at = dims[0]
+    mask = torch.empty_like(example_of(x, at)).bernoulli_(1 - p).unsqueeze(at)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return (x * mask * scale, mask.to(torch.bool).expand(x.shape)), at
+
+
+@row(FACTORY, "aten::rrelu_with_noise", "aten::rrelu_with_noise_")
+def rrelu_with_noise(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The slopes of negative values are drawn, and kept in the noise that it writes."""
+    x, noise, lower, upper, training = filled(args[:5], None, None, 1 / 8, 1 / 3, False)
+    inplace = "noise_" in op.name()
+    at = dims[0]
+    if not training:
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2, inplace), at
+    check_randomness(op, level)
+    if level.randomness == "same" and at is None and dims[1] is None:
+        return op(*args, **kwargs), None
+    if at is None or dims[1] is None:
+        refuse_inplace(op)
+    slopes = torch.where(x <= 0, _slopes(level, x, at, lower, upper), 1.0)
+    noise.copy_(slopes.movedim(at, dims[1]))
+    return (x.mul_(slopes) if inplace else x * slopes), at
+
+
+def _slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
+    """Uniform slopes that broadcast with ``x``."""
+    like, drawn_at = shaped_like(level, x, at)
+    slopes = torch.empty_like(like).uniform_(lower, upper)
+    return slopes.unsqueeze(at) if drawn_at is None else slopes
+
+
+@row(FACTORY, "aten::rrelu")
+def rrelu(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As with noise, which nobody keeps here."""
+    x, lower, upper, training = filled(args[:4], None, 1 / 8, 1 / 3, False)
+    at = dims[0]
+    if not training:
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), at
+    check_randomness(op, level)
+    if at is None:
+        if level.randomness == "same":
+            return op(*args, **kwargs), None
+        x, at = batched_front(x, None, level.batch_size), 0
+    return torch.where(x <= 0, x * _slopes(level, x, at, lower, upper), x), at
+
+
+rows(FACTORY, dropping(False, False), "aten::dropout")
+rows(FACTORY, dropping(False, True), "aten::feature_dropout")
+rows(FACTORY, dropping(True, False), "aten::alpha_dropout")
+rows(FACTORY, dropping(True, True), "aten::feature_alpha_dropout")
+rows(
+    FACTORY,
+    sized(0),
+    "aten::rand",
+    "aten::rand.generator",
+    "aten::randn",
+    "aten::randn.generator",
+)
+rows(FACTORY, sized(1), "aten::randint", "aten::randint.generator")
+rows(
+    FACTORY,
+    sized(2),
+    "aten::randint.low",
+    "aten::randint.low_generator",
+    "aten::normal.float_float",
+)
+rows(
+    FACTORY,
+    drawn_like,
+    "aten::rand_like",
+    "aten::rand_like.generator",
+    "aten::randn_like",
+    "aten::randn_like.generator",
+    "aten::randint_like",
+    "aten::randint_like.generator",
+    "aten::randint_like.low_dtype",
+    "aten::randint_like.low_generator_dtype",
+    "aten::bernoulli.p",
+    "aten::normal_functional",
+    "aten::uniform",
+    "aten::exponential",
+    "aten::geometric",
+    "aten::cauchy",
+    "aten::log_normal",
+    "aten::random",
+    "aten::random.from",
+    "aten::random.to",
+)
+rows(
+    FACTORY,
+    drawn_inplace,
+    "aten::normal_",
+    "aten::uniform_",
+    "aten::exponential_",
+    "aten::geometric_",
+    "aten::cauchy_",
+    "aten::log_normal_",
+    "aten::random_",
+    "aten::random_.from",
+    "aten::random_.to",
+    "aten::bernoulli_.float",
+    "aten::bernoulli_.Tensor",
+)
+rows(
+    FACTORY,
+    drawn_from,
+    "aten::poisson",
+    "aten::binomial",
+    "aten::_standard_gamma",
+    "aten::_sample_dirichlet",
+)
