@@ -1,0 +1,181 @@
+"""Batch normalisation: the batch of a vmap is folded into the channels, which stay apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tsfunc.ops.dims import align, batched_at, batched_front, front
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+def _refuse_update() -> None:
+    raise RuntimeError(
+        "vmap: Batch norm got a batched tensor as input while the running_mean or running_var, "
+        "which will be updated in place, were not batched. Give each example its own (stack the "
+        "buffers and map over them), set track_running_stats=False, use eval mode, or replace "
+        "the layer by a GroupNorm."
+    )
+
+
+def _channels(x: Tensor, at: int | None, size: int) -> Tensor:
+    """(N, batch * C, ...)"""
+    return batched_at(x, at, size, 1).flatten(1, 2)
+
+
+def _flat(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
+    """One value for each example's channel."""
+    return None if x is None else batched_front(x, at, size).flatten()
+
+
+def _split(x: Tensor, size: int) -> tuple[Tensor, int | None]:
+    """Statistics as the kernel gives them; it may give none, as an empty vector."""
+    if x.dim() != 1 or x.shape[0] == 0:
+        return x, None
+    return x.unflatten(0, (size, x.shape[0] // size)), 0
+
+
+def _results(results: Sequence[Tensor], size: int, dim: int) -> Any:
+    """(out, mean, rstd, reserve?) of a call with the batch folded into ``dim`` of ``out``."""
+    out = results[0]
+    pairs = [(out.unflatten(dim, (size, out.shape[dim] // size)), dim)]
+    if dim == 1:
+        pairs += [_split(r, size) for r in results[1:3]]  # type: ignore[misc]
+    else:
+        pairs += [(r, None) for r in results[1:3]]  # type: ignore[misc]
+    pairs += [(r, None) for r in results[3:]]  # type: ignore[misc]
+    return tuple(r for r, _ in pairs), tuple(d for _, d in pairs)
+
+
+def _normalize(
+    call: Callable[..., Any],
+    level: BatchLevel,
+    dims: Dims,
+    tensors: Sequence[Any],
+    training: bool,
+) -> Any:
+    """``call(x, weight, bias, running_mean, running_var)`` with the batch folded away."""
+    x, weight, bias, mean, var = tensors
+    at, p, q, m, v = dims
+    size = level.batch_size
+    if at is None and m is None and v is None:
+        right = x.dim() - 2
+        out, *stats = call(x, None, None, mean, var)
+        (out, to), n = (out, None), len(stats)
+        for value, d, apply in ((weight, p, Tensor.mul), (bias, q, Tensor.add)):
+            if value is not None:
+                column = front(value, d).reshape(*front(value, d).shape, *[1] * right)
+                if to is None and d is None:
+                    out = apply(out, column)
+                else:
+                    (out, column), to = align((out, column), (to, None if d is None else 0))
+                    out = apply(out, column)
+        return (out, *stats), (to, *[None] * n)
+    if not training and p is None and q is None and m is None and v is None:
+        return _results(call(front(x, at).flatten(0, 1), weight, bias, mean, var), size, 0)
+    updated = training and mean is not None
+    if updated and (m is None or v is None):
+        _refuse_update()
+    flat = [_flat(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]
+    results = call(_channels(x, at, size), *flat)
+    if updated:
+        for running, d, new in ((mean, m, flat[2]), (var, v, flat[3])):
+            view = front(running, d)
+            assert new is not None
+            view.copy_(new.view(view.shape))
+    return _results(results, size, 1)
+
+
+@row(
+    Category.FEATURE_BATCHED,
+    "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+    "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
+)  # fmt: skip
+def batch_norm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Whether it trains is an argument."""
+    return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], args[5])
+
+
+@row(Category.FEATURE_BATCHED, "aten::_native_batch_norm_legit.no_stats")
+def batch_norm_no_stats(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """There is nothing to update."""
+    return _normalize(
+        lambda x, w, b, _, __: op(x, w, b, *args[3:]),
+        level, (*dims[:3], None, None), (*args[:3], None, None), True,
+    )  # fmt: skip
+
+
+@row(
+    Category.FEATURE_BATCHED,
+    "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
+)  # fmt: skip
+def batch_norm_evaluating(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """It never trains."""
+    return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], False)
+
+
+@row(Category.FEATURE_BATCHED, "aten::_batch_norm_with_update")
+def batch_norm_training(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """It always trains."""
+    return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], True)
+
+
+@row(
+    Category.FEATURE_BATCHED,
+    "aten::_native_batch_norm_legit_functional", "aten::_batch_norm_with_update_functional",
+)  # fmt: skip
+def batch_norm_functional(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The new running statistics are results, so they may be batched in any case."""
+    size = level.batch_size
+    flat = [_flat(t, d, size) for t, d in zip(args[1:5], dims[1:5], strict=True)]
+    *results, mean, var = op(_channels(args[0], dims[0], size), *flat, *args[5:])
+    outs, out_dims = _results(results, size, 1)
+    (mean, m), (var, v) = _split(mean, size), _split(var, size)
+    return (*outs, mean, var), (*out_dims, m, v)
+
+
+def _backward(
+    call: Callable[..., Any], level: BatchLevel, dims: Dims, tensors: Sequence[Any]
+) -> Any:
+    """``call(grad, x, weight, running_mean, running_var, save_mean, save_invstd)``"""
+    size = level.batch_size
+    full = [_channels(t, d, size) for t, d in zip(tensors[:2], dims[:2], strict=True)]
+    flat = [_flat(t, d, size) for t, d in zip(tensors[2:], dims[2:], strict=True)]
+    grad_x, *grads = call(*full, *flat)
+    if grad_x is not None:
+        grad_x = grad_x.unflatten(1, (size, grad_x.shape[1] // size))
+    grads = [None if g is None else _split(g, size)[0] for g in grads]
+    return (grad_x, *grads), (1, 0, 0)
+
+
+@row(
+    Category.FEATURE_BATCHED, "aten::native_batch_norm_backward", "aten::batch_norm_backward"
+)
+def batch_norm_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Folded as the forward pass is; what follows the statistics is passed on."""
+    return _backward(lambda *t: op(*t, *args[7:]), level, dims[:7], args[:7])
+
+
+@row(Category.FEATURE_BATCHED, "aten::cudnn_batch_norm_backward")
+def cudnn_batch_norm_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The first two arguments are the other way round."""
+    return _backward(
+        lambda grad, x, *t: op(x, grad, *t, *args[7:]),
+        level, (dims[1], dims[0], *dims[2:7]), (args[1], args[0], *args[2:7]),
+    )  # fmt: skip

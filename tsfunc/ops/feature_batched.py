@@ -1,0 +1,207 @@
+"""Normalisation over features: the batch joins the dims that are not normalised over.
+
+Weights and biases of which each example has its own are applied after the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tsfunc.ops.dims import align, batched_front, front
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+def _affine(
+    out: Tensor,
+    at: int | None,
+    scale: tuple[Tensor | None, int | None],
+    shift: tuple[Tensor | None, int | None],
+) -> tuple[Tensor, int | None]:
+    """``out * scale + shift``; both line up with the last dims of ``out``."""
+    weight, p = scale
+    if weight is not None:
+        if at is None and p is None:
+            out = out * weight
+        else:
+            (out, weight), at = align((out, weight), (at, p))
+            out = out * weight
+    bias, q = shift
+    if bias is not None:
+        if at is None and q is None:
+            return out + bias, None
+        (out, bias), at = align((out, bias), (at, q))
+        out = out + bias
+    return out, at
+
+
+def _column(x: Tensor | None, at: int | None, right: int) -> tuple[Tensor | None, int | None]:
+    """A value for each channel, with ``right`` dims of size 1 after the channels."""
+    if x is None:
+        return None, None
+    x = front(x, at)
+    for _ in range(right):
+        x = x.unsqueeze(-1)
+    return x, None if at is None else 0
+
+
+@row(Category.FEATURE_BATCHED, "aten::native_layer_norm")
+def native_layer_norm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The batch is one more dim before those that are normalised over."""
+    x, shape, weight, bias, eps = args
+    at, p, q = dims[0], dims[2], dims[3]
+    if at is not None and at > x.dim() - 1 - len(shape):
+        x, at = x.movedim(at, 0), 0
+    if p is None and q is None:
+        out, mean, rstd = op(x, shape, weight, bias, eps)
+        return (out, mean, rstd), at
+    out, mean, rstd = op(x, shape, None, None, eps)
+    out, to = _affine(out, at, (weight, p), (bias, q))
+    return (out, mean, rstd), (to, at, at)
+
+
+@row(Category.FEATURE_BATCHED, "aten::layer_norm")
+def layer_norm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As above, without the statistics."""
+    x, at = args[0], dims[0]
+    weight = args[2] if len(args) > 2 else None
+    bias = args[3] if len(args) > 3 else None
+    p = dims[2] if len(dims) > 2 else None
+    q = dims[3] if len(dims) > 3 else None
+    if at is not None and at > x.dim() - 1 - len(args[1]):
+        x, at = x.movedim(at, 0), 0
+    if p is None and q is None:
+        return op(x, *args[1:], **kwargs), at
+    return _affine(op(x, args[1], None, None, *args[4:]), at, (weight, p), (bias, q))
+
+
+def _over_leading(x: Tensor, leading: int) -> Tensor:
+    """The sum over the logical dims before those of a weight; the batch dim is first."""
+    return x.sum(list(range(1, leading + 1))) if leading else x
+
+
+@row(Category.FEATURE_BATCHED, "aten::native_layer_norm_backward")
+def native_layer_norm_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The input's gradient by the kernel; those of the weights are kept apart by hand."""
+    grad, x, shape, mean, rstd, weight, _, mask = args
+    size = level.batch_size
+    grad, x, mean, rstd = (
+        batched_front(v, d, size)
+        for v, d in ((grad, dims[0]), (x, dims[1]), (mean, dims[3]), (rstd, dims[4]))
+    )
+    leading = x.dim() - 1 - len(shape)
+    grad_x = grad_weight = grad_bias = None
+    if mask[0]:
+        scaled, p = grad, dims[5]
+        if p is not None:
+            (scaled, weight), _ = align((grad, weight), (0, p), grad.dim() - 1)
+            scaled, weight = scaled * weight, None
+        # The kernel takes strides for granted, and reads past expanded values.
+        parts = [v.contiguous() for v in (scaled, x)]
+        stats = [v.contiguous() for v in (mean, rstd)]
+        grad_x = op(*parts, shape, *stats, weight, None, [True, False, False])[0]
+    if mask[1]:
+        grad_weight = _over_leading((x - mean) * rstd * grad, leading)
+    if mask[2]:
+        grad_bias = _over_leading(grad, leading)
+    return (grad_x, grad_weight, grad_bias), 0
+
+
+@row(Category.FEATURE_BATCHED, "aten::native_group_norm")
+def native_group_norm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Examples count as more of N, which is the dim of size ``args[3]``."""
+    x, weight, bias, n, *rest = args
+    at, p, q = dims[:3]
+    if at is not None:
+        x, n = front(x, at).flatten(0, 1), n * level.batch_size
+    separate = p is not None or q is not None
+    inner = (None, None) if separate else (weight, bias)
+    results = op(x.contiguous(), *inner, n, *rest)
+    if at is not None:
+        results = [r.unflatten(0, (level.batch_size, args[3])) for r in results]
+        at = 0
+    out, mean, rstd = results
+    to = at
+    if separate:
+        right = x.dim() - 2
+        out, to = _affine(out, at, _column(weight, p, right), _column(bias, q, right))
+    return (out, mean, rstd), (to, at, at)
+
+
+@row(Category.FEATURE_BATCHED, "aten::native_group_norm_backward")
+def native_group_norm_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The input's gradient with examples as more of N; those of the weights by hand."""
+    grad, x, mean, rstd, weight, n, c, hw, group, mask = args
+    size = level.batch_size
+    grad, x, mean, rstd = (
+        batched_front(v, d, size) for v, d in zip(args[:4], dims[:4], strict=True)
+    )
+    grad_x = grad_weight = grad_bias = None
+    if mask[0]:
+        scaled, p = grad, dims[4]
+        if p is not None:
+            column, _ = _column(weight, p, x.dim() - 3)
+            assert column is not None
+            scaled, weight = grad * column.unsqueeze(1), None
+        parts = [v.flatten(0, 1).contiguous() for v in (scaled, x, mean, rstd)]
+        only = [True, False, False]
+        grad_x = op(*parts, weight, n * size, c, hw, group, only)[0].unflatten(0, (size, n))
+    inner = grad.reshape(size, n, group, c // group, hw)
+    if mask[1]:
+        grouped = x.reshape(size, n, group, c // group, hw)
+        normal = (grouped - mean[..., None, None]) * rstd[..., None, None]
+        grad_weight = (inner * normal).sum((1, 4)).flatten(1)
+    if mask[2]:
+        grad_bias = inner.sum((1, 4)).flatten(1)
+    return (grad_x, grad_weight, grad_bias), 0
+
+
+@row(Category.FEATURE_BATCHED, "aten::_fused_rms_norm")
+def fused_rms_norm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The batch is one more dim before those that are normalised over."""
+    x, shape, weight, eps = args
+    at, p = dims[0], dims[2]
+    if at is not None and at > x.dim() - 1 - len(shape):
+        x, at = x.movedim(at, 0), 0
+    if p is None:
+        return op(x, shape, weight, eps), at
+    out, rstd = op(x, shape, None, eps)
+    out, to = _affine(out, at, (weight, p), (None, None))
+    return (out, rstd), (to, at)
+
+
+@row(Category.FEATURE_BATCHED, "aten::_fused_rms_norm_backward")
+def fused_rms_norm_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As for layer norm, where the mean is zero."""
+    grad, x, shape, rstd, weight, mask = args
+    size = level.batch_size
+    grad, x, rstd = (
+        batched_front(v, d, size) for v, d in ((grad, dims[0]), (x, dims[1]), (rstd, dims[3]))
+    )
+    grad_x = grad_weight = None
+    if mask[0]:
+        scaled = grad
+        if dims[4] is not None:
+            (scaled, weight), _ = align((grad, weight), (0, dims[4]), grad.dim() - 1)
+            scaled, weight = scaled * weight, None
+        parts = [v.contiguous() for v in (scaled, x)]
+        grad_x = op(*parts, shape, rstd.contiguous(), weight, [True, False])[0]
+    if mask[1]:
+        grad_weight = _over_leading(x * rstd * grad, x.dim() - 1 - len(shape))
+    return (grad_x, grad_weight), 0
