@@ -1,0 +1,334 @@
+"""The descriptors of a function: what they refuse when made, and at each call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import deque, namedtuple
+from collections.abc import Mapping
+from typing import Any, Dict, List, Optional, Tuple, Union  # noqa: UP035
+
+import optree
+import pytest
+import torch
+
+from tsfunc.errors import DescriptorError, DescriptorViolation
+from tsfunc.types import (
+    Bindings,
+    CompiledDescriptors,
+    Dim,
+    DimExpr,
+    MetaTensorType,
+    Value,
+    compile_descriptors,
+)
+
+State = namedtuple("State", ["weight", "step"])
+
+
+def forward(params: Any, x: Any, y: Any = None, *rest: Any, train: Any = False) -> None: ...
+
+
+def compiled(**descriptors: object) -> CompiledDescriptors:
+    return compile_descriptors(descriptors, inspect.signature(forward), name="forward")
+
+
+def violations(descriptors: Mapping[str, object], arguments: Mapping[str, object]) -> list[str]:
+    """The lines of the error, without its first and last, which are checked here."""
+    with pytest.raises(DescriptorViolation) as caught:
+        compiled(**descriptors).check(arguments)
+    first, *lines, last = str(caught.value).split("\n")
+    assert first == "forward(params, x, y, rest, train): the call breaks its descriptors:"
+    assert last.startswith("Pass arguments that fit, or give descriptors that these")
+    return [line.removeprefix("  ") for line in lines]
+
+
+# --- the proposal's own example
+
+
+def test_the_example_of_the_proposal() -> None:
+    meta = MetaTensorType([100, 200], dtype=float)
+    contract = {"x": meta, "train": True}
+    x = torch.randn([100, 200], dtype=float)  # type: ignore[call-overload]
+    assert compiled(**contract).check({"x": x, "train": True}).leaves == {("x",): meta}
+
+    bad = torch.ones([100], dtype=float)  # type: ignore[call-overload]
+    assert violations(contract, {"x": bad, "train": True}) == [
+        "x.shape: promised [100, 200], came [100]"
+    ]
+
+
+def test_the_shapes_of_the_proposal() -> None:
+    contract = compiled(x=MetaTensorType(["i", "i", 100]), y=MetaTensorType(["i1", "i2", "i3"]))
+    sizes = contract.check({"x": torch.ones(4, 4, 100), "y": torch.ones(1, 2, 3)}).sizes
+    assert sizes == {"i": 4, "i1": 1, "i2": 2, "i3": 3}
+    lines = violations({"x": MetaTensorType(["i", "i", 100])}, {"x": torch.ones(4, 5, 99)})
+    assert lines == [
+        "x.shape[2]: promised 100, came 99",
+        "i is 4 at x.shape[0] but 5 at x.shape[1]",
+    ]
+
+
+# --- refused when made
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "message"),
+    [
+        (
+            {"z": int, "x": int},
+            r"descriptors of forward\(params, x, y, rest, train\): there is no parameter 'z'; "
+            r"the parameters are: params, x, y, rest, train",
+        ),
+        ({1: int}, r"there is no parameter 1;"),
+        ([int], r"expected a dict of parameter name to descriptor, got \[<class 'int'>\] of type"),
+        ({"x": {"w": Optional}}, r"train\): x\['w'\]: typing\.Optional can't be checked"),
+        (
+            {"x": [MetaTensorType([Dim("n", min=5)])], "y": MetaTensorType([3, Dim("n", max=4)])},
+            r"the bounds of dim 'n' contradict each other: Dim\('n', min=5\) at x\[0\]\.shape"
+            r"\[0\], Dim\('n', max=4\) at y\.shape\[1\]; one name is one size",
+        ),
+        (
+            {"x": MetaTensorType(["n"]), "y": MetaTensorType(["n+k"])},
+            r"y\.shape\[0\] is 'n \+ k', but no shape has 'k' as a dim of its own",
+        ),
+    ],
+)
+def test_refused_when_made(descriptors: Any, message: str) -> None:
+    with pytest.raises(DescriptorError, match=message):
+        compile_descriptors(descriptors, inspect.signature(forward), name="forward")
+
+
+def test_a_function_without_parameters() -> None:
+    with pytest.raises(DescriptorError, match=r"g\(\): there is no .*the parameters are: none"):
+        compile_descriptors({"x": 1}, inspect.signature(lambda: None), name="g")
+
+
+# --- refused at a call
+
+
+def test_every_mismatch_is_listed() -> None:
+    contract = {
+        "params": {"w": [MetaTensorType(["n", 64], dtype=torch.float32)]},
+        "x": MetaTensorType(torch.float32, device="meta", requires_grad=True),
+        "train": False,
+    }
+    call = {
+        "params": {"w": [torch.ones(3, 32, dtype=torch.float16)]},
+        "x": torch.ones(3).to_sparse(),
+        "train": 0,
+    }
+    assert violations(contract, call) == [
+        "params['w'][0].dtype: promised torch.float32, came torch.float16",
+        "params['w'][0].shape[1]: promised 64, came 32",
+        "x.device: promised meta, came cpu",
+        "x.requires_grad: promised True, came False",
+        "train: promised the value False (bool), came 0 (int)",
+    ]
+
+
+X = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "value", "line"),
+    [
+        (MetaTensorType(["n"]), 3, "x: promised a tensor, tensor[n], came 3 (int)"),
+        (torch.Tensor, None, "x: promised a tensor, tensor[...], came None"),
+        (MetaTensorType(rank=1), X, "x.shape: promised [?], came [2, 3]"),
+        (MetaTensorType([Dim("n", 3, 8), 3]), X, "x.shape[0]: promised 3<=n<=8, came 2"),
+        (MetaTensorType(layout=torch.sparse_coo), X, "x.layout: promised torch.sparse_coo, came "),
+        (MetaTensorType(device="cuda"), X, "x.device: promised cuda, came cpu"),
+        (
+            MetaTensorType(["n", "2*n"]),
+            X,
+            "x.shape[1]: promised 2 * n = 4 (n is 2 at x.shape[0]), came 3",
+        ),
+        (
+            MetaTensorType(["n", "n//(n-2)"]),
+            X,
+            "x.shape[1]: promised n // (n - 2), which divides by zero (n is 2 at x.shape[0]), came",
+        ),
+        (int, True, "x: promised int, came True (bool)"),
+        (float, 2, "x: promised float, came 2 (int)"),
+        (str, X, "x: promised str, came f32[2, 3] cpu"),
+        ("sum", "mean", "x: promised the value 'sum' (str), came 'mean' (str)"),
+        (None, 0, "x: promised the value None, came 0 (int)"),
+        (X, X + 1, "x: promised the value f32[2, 3] cpu, came another f32[2, 3] cpu"),
+        (List[int], (1,), "x: promised a list, came (1,) (tuple)"),  # noqa: UP006
+        (List[int], [1, "a"], "x[1]: promised int, came 'a' (str)"),  # noqa: UP006
+        (Tuple[int, ...], [1], "x: promised a tuple, came [1] (list)"),  # noqa: UP006
+        (Tuple[int, int], (1,), "x: promised a tuple of length 2, came one of 1"),  # noqa: UP006
+        (Tuple[int, int], [1, 2], "x: promised a tuple, came [1, 2] (list)"),  # noqa: UP006
+        (Dict[str, int], [], "x: promised a dict, came [] (list)"),  # noqa: UP006
+        (Dict[str, int], {3: 1}, "a key of x: promised str, came 3 (int)"),  # noqa: UP006
+        (Dict[str, int], {"a": "b"}, "x['a']: promised int, came 'b' (str)"),  # noqa: UP006
+        ({"a": int}, 3, "x: promised a dict, came 3 (int)"),
+        ({"a": int}, {}, "x['a']: promised, but the dict that came has no such key"),
+        ({}, {"b": 3}, "x['b']: not promised, came 3 (int)"),
+        (State(int, int), State(1, "a"), "x.step: promised int, came 'a' (str)"),
+        (State(int, int), (1, 2), "x: promised a State, came (1, 2) (tuple)"),
+        (Optional[int], "a", "x: promised int | None, came 'a' (str)"),  # noqa: UP045
+        (MetaTensorType([2]) | None, 3, "x: promised tensor[2] | None, came 3 (int)"),
+        (MetaTensorType([2, 4]) | None, X, "x.shape[1]: promised 4, came 3"),
+        (Union[int, str], 2.0, "x: promised int | str, came 2.0 (float)"),  # noqa: UP007
+        (MetaTensorType([2, 4]) | int, X, "x.shape[1]: promised 4, came 3"),
+        (
+            MetaTensorType(float) | MetaTensorType(int),
+            X,
+            "x: promised f64[...] | i64[...], came f32[2, 3] cpu",
+        ),
+        (Value([1, 2]), [1, 3], "x: promised the value [1, 2] (list), came [1, 3] (list)"),
+    ],
+)
+def test_messages(descriptor: object, value: object, line: str) -> None:
+    (found,) = violations({"x": descriptor}, {"x": value})
+    assert found.startswith(line)
+
+
+def test_keys_that_are_right_are_still_checked() -> None:
+    lines = violations({"x": {"a": int, "b": int}}, {"x": {"b": "no", "c": 1}})
+    assert lines == [
+        "x['a']: promised, but the dict that came has no such key",
+        "x['b']: promised int, came 'no' (str)",
+        "x['c']: not promised, came 1 (int)",
+    ]
+
+
+def test_named_dims_across_parameters_in_the_order_of_the_signature() -> None:
+    n = MetaTensorType(["n"])
+    contract = {"y": n, "x": n, "params": [n]}  # the order of the dict plays no part
+    call = {"params": [torch.ones(3)], "x": torch.ones(3), "y": torch.ones(4)}
+    assert violations(contract, call) == ["n is 3 at params[0].shape[0] but 4 at y.shape[0]"]
+
+
+def test_bounds_of_one_name_add_up() -> None:
+    contract = {"x": MetaTensorType(["n"]), "y": MetaTensorType([Dim("n", min=2)])}
+    call = {"x": torch.ones(1), "y": torch.ones(1)}
+    assert violations(contract, call) == ["x.shape[0]: promised n>=2, came 1"]
+    assert compiled(**contract).dims == {"n": Dim("n", min=2)}
+
+
+def test_an_expression_may_come_before_its_names() -> None:
+    contract = compiled(x=MetaTensorType(["2*n+1"]), y=MetaTensorType(["n"]))
+    assert contract.check({"x": torch.ones(7), "y": torch.ones(3)}).sizes == {"n": 3}
+
+
+def test_an_expression_whose_name_did_not_come() -> None:
+    contract = {"x": MetaTensorType(["2*n"]), "y": MetaTensorType(["n"]) | None}
+    assert violations(contract, {"x": torch.ones(4), "y": None}) == [
+        "x.shape[0]: promised 2 * n, which can't be computed: the call has no n"
+    ]
+
+
+def test_an_alternative_that_fails_binds_nothing() -> None:
+    either = MetaTensorType(["n", 5]) | MetaTensorType(["m", 3])
+    found = compiled(x=either, y=MetaTensorType(["n"])).check({"x": X, "y": torch.ones(7)})
+    assert found.sizes == {"m": 2, "n": 7}
+    assert found.leaves[("x",)] == MetaTensorType(["m", 3])
+
+
+def test_the_alternative_is_the_one_that_fits_what_is_bound() -> None:
+    either = MetaTensorType(["n", "a"]) | MetaTensorType(["b", "n"])
+    contract = compiled(params=MetaTensorType(["n"]), x=either)
+    assert contract.check({"params": torch.ones(3), "x": X}).sizes == {"n": 3, "b": 2}
+    assert contract.check({"params": torch.ones(2), "x": X}).sizes == {"n": 2, "a": 3}
+    either = MetaTensorType(["n", "a"]) | int
+    assert violations(
+        {"params": [MetaTensorType(["n"])], "x": either}, {"params": [torch.ones(3)], "x": X}
+    ) == ["n is 3 at params[0].shape[0] but 2 at x.shape[0]"]
+
+
+# --- accepted
+
+
+def test_defaults_stand_in_for_what_is_missing() -> None:
+    assert compiled(y=None, rest=(), train=False).check({}) == Bindings({}, {})
+    assert violations({"x": int, "train": True}, {}) == [
+        "x: promised by a descriptor, but the call has no such argument",
+        "train: promised the value True (bool), came False (bool)",
+    ]
+    keywords = compile_descriptors({"kw": {}}, inspect.signature(lambda **kw: kw))
+    assert keywords.check({}) == Bindings({}, {})
+
+
+def test_what_has_no_descriptor_is_open() -> None:
+    assert compiled().check({"x": object()}) == Bindings({}, {})
+    assert compiled(x=Any, y=[Any]).check({"x": 3, "y": [4]}) == Bindings({}, {})
+    assert compiled(x=Union[Any, int]).check({"x": "a"}) == Bindings({}, {})  # noqa: UP007
+
+
+def test_bindings_say_what_each_dim_is() -> None:
+    contract = compiled(x=[MetaTensorType(["n", 3, "n+1", None]), MetaTensorType(float)])
+    x = [torch.ones(2, 3, 3, 9), torch.ones(4, dtype=torch.float64)]
+    found = contract.check({"x": x})
+    assert found.dims(("x", 0)) == (Dim("n"), 3, DimExpr("n + 1"), None)
+    assert found.dims(("x", 1)) is None
+    assert found.dims(("y",)) is None
+
+
+def test_leaf_descriptors_are_found_by_optree_paths() -> None:
+    meta, other = MetaTensorType(["n"]), MetaTensorType(rank=2)
+    described = {"params": {"b": [meta, None], "a": State(other, int)}, "x": meta | other}
+    contract = compiled(**described)
+    params = {"b": [torch.ones(2), None], "a": State(torch.ones(1, 1), 3)}
+    tree: Any = {"params": params, "x": torch.ones(1, 1), "y": 4}
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    governed = {path: contract.leaf_descriptor(path) for path in paths}
+    assert governed == {
+        ("params", "b", 0): meta,
+        ("params", "b", 1): None,
+        ("params", "a", 0): other,
+        ("params", "a", 1): None,
+        ("x",): None,  # either of two: the call decides
+        ("y",): None,
+    }
+    assert len(leaves) == len(governed)
+    assert contract.leaf_descriptor(()) is None
+    assert contract.check({"params": params, "x": torch.ones(1, 1)}).leaves[("x",)] == other
+
+
+def test_tensors_are_read_by_their_attributes_alone() -> None:
+    class Tracer(torch.Tensor):
+        @property
+        def shape(self) -> torch.Size:  # type: ignore[override]
+            return torch.Size([7, 8])
+
+        @property
+        def requires_grad(self) -> bool:  # type: ignore[override]
+            return True
+
+    tracer = torch.ones(1).as_subclass(Tracer)
+    contract = compiled(x=MetaTensorType(["n", 8], requires_grad=True))
+    assert contract.check({"x": tracer}).sizes == {"n": 7}
+
+
+def test_cuda_without_an_index_is_every_cuda_device() -> None:
+    class OnCuda(torch.Tensor):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda:1")
+
+    tensor = torch.ones(1).as_subclass(OnCuda)
+    for promised in ("cuda", "cuda:1"):
+        compiled(x=MetaTensorType(device=promised)).check({"x": tensor})
+    for promised in ("cuda:0", "cpu"):
+        line = f"x.device: promised {promised}, came cuda:1"
+        assert violations({"x": MetaTensorType(device=promised)}, {"x": tensor}) == [line]
+
+
+def test_other_containers_that_optree_knows() -> None:
+    contract = {"x": deque([int, MetaTensorType(["n"])])}
+    assert compiled(**contract).check({"x": deque([1, torch.ones(2)])}).leaves == {
+        ("x", 1): MetaTensorType(["n"])
+    }
+    assert violations(contract, {"x": deque(["a", 2])}) == [
+        "x[0]: promised int, came 'a' (str)",
+        "x[1]: promised a tensor, tensor[n], came 2 (int)",
+    ]
+    assert violations(contract, {"x": deque([1])}) == ["x: promised children [0, 1], came [0]"]
+
+
+def test_the_message_is_one_text() -> None:
+    with pytest.raises(DescriptorViolation, match=re.escape("x[0].shape[0]: promised 2, came 3")):
+        compiled(x=[MetaTensorType([2])]).check({"x": [torch.ones(3)]})

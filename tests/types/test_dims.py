@@ -1,0 +1,176 @@
+"""Sizes: names with bounds, expressions, and how they are read and written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tsfunc.errors import DescriptorError
+from tsfunc.types.dims import Dim, DimExpr, parse_dim, spell_dim
+
+NAMES = ("a", "b", "n")
+bounds = st.none() | st.integers(0, 6)
+atoms = st.sampled_from(NAMES) | st.integers(0, 9).map(str)
+expressions = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "//"]), inner).map(
+            lambda parts: f"({parts[0]} {parts[1]}{parts[2]})"
+        ),
+        inner.map(lambda text: f"-{text}"),
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def dims(draw: st.DrawFn) -> Dim:
+    lower, upper = draw(bounds), draw(bounds)
+    assume(lower is None or upper is None or lower <= upper)
+    return Dim(draw(st.sampled_from(NAMES)), lower, upper)
+
+
+@pytest.mark.parametrize(
+    ("spec", "form"),
+    [
+        (0, 0),
+        (7, 7),
+        ("n", Dim("n")),
+        (" n ", Dim("n")),
+        ("batch_2", Dim("batch_2")),
+        (Dim("n", min=1), Dim("n", min=1)),
+        ("2*n+1", DimExpr("2 * n + 1")),
+        ("a*b", DimExpr("a * b")),
+        ("-(1) + n", DimExpr("-1 + n")),
+        ("2 * 3", 6),
+        ("7 // 2", 3),
+        ("(n)", Dim("n")),
+        (None, None),
+    ],
+)
+def test_parse_dim(spec: object, form: object) -> None:
+    assert parse_dim(spec) == form
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (-1, r"can't be negative, got -1; write None"),
+        ("3 - 5", r"can't be negative, got -2"),
+        ("4 // 0", r"'4 // 0' divides by zero"),
+        (True, r"a dim is a non-negative int, .* got True of type bool"),
+        (2.0, r"got 2\.0 of type float"),
+        ("", r"'' is neither a name nor an expression; write a Python identifier"),
+        ("2n", r"'2n' is neither a name nor an expression"),
+        ("for", r"'for' is neither a name nor an expression"),
+        ("n\0", r"is neither a name nor an expression"),
+        ("n / 2", r"'n / 2': an expression joins integers and names .*'n / 2' is none of these"),
+        ("n + f(2)", r"'f\(2\)' is none of these"),
+        ("2 ** n", r"'2 \*\* n' is none of these"),
+        ("n + True", r"'True' is none of these"),
+        ("n + 1.5", r"'1\.5' is none of these"),
+        ("n" + "+1" * 100, r"at most 200 characters, got 201"),
+        ("-" * 199 + "n", None),
+    ],
+)
+def test_parse_dim_refuses(spec: object, message: str | None) -> None:
+    if message is None:
+        assert isinstance(parse_dim(spec), DimExpr)
+        return
+    with pytest.raises(DescriptorError, match=message):
+        parse_dim(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "lower", "upper", "message"),
+    [
+        ("2n", None, None, r"Dim\('2n'\): a dim is named by a Python identifier, got '2n'"),
+        ("class", None, None, r"named by a Python identifier, got 'class'"),
+        (3, None, None, r"got 3"),
+        ("n", -1, None, r"Dim\('n', min=-1\): min must be a non-negative int or None, got -1"),
+        ("n", None, 2.5, r"max must be a non-negative int or None, got 2\.5"),
+        ("n", True, None, r"min must be a non-negative int or None, got True"),
+        ("n", 4, 3, r"Dim\('n', min=4, max=3\): no size is at least 4 and at most 3"),
+    ],
+)
+def test_dim_refuses(name: str, lower: int, upper: int, message: str) -> None:
+    with pytest.raises(DescriptorError, match=message):
+        Dim(name, lower, upper)
+
+
+@pytest.mark.parametrize(
+    ("dim", "admitted"),
+    [
+        (Dim("n"), [0, 1, 2, 3, 4]),
+        (Dim("n", min=2), [2, 3, 4]),
+        (Dim("n", max=2), [0, 1, 2]),
+        (Dim("n", 1, 3), [1, 2, 3]),
+        (Dim("n", 2, 2), [2]),
+    ],
+)
+def test_bounds_are_inclusive(dim: Dim, admitted: list[int]) -> None:
+    assert [size for size in range(5) if dim.admits(size)] == admitted
+
+
+def test_dims_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Dim("n").name = "m"  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DimExpr("n+1").text = "m"  # type: ignore[misc]
+
+
+def test_dim_reads_well() -> None:
+    written = [Dim("n"), Dim("n", min=2), Dim("n", max=8), Dim("n", 2, 8)]
+    assert list(map(str, written)) == ["n", "n>=2", "n<=8", "2<=n<=8"]
+
+
+@given(dims())
+def test_repr_is_the_dim(dim: Dim) -> None:
+    assert eval(repr(dim)) == dim
+
+
+@given(dims(), dims(), st.integers(0, 7))
+def test_meet_admits_what_both_admit(one: Dim, other: Dim, size: int) -> None:
+    both = one.admits(size) and other.admits(size)
+    try:
+        assert one.meet(other).admits(size) == both
+    except DescriptorError:
+        assert not both
+
+
+@given(expressions, st.fixed_dictionaries({name: st.integers(0, 9) for name in NAMES}))
+def test_an_expression_is_what_python_makes_of_it(text: str, sizes: dict[str, int]) -> None:
+    expression = DimExpr(text)
+    assert set(expression.names) == {name for name in NAMES if name in text}
+    try:
+        expected = eval(text, {}, sizes)
+    except ZeroDivisionError:
+        with pytest.raises(ZeroDivisionError):
+            expression.evaluate(sizes)
+        return
+    assert expression.evaluate(sizes) == expected
+
+
+@given(expressions)
+def test_an_expression_has_one_spelling(text: str) -> None:
+    expression = DimExpr(text)
+    assert DimExpr(str(expression)) == expression
+    assert str(DimExpr(str(expression))) == str(expression)
+    assert eval(repr(expression)) == expression
+
+
+@given(dims() | st.integers(0, 9) | st.none() | expressions.filter(lambda t: not t.isdigit()))
+def test_what_is_spelled_is_read_back(spec: object) -> None:
+    try:
+        form = parse_dim(spec)
+    except DescriptorError:
+        return  # a negative number or a division by zero
+    assert parse_dim(spell_dim(form)) == form
+
+
+def test_an_unbound_name_has_no_size() -> None:
+    with pytest.raises(KeyError, match="m"):
+        DimExpr("n + m").evaluate({"n": 1})

@@ -1,0 +1,57 @@
+"""The room as a whole: what it exports, what it imports, and the examples in its docstrings."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import tsfunc.types
+
+MODULES = [
+    importlib.import_module(f"tsfunc.types.{module.name}")
+    for module in pkgutil.iter_modules(tsfunc.types.__path__)
+]
+ALLOWED = {"optree", "torch", *sys.stdlib_module_names}
+
+
+def test_all_is_what_is_there() -> None:
+    public = {
+        name
+        for name, value in vars(tsfunc.types).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public == set(tsfunc.types.__all__)
+    assert tsfunc.types.__all__ == sorted(tsfunc.types.__all__)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_examples_run(module: types.ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("name", tsfunc.types.__all__)
+def test_public_functions_and_classes_are_documented(name: str) -> None:
+    assert getattr(tsfunc.types, name).__doc__
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_imports_go_no_higher(module: types.ModuleType) -> None:
+    assert module.__file__ is not None
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
+        for name in names:
+            own = name == "tsfunc.errors" or name.startswith("tsfunc.types.")
+            assert own or name.split(".")[0] in ALLOWED, name
+            assert "._" not in name, name

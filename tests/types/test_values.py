@@ -1,0 +1,128 @@
+"""Value specialization: when a value is the one that was promised."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tsfunc.types.values import describe, same_value
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.floats(width=16)
+    | st.complex_numbers(max_magnitude=2)
+    | st.text(max_size=2)
+    | st.binary(max_size=2)
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=1), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+class Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no")
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@given(values)
+def test_a_copy_is_the_same(value: Any) -> None:
+    assert same_value(value, copy.deepcopy(value))
+
+
+@given(values, values)
+def test_the_same_values_are_equal_and_of_one_type(one: Any, other: Any) -> None:
+    assert same_value(one, other) == same_value(other, one)
+    if same_value(one, other):
+        assert type(one) is type(other)
+        assert repr(one) == repr(other) or one == other
+
+
+@pytest.mark.parametrize(
+    ("promised", "came"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (complex(0.0, 0.0), complex(0.0, -0.0)),
+        ([1], [1.0]),
+        ([1], (1,)),
+        ({"a": 1}, {"a": True}),
+        ({1}, {True}),
+        (None, False),
+        ("a", b"a"),
+        (Incomparable(), Incomparable()),
+        (torch.ones(2), torch.ones(3)),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (torch.ones(2), torch.ones(2, device="meta")),
+        (torch.ones(2), torch.ones(2, requires_grad=True)),
+        (torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)),
+        (torch.ones(2), torch.ones(2).to_sparse()),
+        (torch.ones(2, device="meta"), torch.ones(2, device="meta")),
+        (torch.ones(1), 1.0),
+        (1.0, torch.ones(1)),
+        (torch.ones(2), torch.zeros(2)),
+    ],
+)
+def test_other_values(promised: Any, came: Any) -> None:
+    assert not same_value(promised, came)
+
+
+@pytest.mark.parametrize(
+    ("promised", "came"),
+    [
+        (math.nan, float("nan")),
+        (torch.float32, torch.float32),
+        (math.sin, math.sin),
+        (frozenset({1, "a"}), frozenset({"a", 1})),
+        (torch.ones(2), torch.ones(2)),
+        (range(3), range(3)),
+    ],
+)
+def test_same_values(promised: Any, came: Any) -> None:
+    assert same_value(promised, came)
+
+
+def test_one_object_is_always_the_same() -> None:
+    for value in (Incomparable(), torch.ones(2, requires_grad=True), torch.ones(2, device="meta")):
+        assert same_value(value, value)
+
+
+def test_arrays_compare_as_a_whole() -> None:
+    np = pytest.importorskip("numpy")
+    assert same_value(np.array([1.0, np.nan]), np.array([1.0, np.nan]))
+    assert not same_value(np.array([1, 2]), np.array([1, 3]))
+    assert not same_value(np.array([1]), np.array([1.0]))
+    assert not same_value(np.array([1]), np.array([[1]]))
+    assert same_value(np.int64(3), np.int64(3))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "None"),
+        (True, "True (bool)"),
+        ("a", "'a' (str)"),
+        (torch.ones(2, 3), "f32[2, 3] cpu"),
+        (torch.nn.Parameter(torch.ones(1)), "f32[1] cpu"),
+        ("a" * 200, "'" + "a" * 76 + "... (str)"),
+    ],
+)
+def test_describe(value: object, text: str) -> None:
+    assert describe(value) == text
