@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
 from tsfunc.transforms.vmap import vmap
 
-__all__ = ["vmap"]
+__all__ = ["grad", "grad_and_value", "value_and_grad", "vjp", "vmap"]

@@ -47,10 +47,21 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     return fresh
 
 
+def _refuse_outer_functorch(level: TracerLevel) -> None:
+    """The engine runs without torch.func's stack, so an outer one can't see a backward pass."""
+    if level.functorch_depth:
+        raise RuntimeError(
+            f"a derivative of tsfunc inside of {level.name} (called at {level.site}), itself "
+            f"inside of a transform of torch.func, is not supported: torch.func would not see its "
+            f"backward pass. Use tsfunc's transform of the same name for the outer one too."
+        )
+
+
 @contextmanager
 def recording(level: TracerLevel | None) -> Iterator[None]:
     """Autograd records on the tensors of the level within the block."""
     if level is not None:
+        _refuse_outer_functorch(level)
         level.autograd += 1
     try:
         with torch.enable_grad():
@@ -167,6 +178,8 @@ def forward_in_use(level: TracerLevel | None) -> bool:
 def dual_level(level: TracerLevel | None) -> Iterator[None]:
     """Tangents can be hung on the level's tensors within the block."""
     global _dual_users, _dual_ours
+    if level is not None:
+        _refuse_outer_functorch(level)
     with _dual_lock:
         if _dual_users == 0 and forward_ad._current_level < 0:
             forward_ad.enter_dual_level()

@@ -14,15 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C import _skip_one_hop_torch_function
 
 from tsfunc.bridge.operators import TorchOperator, overload_of
 from tsfunc.bridge.tracer import (
-    METHODS,
     NO_KWARGS,
     Tracer,
     TracerLevel,
     door_1,
-    metadata,
     refuse_escaped,
 )
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
@@ -75,6 +74,9 @@ class BatchTracer(Tracer):
                     return out
             return door_1(func, types, args, NO_KWARGS)
         return door_1(func, types, args, kwargs)
+
+    def cut(self) -> BatchTracer:
+        return wrap(self.value.detach(), self.bdim, self.dispatch_level)
 
     def describe(self) -> str:
         level = self.dispatch_level
@@ -212,21 +214,6 @@ def _detach(value: BatchTracer) -> BatchTracer:
     return wrap(value.value, value.bdim, _running_level())
 
 
-def _user_detach(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The user's ``detach()``, which cuts the graphs of all levels."""
-    value = args[0]
-    if not isinstance(value, BatchTracer):
-        return metadata(func, types, args, kwargs)
-    if not value.dispatch_level.alive:
-        refuse_escaped(func, value.dispatch_level)
-    return wrap(value.value.detach(), value.bdim, value.dispatch_level)
-
-
-METHODS[torch.Tensor.detach] = _user_detach
-METHODS[torch.detach] = _user_detach
-METHODS[torch.Tensor.data.__get__] = _user_detach  # type: ignore[attr-defined]
-
-
 def _running_level() -> BatchLevel:
     level = tls.state.running
     assert isinstance(level, BatchLevel)
@@ -320,9 +307,16 @@ def without_rule(
     return loop(op, level, args, kwargs)
 
 
+def _composite_parts(overload: Any) -> Callable[..., Any]:
+    """Runs a composite's parts; the call as such is not to meet door 1 again."""
+    return lambda *args, **kwargs: _skip_one_hop_torch_function(
+        overload.decompose, (), args, kwargs
+    )
+
+
 def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
     if op.composite:
-        return op.overload.decompose
+        return _composite_parts(op.overload)
     if op.writes or op.random or op.is_view:
         return None
     from torch._decomp import decomposition_table

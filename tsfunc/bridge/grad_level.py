@@ -15,7 +15,7 @@ import torch
 
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.bridge.tracer import Tracer, TracerLevel
-from tsfunc.dispatch import DispatchKey, Operator, register_fallback, running_level
+from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback, running_level
 
 
 class GradLevel(TracerLevel):
@@ -37,6 +37,9 @@ class GradTracer(Tracer):
 
     value: torch.Tensor
 
+    def cut(self) -> GradTracer:
+        return _wrap(self.value.detach(), self.dispatch_level)  # type: ignore[arg-type]
+
     def describe(self) -> str:
         return f"GradTracer(level {self.dispatch_level.depth}, value=\n{self.value!r})"
 
@@ -52,6 +55,12 @@ def unwrapped(value: torch.Tensor, level: TracerLevel) -> torch.Tensor:
     if isinstance(value, GradTracer) and value.dispatch_level is level:
         return value.value
     return value
+
+
+@register("aten::detach", DispatchKey.Grad)
+def _detach(value: GradTracer) -> GradTracer:
+    """Autograd's own detach at this level, which leaves the graphs outside as they are."""
+    return _wrap(value.value, value.dispatch_level)  # type: ignore[arg-type]
 
 
 @register_fallback(DispatchKey.Grad)

@@ -32,13 +32,15 @@ from torch._C import (
 )
 from torch._C import DispatchKey as TorchKey
 
-# torch.func's interpreter is entered through this key; a tracer of ours that meets it would be
-# taken for a constant, so the doors exclude it and kernels bring it back.
-FUNCTORCH = DispatchKeySet(TorchKey.FuncTorchDynamicLayerFrontMode)
+# torch.func's interpreter is entered and left through these keys. A tracer of ours that meets
+# them would be taken for a constant, so the doors exclude them and kernels bring them back.
+FUNCTORCH = DispatchKeySet(TorchKey.FuncTorchDynamicLayerFrontMode).add(
+    TorchKey.FuncTorchDynamicLayerBackMode
+)
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality)
 AUTOGRAD_AND_FUNCTORCH = AUTOGRAD.add(TorchKey.ADInplaceOrView).add(
     TorchKey.FuncTorchDynamicLayerFrontMode
-)
+).add(TorchKey.FuncTorchDynamicLayerBackMode)
 
 # NOTE [the factory key]
 # Random and factory functions have no tensor argument by which a level could be found. While a

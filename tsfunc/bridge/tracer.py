@@ -21,7 +21,11 @@ from typing import Any, Final
 
 import optree
 import torch
-from torch._C import DisableTorchFunctionSubclass, _skip_one_hop_torch_function
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _functorch,
+    _skip_one_hop_torch_function,
+)
 
 from torch._ops import OpOverload
 
@@ -47,16 +51,18 @@ class TracerLevel(Level):
         autograd: how many transforms record autograd on this level's own tracers; while it
             is 0, calls go past torch's autograd on their way in.
         forward: how many forward-mode transforms hang tangents on this level's tracers.
+        functorch_depth: how many transforms of torch.func are outside of it.
         torch_state: what the level captured of torch's thread-local state.
     """
 
-    __slots__ = ("autograd", "forward", "torch_state")
+    __slots__ = ("autograd", "forward", "functorch_depth", "torch_state")
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
         self.autograd = 0
         self.forward = 0
         self.torch_state = TorchState()
+        self.functorch_depth = _functorch.maybe_current_level() or 0
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor from outside as one of this level's tracers."""
@@ -132,6 +138,14 @@ class Tracer(torch.Tensor):
     ) -> Any:
         return operator_of(func).call(args, kwargs or NO_KWARGS, True)
 
+    def cut(self) -> torch.Tensor:
+        """What the user's ``detach()`` returns: without the graphs of this and all outer levels.
+
+        Autograd's own ``aten::detach`` at a tracer's level is another matter: it must leave the
+        outer levels' graphs as they are.
+        """
+        raise TypeError(f"{type(self).__name__} does not say what detach() does.")
+
     def describe(self) -> str:
         """What ``repr`` shows of it."""
         return f"{type(self).__name__}({self.dispatch_level.name}, shape={tuple(self.shape)})"
@@ -159,7 +173,7 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
 
 
 # How a C function's type is told from a Python function, which meets the doors again inside.
-_C_TYPES = (type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__))
+_C_TYPES = (type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__), OpOverload)
 
 # What door 1 answers by itself: methods whose meaning C++ can't be asked for.
 Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]
@@ -179,15 +193,13 @@ def door_1(
             if not level.alive:
                 refuse_escaped(func, level)
             if not level.autograd:
+                if isinstance(func, OpOverload):
+                    return operator_of(func).call(args, kwargs)
                 with without_autograd():
                     return _skip_one_hop_torch_function(func, types, args, kwargs)
             if functorch_is_active():
                 with without_functorch():
                     return _skip_one_hop_torch_function(func, types, args, kwargs)
-    elif isinstance(func, OpOverload):
-        level = innermost_level((*args, *kwargs.values()))
-        if level is not None and not level.autograd:
-            return operator_of(func).call(args, kwargs)
     return _skip_one_hop_torch_function(func, types, args, kwargs)
 
 
@@ -211,6 +223,17 @@ def _show(
 ) -> str:
     value = args[0]
     return value.describe() if isinstance(value, Tracer) else object.__repr__(value)
+
+
+def _detach(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    value = args[0]
+    if not isinstance(value, Tracer):
+        return metadata(func, types, args, kwargs)
+    if not value.dispatch_level.alive:
+        refuse_escaped(func, value.dispatch_level)
+    return value.cut()
 
 
 def _require_grad(
@@ -250,6 +273,8 @@ for _name in (
 ).split():
     if hasattr(_T, _name):
         METHODS[getattr(_T, _name).__get__] = metadata
+METHODS[_T.detach] = METHODS[torch.detach] = _detach
+METHODS[_T.data.__get__] = _detach  # type: ignore[attr-defined]
 METHODS[_T.__repr__] = _show
 METHODS[_T.requires_grad_] = _require_grad
 METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]

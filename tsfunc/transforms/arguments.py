@@ -1,0 +1,112 @@
+"""What the derivatives share: ``argnums``, and checks of what functions take and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.bridge.tracer import TracerLevel, current_tracer_level, innermost_level
+
+Argnums = int | tuple[int, ...]
+
+
+def check_argnums(api: str, argnums: Argnums, count: int) -> tuple[int, ...]:
+    """The arguments to differentiate, counted from the front."""
+    if isinstance(argnums, bool) or not isinstance(argnums, int | tuple):
+        raise RuntimeError(f"{api}: argnums must be int or Tuple[int, ...], got: {type(argnums)}")
+    chosen = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not chosen:
+        raise RuntimeError(f"{api}: argnums must be non-empty")
+    wrapped = []
+    for argnum in chosen:
+        if isinstance(argnum, bool) or not isinstance(argnum, int):
+            raise RuntimeError(f"{api}: argnum must be int, got: {type(argnum)}")
+        if not -count <= argnum < count:
+            raise RuntimeError(
+                f"{api}: Got argnum={argnum}, but only {count} positional inputs"
+            )
+        wrapped.append(argnum % count)
+    if len(set(wrapped)) != len(wrapped):
+        raise RuntimeError(f"{api}: argnums elements must be unique, got {argnums}")
+    return tuple(wrapped)
+
+
+def chosen_arguments(api: str, args: Sequence[Any], argnums: Argnums) -> Any:
+    """The arguments that ``argnums`` names: one, or a tuple of them."""
+    chosen = check_argnums(api, argnums, len(args))
+    return args[chosen[0]] if isinstance(argnums, int) else tuple(args[i] for i in chosen)
+
+
+def with_chosen(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, ...]:
+    """The arguments with those that ``argnums`` names replaced."""
+    replaced = list(args)
+    if isinstance(argnums, int):
+        replaced[argnums] = new
+    else:
+        for argnum, value in zip(argnums, new, strict=True):
+            replaced[argnum] = value
+    return tuple(replaced)
+
+
+def level_of(values: Any) -> TracerLevel | None:
+    """The level that autograd is recorded at: the innermost of the thread and of the values."""
+    current = current_tracer_level()
+    found = innermost_level((values,))
+    if found is None or (current is not None and current.depth >= found.depth):
+        return current
+    return found
+
+
+def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
+    """The leaves of a pytree, all of which must be tensors, and its structure."""
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    if not leaves:
+        raise RuntimeError(f"{api}: Expected {what} to contain at least one Tensor.")
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise RuntimeError(f"{api}: Expected {what} to only contain Tensors, got {type(leaf)}")
+    return leaves, spec
+
+
+def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:
+    """The leaves of what a function returned, all of which must be tensors."""
+    leaves, spec = optree.tree_flatten(out, none_is_leaf=True)
+    if not leaves:
+        raise RuntimeError(
+            f"{api}: Expected f to be a function that has non-empty output (got output = {out})"
+        )
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise RuntimeError(
+                f"{api}: expected f(*primals) to return only tensors, got unsupported type "
+                f"{type(leaf)}"
+            )
+    return leaves, spec
+
+
+def split_aux(api: str, output: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The output and the auxiliary part, None without ``has_aux``."""
+    if not has_aux:
+        return output, None
+    if not (isinstance(output, tuple) and len(output) == 2):
+        raise RuntimeError(
+            f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True, "
+            f"got {type(output)}"
+        )
+    return output
+
+
+def refuse_complex(api: str, what: str, leaves: Sequence[torch.Tensor]) -> None:
+    """jacrev and jacfwd are for real functions."""
+    for i, leaf in enumerate(leaves):
+        if leaf.is_complex():
+            raise RuntimeError(
+                f"{api}: Expected all {what} to be real but received complex tensor at flattened "
+                f"input idx: {i}"
+            )
+
+
+Function = Callable[..., Any]

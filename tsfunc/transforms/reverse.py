@@ -1,0 +1,291 @@
+"""Reverse mode: ``vjp``, ``grad`` and its two forms with the value.
+
+NOTE [whose autograd] in ``bridge/autograd`` says what is recorded where.
+
+NOTE [differentiable derivatives]
+Torch must be told before a backward pass whether its result will be differentiated again. It
+will when the inputs or the outputs depend on tensors that somebody outside of this transform
+differentiates by: an enclosing transform at the same level, or the user. Else the pass is plain,
+its buffers are freed as it goes, and its results carry no graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.bridge import autograd
+from tsfunc.bridge.functorch import delegate
+from tsfunc.bridge.tracer import TracerLevel
+from tsfunc.transforms.arguments import (
+    Argnums,
+    chosen_arguments,
+    check_argnums,
+    flatten_output,
+    flatten_tensors,
+    level_of,
+    split_aux,
+    with_chosen,
+)
+
+
+class Recorded:
+    """A function run once with its graph kept: outputs, and what pulls cotangents back."""
+
+    __slots__ = ("differentiable", "inputs", "level", "outer_grad", "outputs")
+
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        level: TracerLevel | None,
+        outer_grad: bool,
+        outer_inputs: bool,
+    ) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.level = level
+        self.outer_grad = outer_grad
+        self.differentiable = outer_grad and (
+            outer_inputs or autograd.reaches_other_leaves(outputs, inputs, level)
+        )
+
+    def pull(self, cotangents: Sequence[torch.Tensor], *, retain: bool) -> list[torch.Tensor]:
+        """A cotangent for each input; zeros where no output depends on it."""
+        level = self.level
+        lifted = [autograd.lift(ct, level) for ct in cotangents]
+        create = self.differentiable or (
+            torch.is_grad_enabled() and any(autograd.requires_grad(ct, level) for ct in lifted)
+        )
+        with autograd.recording(level) if create else torch.no_grad():
+            found = autograd.backward(
+                self.outputs, lifted, self.inputs, create_graph=create, retain_graph=retain
+            )
+            return [
+                torch.zeros_like(x) if g is None else g
+                for g, x in zip(found, self.inputs, strict=True)
+            ]
+
+    def released(self, value: Any) -> Any:
+        """A value of the recorded run, for the outside: without this run's own graph."""
+        if isinstance(value, torch.Tensor) and not self.differentiable:
+            return autograd.detached(value)
+        return value
+
+
+def record(
+    func: Callable[..., tuple[Sequence[torch.Tensor], Any]],
+    primals: Sequence[torch.Tensor],
+    everything: Any,
+) -> tuple[Recorded, Any]:
+    """Runs ``func`` on fresh inputs; it returns the outputs to differentiate, and anything."""
+    level = level_of(everything)
+    outer_grad = torch.is_grad_enabled()
+    outer_inputs = any(autograd.requires_grad(x, level) for x in primals)
+    with autograd.recording(level):
+        inputs = [autograd.fresh_input(x, level) for x in primals]
+        outputs, rest = func(inputs)
+        outputs = [autograd.lift(out, level) for out in outputs]
+    return Recorded(inputs, outputs, level, outer_grad, outer_inputs), rest
+
+
+def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """The value of a function, and the function that pulls cotangents back through it.
+
+    Args:
+        func: takes pytrees of tensors, returns a pytree of tensors; with ``has_aux`` a tuple
+            of that and anything else.
+        primals: where it is evaluated.
+        has_aux: whether ``func`` returns an auxiliary part, which is passed through.
+
+    Returns:
+        ``(output, vjp_fn)``, with ``has_aux`` ``(output, vjp_fn, aux)``. ``vjp_fn(cotangents)``
+        takes what has the output's structure and returns a tuple with an entry of each
+        primal's structure. It can be called any number of times.
+
+    Raises:
+        RuntimeError: a primal or an output is not a tensor; the cotangents do not fit.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import vjp
+        >>> out, vjp_fn = vjp(torch.sin, torch.zeros(2))
+        >>> vjp_fn(torch.ones(2))
+        (tensor([1., 1.]),)
+
+    As ``torch.func.vjp`` and ``jax.vjp``.
+    """
+    if (other := delegate("vjp")) is not None:
+        return other(func, *primals, has_aux=has_aux)
+    flat, spec = flatten_tensors("vjp(f, *primals)", "primals", primals)
+
+    def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+        output, aux = split_aux(
+            "vjp(f, *primals)", func(*optree.tree_unflatten(spec, inputs)), has_aux
+        )
+        leaves, out_spec = flatten_output("vjp(f, *primals)", output)
+        return leaves, (leaves, out_spec, aux)
+
+    recorded, (leaves, out_spec, aux) = record(run, flat, primals)
+
+    def vjp_fn(*cotangents: Any) -> tuple[Any, ...]:
+        tree = cotangents[0] if len(cotangents) == 1 else cotangents
+        pulled = recorded.pull(_match_cotangents(tree, leaves, out_spec), retain=True)
+        result: tuple[Any, ...] = optree.tree_unflatten(spec, pulled)
+        return result
+
+    out = optree.tree_unflatten(out_spec, [recorded.released(leaf) for leaf in leaves])
+    if has_aux:
+        return out, vjp_fn, optree.tree_map(recorded.released, aux, none_is_leaf=True)
+    return out, vjp_fn
+
+
+def _match_cotangents(
+    tree: Any, outputs: Sequence[torch.Tensor], out_spec: optree.PyTreeSpec
+) -> Sequence[torch.Tensor]:
+    flat, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    if spec != out_spec:
+        raise RuntimeError(
+            f"vjp_fn(cotangents): Expected pytree structure of cotangents to be the same as "
+            f"pytree structure of outputs to the function. cotangents: {spec}, primal output: "
+            f"{out_spec}"
+        )
+    for ct, out in zip(flat, outputs, strict=True):
+        if not isinstance(ct, torch.Tensor):
+            raise RuntimeError(f"vjp_fn(cotangents): Expected Tensors, got {type(ct)}")
+        if ct.shape != out.shape:
+            raise RuntimeError(
+                f"vjp_fn(cotangents): got a cotangent of shape {tuple(ct.shape)} for an output "
+                f"of shape {tuple(out.shape)}; they must be the same."
+            )
+    return flat
+
+
+def _value_and_grad(
+    api: str, func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: Any, kwargs: Any
+) -> tuple[Any, Any, Any]:
+    """The gradient, the value and the auxiliary part."""
+    chosen = check_argnums(api, argnums, len(args))
+    primals = chosen_arguments(api, args, argnums)
+    flat, spec = flatten_tensors(api, "the differentiated arguments", primals)
+    names = chosen[0] if isinstance(argnums, int) else chosen
+
+    def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+        new = optree.tree_unflatten(spec, inputs)
+        out, aux = split_aux(api, func(*with_chosen(args, names, new), **kwargs), has_aux)
+        return [_check_scalar(api, out)], (out, aux)
+
+    recorded, (out, aux) = record(run, flat, (args, kwargs))
+    with autograd.recording(recorded.level) if recorded.differentiable else torch.no_grad():
+        seed = torch.ones_like(recorded.outputs[0])
+    pulled = recorded.pull([seed], retain=False)
+    value = recorded.released(out)
+    if not recorded.outer_grad:
+        pulled, value = [autograd.detached(g) for g in pulled], autograd.detached(value)
+    grads = optree.tree_unflatten(spec, pulled)
+    if has_aux:
+        aux = optree.tree_map(recorded.released, aux, none_is_leaf=True)
+    return grads, value, aux
+
+
+def _check_scalar(api: str, out: Any) -> torch.Tensor:
+    if not isinstance(out, torch.Tensor):
+        raise RuntimeError(
+            f"{api}: Expected f(*args) to return a Tensor, got {type(out)}. "
+            f"With an auxiliary output, pass has_aux=True."
+        )
+    if out.dim() != 0:
+        raise RuntimeError(
+            f"{api}: Expected f(*args) to return a scalar tensor, got tensor with {out.dim()} "
+            f"dims. Maybe you wanted to use the vjp or jacrev APIs instead?"
+        )
+    return out
+
+
+def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
+    """The gradient of a function that returns a scalar.
+
+    Args:
+        func: returns a tensor without dims; with ``has_aux`` a tuple of that and anything else.
+        argnums: which positional arguments to differentiate by: an int, or a tuple of them.
+        has_aux: whether ``func`` returns an auxiliary part.
+
+    Returns:
+        A function of the same arguments that returns the gradient, of the structure of the
+        argument (of a tuple of arguments, for a tuple of ``argnums``); with ``has_aux``
+        ``(gradient, aux)``.
+
+    Raises:
+        RuntimeError: ``argnums`` name no argument, an argument is no tensor, the result is not
+            a scalar tensor.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import grad
+        >>> grad(torch.sin)(torch.tensor(0.))
+        tensor(1.)
+
+    As ``torch.func.grad`` and ``jax.grad``.
+    """
+
+    @functools.wraps(func) if hasattr(func, "__name__") else _same
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        if (other := delegate("grad")) is not None:
+            return other(func, argnums, has_aux)(*args, **kwargs)
+        grads, _, aux = _value_and_grad("grad(f)(*args)", func, argnums, has_aux, args, kwargs)
+        return (grads, aux) if has_aux else grads
+
+    return gradient
+
+
+def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
+    """As :func:`grad`, and the value: ``(gradient, value)``, or ``(gradient, (value, aux))``.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import grad_and_value
+        >>> grad_and_value(torch.sin)(torch.tensor(0.))
+        (tensor(1.), tensor(0.))
+
+    As ``torch.func.grad_and_value``.
+    """
+
+    @functools.wraps(func) if hasattr(func, "__name__") else _same
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        if (other := delegate("grad_and_value")) is not None:
+            return other(func, argnums, has_aux)(*args, **kwargs)
+        grads, value, aux = _value_and_grad(
+            "grad_and_value(f)(*args)", func, argnums, has_aux, args, kwargs
+        )
+        return (grads, (value, aux)) if has_aux else (grads, value)
+
+    return gradient
+
+
+def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
+    """As :func:`grad`, the value first: ``(value, gradient)``, or ``((value, aux), gradient)``.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import value_and_grad
+        >>> value_and_grad(torch.sin)(torch.tensor(0.))
+        (tensor(0.), tensor(1.))
+
+    As ``jax.value_and_grad``.
+    """
+    both = grad_and_value(func, argnums, has_aux)
+
+    @functools.wraps(both)
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        gradient, value = both(*args, **kwargs)
+        return value, gradient
+
+    return swapped
+
+
+def _same(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
