@@ -135,24 +135,31 @@ attribute open).
     """
     call = f"{name}({', '.join(signature.parameters)})"
     try:
-        _require_parameters(descriptors, signature)
-        read = {
-            parameter: as_descriptor(descriptors[parameter], parameter)
-            for parameter in signature.parameters
-            if parameter in descriptors
-        }
-        leaves = [leaf for p, each in read.items() for leaf in tensor_leaves(each, p)]
-        dims = _named_dims(leaves)
-        _require_bound(leaves, dims)
+        read, dims = _read(descriptors, signature)
     except DescriptorError as error:
         raise DescriptorError(f"descriptors of {call}: {error}") from None
-    checks = []
-    for parameter, descriptor in read.items():
-        check = compile_check(descriptor, dims)
-        if check is not None:
-            default = _default(signature.parameters[parameter])
-            checks.append((parameter, (parameter,), default, check))
+    checks = (
+        (parameter, (parameter,), _default(signature.parameters[parameter]), check)
+        for parameter, descriptor in read.items()
+        if (check := compile_check(descriptor, dims)) is not None
+    )
     return CompiledDescriptors(call, read, dims, tuple(checks))
+
+
+def _read(
+    descriptors: Mapping[str, object], signature: inspect.Signature
+) -> tuple[dict[str, Descriptor], dict[str, Dim]]:
+    """The descriptors, in the order of the parameters, and the named dims in them."""
+    _require_parameters(descriptors, signature)
+    read = {
+        parameter: as_descriptor(descriptors[parameter], parameter)
+        for parameter in signature.parameters
+        if parameter in descriptors
+    }
+    leaves = [leaf for p, each in read.items() for leaf in tensor_leaves(each, p)]
+    dims = _named_dims(leaves)
+    _require_bound(leaves, dims)
+    return read, dims
 
 
 def _require_parameters(descriptors: object, signature: inspect.Signature) -> None:
