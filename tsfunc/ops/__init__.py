@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
+    advanced_indexing,
     batch_norm,
     convolution,
+    dynamic,
+    embedding,
     factories,
     feature_batched,
     fixed,
+    forward_ad,
     identity,
+    indexing,
     n_dimensional,
     random,
     reductions,
+    sorting,
     tensor_iterator,
     variadic,
     views,

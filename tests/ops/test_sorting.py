@@ -1,0 +1,75 @@
+"""Sorting against the loop, and the refusals of what depends on data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tsfunc.ops  # noqa: F401  (declares rows)
+from tests.ops.harness import Level, check
+from tsfunc.errors import DataDependentError
+from tsfunc.ops.registry import find
+
+aten = torch.ops.aten
+
+
+def rand(*shape: int) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_sort(dim: int) -> None:
+    x = rand(4, 5, 2)
+    assert check(aten.sort.default, x, dim, True)
+    ties = (x * 2).round()
+    assert check(aten.sort.stable, ties, stable=True, dim=dim, descending=True)
+    assert check(aten.argsort.stable, ties, stable=True, dim=dim)
+    assert check(aten.argsort.default, x, dim)
+    assert check(aten.topk.default, x, 2, dim)
+    assert check(aten.topk.default, x, 1, dim, False, False)
+
+
+def test_sort_with_defaults_and_without_dims() -> None:
+    assert check(aten.sort.default, rand(4, 5))
+    assert check(aten.sort.default, rand())
+    assert check(aten.sort.stable, rand(), stable=True)
+    assert check(aten.argsort.default, rand())
+    assert check(aten.topk.default, rand(4, 5), 3)
+    assert check(aten.topk.default, rand(), 1)
+    assert check(aten.sort.default, rand(0, 5), 0)
+
+
+REFUSED = [
+    ("nonzero", "default", r"nonzero.*depends on the values"),
+    ("_unique2", "default", r"_unique2.*torch\.where"),
+    ("unique_consecutive", "default", "unique_consecutive"),
+    ("_local_scalar_dense", "default", r"calling \.item\(\) on a Tensor"),
+    ("item", "default", r"calling \.item\(\) on a Tensor"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_depends_on_data_is_refused(case: tuple[str, str, str]) -> None:
+    name, overload, message = case
+    op = getattr(getattr(aten, name), overload)
+    found = find(op.name())
+    assert found is not None and found.rule is not None
+    with pytest.raises(DataDependentError, match=message):
+        found.rule(op, Level(), [0], [rand(3)], {})
+
+
+def test_comparing_whole_tensors_is_refused() -> None:
+    found = find("aten::equal")
+    assert found is not None and found.rule is not None
+    with pytest.raises(DataDependentError, match="one Python bool"):
+        found.rule(aten.equal.default, Level(), [0, None], [rand(3), rand(3)], {})
+
+
+def test_repeat_interleave_of_known_size() -> None:
+    counts = torch.tensor([2, 0, 3])
+    assert check(aten.repeat_interleave.Tensor, counts, output_size=5)
+    found = find("aten::repeat_interleave.Tensor")
+    assert found is not None and found.rule is not None
+    with pytest.raises(DataDependentError, match="output_size"):
+        found.rule(aten.repeat_interleave.Tensor, Level(), [0], [counts.expand(3, 3)], {})

@@ -1,0 +1,187 @@
+"""Indexing with tensors: ``x[i, :, j]`` and ``x[i, :, j] = v``.
+
+NOTE [advanced indexing]
+Of logical dims that are indexed the results' dims, the broadcast shape of the indices, stand
+where the first index stood, or first of all where the indices are not neighbours. The batch dim
+counts as one that is not indexed while only the values are batched, as part of the indices'
+broadcast shape while only these are, and as one that is indexed by ``arange`` where both are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front, front, logical_rank, place, refuse_inplace, unit_dims
+from tsfunc.ops.dynamic import refuse_dynamic
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+ND = Category.N_DIMENSIONAL
+
+
+class Lookup(NamedTuple):
+    """Logical indices: masks replaced by integers, batch dims first and lined up."""
+
+    indices: list[Tensor | None]
+    batched: bool
+    first: int  # the dim of the first index
+    adjacent: bool  # whether the indices are neighbours
+    rank: int  # of the indices' broadcast shape
+    used: int  # how many indices there are
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _without_masks(indices: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """A mask that is the same for all examples stands for the integers of its places."""
+    found: list[Any] = []
+    found_dims: list[Any] = []
+    for index, dim in zip(indices, dims, strict=True):
+        if _is_mask(index):
+            places = index.nonzero().unbind(1)
+            found += places
+            found_dims += [None] * len(places)
+        else:
+            found.append(index)
+            found_dims.append(dim)
+    return found, found_dims
+
+
+def lookup(indices: Sequence[Any], dims: Sequence[Any] | None) -> Lookup:
+    """What is to be known about indices of which none is a batched mask."""
+    dims = [None] * len(indices) if dims is None else dims
+    if any(_is_mask(index) for index in indices):
+        indices, dims = _without_masks(indices, dims)
+    where = [i for i, index in enumerate(indices) if index is not None]
+    rank = max((logical_rank(indices[i], dims[i]) for i in where), default=0)
+    lined_up = [
+        index
+        if index is None or dim is None
+        else unit_dims(front(index, dim), 1, rank + 1 - index.dim())
+        for index, dim in zip(indices, dims, strict=True)
+    ]
+    adjacent = not where or where[-1] - where[0] + 1 == len(where)
+    batched = any(dim is not None for dim in dims)
+    return Lookup(lined_up, batched, where[0] if where else 0, adjacent, rank, len(where))
+
+
+def _every_example(found: Lookup, like: Tensor) -> list[Tensor | None]:
+    """The indices after one that pairs each example with itself."""
+    examples = torch.arange(like.shape[0], device=like.device)
+    return [examples.view(-1, *[1] * found.rank), *found.indices]
+
+
+@row(ND, "aten::index.Tensor", "aten::_unsafe_index.Tensor")
+def index(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """See NOTE [advanced indexing]."""
+    x, indices = args
+    if dims[1] is not None and _batched_mask(indices, dims[1]):
+        refuse_dynamic(op, "Use torch.where(mask, x, fill) instead of x[mask]")
+    found = lookup(indices, dims[1])
+    if dims[0] is None:
+        return op(x, found.indices), found.first if found.adjacent else 0
+    x = front(x, dims[0])
+    if not found.batched:
+        return op(x, [None, *found.indices]), 0 if found.adjacent else found.rank
+    out = op(x, _every_example(found, x))
+    if found.adjacent and found.first:
+        start = found.rank + 1
+        lead = range(start, start + found.first)
+        out = out.movedim(tuple(lead), tuple(range(1, found.first + 1)))
+    return out, 0
+
+
+def _batched_mask(indices: Sequence[Any], dims: Sequence[Any]) -> bool:
+    return any(_is_mask(i) and d is not None for i, d in zip(indices, dims, strict=True))
+
+
+def _values(found: Lookup, v: Tensor, at: int | None, rank: int) -> Tensor:
+    """The values to be written, lined up with what the physical indexing gives."""
+    rank += found.rank - found.used
+    if not found.batched:
+        return place(v, at, rank if found.adjacent else rank - found.rank)
+    if not (found.adjacent and found.first):
+        return place(v, at, rank)
+    v = v.unsqueeze(0) if at is None else front(v, at)
+    v = unit_dims(v, 1, rank + 1 - v.dim())
+    lead = tuple(range(1, found.first + 1))
+    return v.movedim(lead, tuple(d + found.rank for d in lead))
+
+
+def _write(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor:
+    """Puts the values into ``x``, whose batch dim is first."""
+    _, indices, v, *rest = args
+    found = lookup(indices, dims[1])
+    values = _values(found, v, dims[2], x.dim() - 1)
+    where = _every_example(found, x) if found.batched else [None, *found.indices]
+    out: Tensor = op(x, where, values, *rest)
+    return out
+
+
+def _masked_values(
+    x: Tensor, dims: Dims, args: Sequence[Any]
+) -> tuple[Tensor, Tensor] | None:
+    """A batched mask and the values, both as broadcast over ``x``; None where that can't be."""
+    _, indices, v, *_ = args
+    named = [(i, m) for i, m in enumerate(indices) if m is not None]
+    if len(named) != 1:
+        return None
+    first, mask = named[0]
+    mask = front(mask, dims[1][first])
+    over = mask.dim() - 1
+    right = x.dim() - 1 - first - over
+    mask = unit_dims(unit_dims(mask.bool(), 1, first), first + over + 1, right)
+    rank = logical_rank(v, dims[2])
+    v = v.unsqueeze(0) if dims[2] is None else front(v, dims[2])
+    if rank > right:
+        # One dim of the values runs over the places of the mask; it must be of size 1.
+        if v.shape[v.dim() - 1 - right] != 1:
+            return None
+        v = unit_dims(v, v.dim() - 1 - right, over - 1)
+        rank += over - 1
+    return mask, unit_dims(v, 1, x.dim() - 1 - rank)
+
+
+def _put(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:
+    """The result of an ``index_put``; None where it was written in place."""
+    inplace = op.name() in ("aten::index_put_", "aten::_index_put_impl_")
+    if dims[1] is None or not _batched_mask(args[1], dims[1]):
+        out = _write(op, x, dims, args)
+        return None if inplace else out
+    pair = _masked_values(x, dims, args)
+    if pair is None:
+        refuse_dynamic(op, "Use torch.where(mask, values, x), with values of the shape of x,")
+    mask, values = pair
+    if len(args) > 3 and args[3]:
+        values = values + x
+    out = torch.where(mask, values.to(x.dtype), x)
+    if inplace:
+        x.copy_(out)
+        return None
+    return out
+
+
+@row(ND, "aten::index_put", "aten::_unsafe_index_put")
+def index_put(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A copy for each example, written into."""
+    return _put(op, batched_front(args[0], dims[0], level.batch_size), dims, args), 0
+
+
+@row(ND, "aten::index_put_", "aten::_index_put_impl_")
+def index_put_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Written where it lies, through a view that has the batch dim first."""
+    if dims[0] is None:
+        refuse_inplace(op)
+    _put(op, front(args[0], dims[0]), dims, args)
+    return args[0], dims[0]

@@ -1,0 +1,104 @@
+"""Embeddings: looking up rows, and adding gradients up by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front, front
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
+    """``0, step, 2 * step, ...`` for each example, to be added to batched indices."""
+    counts = torch.arange(size, device=indices.device, dtype=indices.dtype) * step
+    shape = [-1] + [1] * (indices.dim() - 1)
+    out: Tensor = counts.view(shape)
+    return out
+
+
+@row(Category.FEATURE_BATCHED, "aten::embedding")
+def embedding(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Examples with weights of their own look theirs up in one long table."""
+    weight, indices, *rest = args
+    p, q = dims[:2]
+    if p is None:
+        return op(weight, indices, *rest), q
+    if q is None:
+        return (weight[indices], indices.dim()) if p == 1 else (front(weight, p)[:, indices], 0)
+    weight, indices = front(weight, p), front(indices, q)
+    indices = indices + offsets(indices, level.batch_size, weight.shape[1])
+    return op(weight.flatten(0, 1), indices), 0
+
+
+@row(Category.FEATURE_BATCHED, "aten::embedding_dense_backward")
+def embedding_dense_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One long table again; or, where the rows are the same for all, longer rows."""
+    grad, indices, count, padding, by_frequency = args
+    size = level.batch_size
+    if dims[1] is None:
+        grad = grad.movedim(dims[0], -2).flatten(-2)
+        out = op(grad, indices, count, padding, by_frequency)
+        return out.unflatten(1, (size, out.shape[1] // size)), 1
+    grad, indices = batched_front(grad, dims[0], size), front(indices, dims[1])
+    if padding >= 0:
+        grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
+    indices = indices + offsets(indices, size, count)
+    out = op(grad, indices, count * size, -1, by_frequency)
+    return out.unflatten(0, (size, count)), 0
+
+
+def _bag_weights(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
+    return None if x is None else batched_front(x, at, size).flatten()
+
+
+@row(Category.FEATURE_BATCHED, "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
+def embedding_bag(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The bags of all examples follow each other, in one long table."""
+    given = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
+    weight, indices, bags, by_frequency, mode, sparse, scales, last, padding = given
+    p, q, r = dims[:3]
+    if sparse or last or (padding >= 0 and p is not None):
+        return NotImplemented
+    size = level.batch_size
+    s = dims[6] if len(dims) > 6 else None
+    indices, bags = batched_front(indices, q, size), batched_front(bags, r, size)
+    if p is not None:
+        weight = front(weight, p)
+        indices = indices + offsets(indices, size, weight.shape[1])
+        weight = weight.flatten(0, 1)
+    count, entries = bags.shape[1], indices.shape[1]
+    bags = (bags + offsets(bags, size, entries)).flatten()
+    scales = _bag_weights(scales, s, size)
+    out, to_bag, sizes, largest = op(
+        weight, indices.flatten(), bags, by_frequency, mode, False, scales, False, padding
+    )
+    out = out.unflatten(0, (size, count))
+    return _bag_results(size, count, p is not None, weight, (out, to_bag, sizes, largest))
+
+
+def _bag_results(
+    size: int, count: int, own: bool, weight: Tensor, results: Sequence[Tensor]
+) -> Any:
+    """The kernel's records of which bag is where, as they would be for each example."""
+    out, to_bag, sizes, largest = results
+    dims: list[int | None] = [0, None, None, None]
+    if to_bag.shape[0]:
+        to_bag = to_bag.unflatten(0, (size, to_bag.shape[0] // size))
+        to_bag, dims[1] = to_bag - offsets(to_bag, size, count), 0
+    if sizes.shape[0]:
+        sizes, dims[2] = sizes.unflatten(0, (size, sizes.shape[0] // size)), 0
+    if largest.shape[0]:
+        largest, dims[3] = largest.unflatten(0, (size, largest.shape[0] // size)), 0
+        if own:
+            largest = largest - offsets(largest, size, weight.shape[0] // size)
+    return (out, to_bag, sizes, largest), tuple(dims)

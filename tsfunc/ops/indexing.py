@@ -1,0 +1,287 @@
+"""Indexing along one dim: gather, scatter, index_*, take and put."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import (
+    batched_at,
+    batched_front,
+    front,
+    logical_rank,
+    physical_dim,
+    place,
+    refuse_inplace,
+    wrap,
+)
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+
+ND = Category.N_DIMENSIONAL
+
+
+def _is_inplace(op: Any) -> bool:
+    return str(op.name()).partition(".")[0].endswith("_")
+
+
+def _rows_of(x: Tensor, at: int | None, size: int) -> tuple[Tensor, bool]:
+    """The value with its batch dim first and at least one logical dim; whether it had none."""
+    x = batched_front(x, at, size)
+    return (x.unsqueeze(1), True) if x.dim() == 1 else (x, False)
+
+
+@row(ND, "aten::gather")
+def gather(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Index and values agree in every dim, so both need the batch dim."""
+    x, dim, index = args
+    size = level.batch_size
+    if dims[2] is None and x.dim() - 1 == index.dim() > 0:
+        index = batched_at(index, None, size, dims[0])
+        return op(x, physical_dim(dim, x.dim() - 1, dims[0]), index, **kwargs), dims[0]
+    x, _ = _rows_of(x, dims[0], size)
+    index, scalar = _rows_of(index, dims[2], size)
+    out = op(x, wrap(dim, x.dim() - 1) + 1, index, **kwargs)
+    return (out.squeeze(1) if scalar else out), 0
+
+
+def scatter(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Writes at an index for each element; the source may also be a number."""
+    x, dim, index, source, *rest = args
+    size = level.batch_size
+    inplace = _is_inplace(op)
+    if inplace and dims[0] is None:
+        refuse_inplace(op)
+    written, scalar = _rows_of(x, dims[0], size)
+    index, _ = _rows_of(index, dims[2], size)
+    if isinstance(source, Tensor):
+        if logical_rank(source, dims[3]) == 0 and "value" in op.name():
+            shape = [1] * (index.dim() - 1)
+            source = source.view(-1, *shape) if dims[3] is not None else source
+            # There is no kernel that takes values and means to broadcast them.
+            source = source.to(x.dtype).expand(index.shape)
+            op = _source_form(op)
+        else:
+            source, _ = _rows_of(source, dims[3], size)
+    out = op(written, wrap(dim, written.dim() - 1) + 1, index, source, *rest, **kwargs)
+    if inplace:
+        return x, dims[0]
+    return (out.squeeze(1) if scalar else out), 0
+
+
+def _source_form(op: Any) -> Any:
+    packet = op.overloadpacket
+    return packet.reduce if op.name().endswith("value_reduce") else packet.src
+
+
+rows(
+    ND, scatter,
+    "aten::scatter.src", "aten::scatter.value", "aten::scatter.reduce",
+    "aten::scatter.value_reduce", "aten::scatter_add", "aten::scatter_reduce.two",
+    "aten::scatter_.src", "aten::scatter_.value", "aten::scatter_.reduce",
+    "aten::scatter_.value_reduce", "aten::scatter_add_", "aten::scatter_reduce_.two",
+)  # fmt: skip
+
+
+@row(ND, "aten::index_select")
+def index_select(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The same places for all; all places of all examples; or gather, where each has its own."""
+    x, dim, index = args
+    at, q = dims[0], dims[2]
+    size = level.batch_size
+    if q is None:
+        if x.dim() == 1:
+            return op(x.unsqueeze(1), 1, index.reshape(1)).squeeze(1), 0
+        return op(x, physical_dim(dim, x.dim() - 1, at), index), at
+    index, _ = _rows_of(index, q, size)
+    rank = logical_rank(x, at)
+    dim = wrap(dim, rank)
+    if at is None and rank:
+        return op(x, dim, index.flatten()).unflatten(dim, index.shape), dim
+    x, flat = _rows_of(x, at, size)
+    out = x.gather(dim + 1, _spread(index, dim + 1, x))
+    return (out.squeeze(1) if flat else out), 0
+
+
+def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
+    """An index for dim ``dim`` of each example, as one for each element of ``like``."""
+    shape = [1] * like.dim()
+    shape[0], shape[dim] = index.shape
+    whole = list(like.shape)
+    whole[dim] = index.shape[1]
+    return index.view(shape).expand(whole)
+
+
+@row(
+    ND, "aten::index_add", "aten::index_add_", "aten::index_copy", "aten::index_copy_",
+    "aten::index_reduce", "aten::index_reduce_",
+)  # fmt: skip
+def index_write(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The kernel itself where the places are the same for all, else the scatter that it is."""
+    x, dim, index, source, *rest = args
+    at, _, q, s = dims[:4]
+    size = level.batch_size
+    inplace = _is_inplace(op)
+    if inplace and at is None:
+        refuse_inplace(op)
+    written, flat = _rows_of(x, at, size)
+    dim = wrap(dim, written.dim() - 1) + 1
+    source = batched_front(source, s, size)
+    if source.dim() < written.dim():  # a source without dims may stand for one element
+        source = source.unsqueeze(1)
+    if q is None:
+        out = op(written, dim, index, source, *rest, **kwargs)
+    else:
+        index, _ = _rows_of(index, q, size)
+        out = _scattered(op, written, dim, _spread(index, dim, source), source, rest, kwargs)
+    if inplace:
+        return x, at
+    return (out.squeeze(1) if flat else out), 0
+
+
+def _scattered(
+    op: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, rest: Any, kwargs: Any
+) -> Tensor:
+    """index_add, index_copy or index_reduce with an index for each element."""
+    name = op.name().removeprefix("aten::")
+    x = x if name.endswith("_") else x.clone()
+    if name.startswith("index_add"):
+        alpha = kwargs.get("alpha", 1)
+        return x.scatter_add_(dim, index, source if alpha == 1 else source * alpha)
+    if name.startswith("index_copy"):
+        return x.scatter_(dim, index, source)
+    return x.scatter_reduce_(dim, index, source, rest[0], **kwargs)
+
+
+@row(
+    ND, "aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor",
+    "aten::index_fill_.int_Scalar", "aten::index_fill_.int_Tensor",
+)  # fmt: skip
+def index_fill(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One number for all, or scattered numbers of each example."""
+    x, dim, index, value = args
+    at, _, q, v = (*dims, None)[:4]
+    inplace = _is_inplace(op)
+    if inplace and at is None:
+        refuse_inplace(op)
+    size = level.batch_size
+    written, flat = _rows_of(x, at, size)
+    dim = wrap(dim, written.dim() - 1) + 1
+    if q is None and v is None:
+        out = op(written, dim, index.reshape(-1), value)
+    else:
+        index, _ = _rows_of(index, q, size)
+        places = _spread(index, dim, written)
+        out = written if inplace else written.clone()
+        if isinstance(value, Tensor):
+            value = value if v is None else value.view(-1, *[1] * (places.dim() - 1))
+            out.scatter_(dim, places, value.to(x.dtype).expand(places.shape))
+        else:
+            out.scatter_(dim, places, value)
+    if inplace:
+        return x, at
+    return (out.squeeze(1) if flat else out), 0
+
+
+@row(ND, "aten::take")
+def take(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Indexes into all elements of an example."""
+    x, index = args
+    if dims[0] is None:
+        return op(x, index), dims[1]
+    x = front(x, dims[0])
+    x = x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
+    if dims[1] is None:
+        return x[:, index], 0
+    index = front(index, dims[1])
+    flat = index.reshape(index.shape[0], -1)
+    flat = torch.where(flat < 0, flat + x.shape[1], flat)
+    return x.gather(1, flat).view(index.shape), 0
+
+
+@row(ND, "aten::put", "aten::put_")
+def put(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Writes into all elements of an example."""
+    x, index, source, *rest = args
+    inplace = _is_inplace(op)
+    if inplace and dims[0] is None:
+        refuse_inplace(op)
+    size = level.batch_size
+    whole = batched_front(x, dims[0], size)
+    values = whole.reshape(size, -1)
+    flat = batched_front(index, dims[1], size).reshape(size, -1)
+    source = batched_front(source, dims[2], size).reshape(size, -1)
+    examples = torch.arange(size, device=x.device).unsqueeze(1)
+    out = values.index_put((examples, flat), source, accumulate=bool(rest and rest[0]))
+    out = out.view(whole.shape)
+    if inplace:
+        whole.copy_(out)
+        return x, dims[0]
+    return out, 0
+
+
+def _ordinals(mask: Tensor) -> Tensor:
+    """For each place of an example, how many places before it the mask has."""
+    return mask.flatten(1).cumsum(1) - 1
+
+
+@row(ND, "aten::masked_scatter", "aten::masked_scatter_")
+def masked_scatter(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The k-th place of the mask gets the k-th element of the source."""
+    x, mask, source = args
+    inplace = _is_inplace(op)
+    at = dims[0]
+    if inplace and at is None:
+        refuse_inplace(op)
+    size = level.batch_size
+    rank, other = logical_rank(x, at), logical_rank(mask, dims[1])
+    whole = place(batched_front(x, at, size), 0, max(rank, other))
+    mask = place(batched_front(mask, dims[1], size), 0, max(rank, other))
+    whole_x, mask = torch.broadcast_tensors(whole, mask)
+    source = batched_front(source, dims[2], size).reshape(size, -1)
+    if source.shape[1] == 0:
+        out = whole_x.clone()
+    else:
+        flat = mask.reshape(size, -1)
+        order = _ordinals(flat).clamp(0, source.shape[1] - 1)
+        out = torch.where(flat, source.gather(1, order), whole_x.reshape(size, -1))
+        out = out.view(whole_x.shape)
+    if inplace:
+        whole.copy_(out)
+        return x, at
+    return out, 0
+
+
+@row(ND, "aten::masked_scatter_backward")
+def masked_scatter_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The gradients at the mask's places, in order; what is elsewhere falls off the end."""
+    grad, mask, sizes = args
+    size = level.batch_size
+    grad = batched_front(grad, dims[0], size).reshape(size, -1)
+    mask = batched_front(mask, dims[1], size).reshape(size, -1)
+    count = 1
+    for extent in sizes:
+        count = count * extent
+    order = torch.where(mask, _ordinals(mask), count)
+    out = grad.new_zeros((size, count + 1)).scatter(1, order, grad)
+    return out[:, :count].view(size, *sizes), 0

@@ -1,0 +1,120 @@
+"""Sorting along a dim, and searching in what is sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.errors import DataDependentError
+from tsfunc.ops.dims import batched_front, front, logical_rank, physical_dim, wrap
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+ND = Category.N_DIMENSIONAL
+
+
+def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:
+    """A value without dims sorts as a line of one element."""
+    if x.dim() == 1:
+        return x.unsqueeze(1), 1 + wrap(dim, 0), True
+    return x, physical_dim(dim, x.dim() - 1, at), False
+
+
+@row(ND, "aten::sort", "aten::sort.stable", "aten::argsort", "aten::argsort.stable")
+def sort(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``dim`` is given by place or, to the stable forms, by name."""
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    x, dim, alone = _line(x, dims[0], dim)
+    if op.name().endswith("stable"):
+        out = op(x, **{**kwargs, "dim": dim})
+    else:
+        out = op(x, dim, *args[2:], **kwargs)
+    if alone:
+        out = out.squeeze(1) if isinstance(out, Tensor) else tuple(o.squeeze(1) for o in out)
+    return out, dims[0]
+
+
+@row(ND, "aten::topk")
+def topk(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of a value without dims there is one to be had."""
+    x, k, *rest = args
+    x, dim, alone = _line(x, dims[0], rest[0] if rest else -1)
+    out = op(x, k, dim, *rest[1:], **kwargs)
+    return (tuple(o.squeeze(1) for o in out) if alone and k == 1 else tuple(out)), dims[0]
+
+
+def _search(
+    sequence: Tensor, p: int | None, x: Tensor, q: int | None, size: int, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, int | None]:
+    """searchsorted: one sequence for all values, or one for each line of them."""
+    sorter = kwargs.get("sorter")
+    rank = logical_rank(sequence, p)
+    if p is None and rank == 1:
+        return torch.searchsorted(sequence, x, **kwargs), q
+    sequence, x = batched_front(sequence, p, size), batched_front(x, q, size)
+    if sorter is not None:
+        kwargs = {**kwargs, "sorter": sorter.expand(size, *sorter.shape).contiguous()}
+    shape = x.shape
+    if rank == 1:
+        x = x.reshape(size, -1)
+    out = torch.searchsorted(sequence.contiguous(), x.contiguous(), **kwargs)
+    return out.view(shape), 0
+
+
+@row(ND, "aten::searchsorted.Tensor")
+def searchsorted(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Sequences with dims before the last one pair off with the values' lines."""
+    return _search(args[0], dims[0], args[1], dims[1], level.batch_size, kwargs)
+
+
+@row(ND, "aten::searchsorted.Scalar")
+def searchsorted_number(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One number, looked up in each example's sequence."""
+    x = torch.as_tensor(args[1], device=args[0].device)
+    x = x.to(torch.get_default_dtype()) if isinstance(args[1], float) else x
+    return _search(args[0], dims[0], x, None, level.batch_size, kwargs)
+
+
+@row(ND, "aten::bucketize.Tensor")
+def bucketize(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """searchsorted, the other way round."""
+    if dims[1] is None:
+        return op(*args, **kwargs), dims[0]
+    return _search(args[1], dims[1], args[0], dims[0], level.batch_size, kwargs)
+
+
+@row(ND, "aten::bucketize.Scalar")
+def bucketize_number(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One number, looked up in each example's boundaries."""
+    return searchsorted_number(op, level, (dims[1], None), (args[1], args[0]), kwargs)
+
+
+@row(ND, "aten::one_hot")
+def one_hot(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Compares with each class; how many there are must be given."""
+    count = args[1] if len(args) > 1 else -1
+    if count == -1:
+        raise DataDependentError(
+            "vmap: aten::one_hot: without num_classes the size of the result depends on the "
+            "values of a batched tensor. Give one_hot num_classes. (torch.func says: vmap: It "
+            "looks like you're calling .item() on a Tensor.)"
+        )
+    x = front(args[0], dims[0])
+    return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).to(torch.int64), 0
