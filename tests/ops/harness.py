@@ -17,9 +17,22 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc.ops.registry import Row, find
+from tsfunc.ops.registry import Row, all_rows, find
 
 SIZE = 3  # examples in a batch; other than the sizes that samples use for dims where possible
+
+
+def overload(name: str) -> Any:
+    """The operator that a row is for: ``aten::add.Tensor`` is ``torch.ops.aten.add.Tensor``."""
+    space, _, rest = name.partition("::")
+    packet, _, which = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), which or "default")
+
+
+def rows_of(*files: str) -> list[str]:
+    """The rows that are declared in these files of ``tsfunc/ops``."""
+    ends = tuple(f"/{file}" for file in files)
+    return sorted(n for n, r in all_rows().items() if r.source.rpartition(":")[0].endswith(ends))
 
 
 @dataclass

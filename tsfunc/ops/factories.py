@@ -50,7 +50,8 @@ def linspace(
     exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
     start, end = (
         # An integer result rounds the ends, too.
-        v.to(dtype).to(exact).unsqueeze(-1) if isinstance(v, torch.Tensor) else v for v in (start, end)
+        v.to(dtype).to(exact).unsqueeze(-1) if isinstance(v, torch.Tensor) else v
+        for v in (start, end)
     )
     index = torch.arange(steps, device=options.get("device") or like.device)
     step = (end - start) / max(steps - 1, 1)

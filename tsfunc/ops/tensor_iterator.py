@@ -71,6 +71,14 @@ def pointwise_inplace(
     return x, at
 
 
+@row(Category.TENSOR_ITERATOR, "aten::frexp.Tensor", "aten::_prelu_kernel_backward")
+def pointwise_pair(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Two results: a rule of its own, so that ``pointwise`` means one tensor."""
+    return pointwise(op, level, dims, args, kwargs)
+
+
 @row(Category.TENSOR_ITERATOR, "aten::where.self")
 def where(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -132,15 +140,17 @@ def masked_fill_tensor_inplace(
     return x, at
 
 
-@row(Category.TENSOR_ITERATOR, "aten::gelu_backward")
-def gelu_backward(
+@row(Category.TENSOR_ITERATOR, "aten::gelu_backward", "aten::rrelu_with_noise_backward")
+def pointwise_of_equal_shapes(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Its kernel for processors wants equal shapes."""
+    """Kernels that do not broadcast, or leave some argument out and so would not broadcast it."""
     if uniform(args, dims):
         return op(*args, **kwargs), dims[0]
     aligned, at = align(args, dims)
-    return op(*torch.broadcast_tensors(*aligned), **kwargs), at
+    tensors = [arg for arg in aligned if isinstance(arg, Tensor)]
+    tensors = torch.broadcast_tensors(*tensors)
+    return op(*tensors, *aligned[len(tensors) :], **kwargs), at
 
 
 @row(Category.TENSOR_ITERATOR, "aten::log_sigmoid_forward")
@@ -206,7 +216,7 @@ _BOTH = """
 _PLAIN = """
     _conj_physical angle complex polar positive floor_divide
     float_power.Scalar float_power.Tensor_Scalar
-    float_power.Tensor_Tensor fmax fmin frexp.Tensor gelu hardshrink isfinite isinf isnan
+    float_power.Tensor_Tensor fmax fmin gelu hardshrink isfinite isinf isnan
     isneginf isposinf ldexp.Tensor logaddexp logaddexp2 max.other maximum min.other minimum
     polygamma pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor remainder.Scalar_Tensor
     rsub.Scalar rsub.Tensor signbit softplus softshrink xlogy.Scalar_Self
@@ -237,9 +247,9 @@ _INPLACE = """
 """
 
 _BACKWARD = """
-    _prelu_kernel_backward elu_backward hardshrink_backward hardsigmoid_backward
+    elu_backward hardshrink_backward hardsigmoid_backward
     hardswish_backward hardtanh_backward leaky_relu_backward logit_backward mish_backward
-    native_dropout_backward rrelu_with_noise_backward sigmoid_backward silu_backward
+    native_dropout_backward sigmoid_backward silu_backward
     softplus_backward softshrink_backward tanh_backward threshold_backward _masked_scale
 """
 

@@ -1,0 +1,152 @@
+"""Pointwise rules: every row on arguments made from its schema, and what is special of some."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.harness import Level, check, is_inplace, overload, rows_of
+from tsfunc.ops import find
+
+ROWS = rows_of("tensor_iterator.py")
+SHAPES = [((2, 4), (2, 4), (2, 4)), ((2, 4), (4,), ()), ((2, 4), (2, 1), (1, 4)), ((), (), ())]
+OUT_OF_PLACE_SHAPES = [((), (2, 4), (4,)), ((1, 4), (2, 1), (2, 4)), ((4,), (0, 4), (4,))]
+# Arguments whose value matters, by name, for any operator.
+VALUES: dict[str, Any] = {
+    "rounding_mode": "floor",
+    "is_result": False,
+    "training": True,
+    "self_is_result": False,
+    "approximate": "none",
+    "decimals": 1,
+    "n": 2,
+    "p": 2,
+    "eps": 0.1,
+    "lower": 0.125,
+    "upper": 0.3,
+    "min": 0.2,
+    "max": 0.7,
+}
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    x = torch.rand(shape) * 0.8 + 0.1
+    return (x * 5).to(dtype) if dtype in (torch.int64, torch.bool) else x.to(dtype)
+
+
+def arguments(op: Any, shapes: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    """Positional and keyword arguments made from an operator's schema."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    left = iter(itertools.cycle(shapes))
+    for argument in op._schema.arguments:
+        kind = str(argument.type)
+        if "Tensor" in kind:
+            wanted = torch.bool if argument.name == "mask" else dtype
+            value: Any = _tensor(next(left), wanted)
+        elif argument.name in VALUES:
+            value = VALUES[argument.name]
+        elif argument.has_default_value():
+            if argument.kwarg_only:
+                continue
+            value = argument.default_value
+        else:
+            value = True if "bool" in kind else 2
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+SPECIAL = {
+    "aten::where.self",
+    "aten::_prelu_kernel_backward",
+    "aten::_masked_scale",  # has no kernel for processors
+}
+
+
+@pytest.mark.parametrize("name", [n for n in ROWS if n not in SPECIAL])
+def test_every_row(name: str) -> None:
+    op = overload(name)
+    ran = 0
+    shapes = SHAPES if is_inplace(op) else SHAPES + OUT_OF_PLACE_SHAPES
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        for chosen in shapes:
+            args, kwargs = arguments(op, chosen, dtype)
+            ran += check(op, *args, **kwargs)
+    if ran == 0:
+        args, kwargs = arguments(op, SHAPES[0], torch.float64)
+        ran = check(op, *args, **kwargs)
+    assert ran > 0, "the operator accepts none of these arguments"
+
+
+@pytest.mark.parametrize("shapes", SHAPES + OUT_OF_PLACE_SHAPES)
+def test_where(shapes: tuple[tuple[int, ...], ...]) -> None:
+    condition, x, y = (torch.randn(s) for s in shapes)
+    assert check(torch.ops.aten.where.self, condition > 0, x, y)
+    assert check(torch.ops.aten.where.self, condition > 0, x, y.double())
+    assert check(torch.ops.aten.where.self, condition > 0, x.long(), y)
+
+
+def test_prelu_backward() -> None:
+    x, weight = torch.randn(2, 4), torch.randn(1, 4)
+    assert check(torch.ops.aten._prelu_kernel_backward.default, x, x * 2, weight)
+
+
+DTYPES = [torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.complex64]
+
+
+@pytest.mark.parametrize("shapes", [((3,), ()), ((), (3,)), ((), ()), ((3,), (3,))])
+def test_types_are_promoted_as_logical_tensors(shapes: tuple[Any, Any]) -> None:
+    for one, two in itertools.product(DTYPES, repeat=2):
+        x, y = _tensor(shapes[0], one), _tensor(shapes[1], two)
+        assert check(torch.ops.aten.mul.Tensor, x, y)
+        assert check(torch.ops.aten.eq.Tensor, x, y)
+        assert check(torch.ops.aten.addcmul.default, x, y, x) or torch.bool in (one, two)
+        check(torch.ops.aten.add_.Tensor, x, y)
+        check(torch.ops.aten.maximum.default, x, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [2, 2.5, True, 1j])
+def test_numbers(dtype: torch.dtype, number: Any) -> None:
+    for shape in ((), (3,)):
+        assert check(torch.ops.aten.mul.Tensor, _tensor(shape, dtype), number)
+
+
+def test_the_kernel_gets_what_needs_no_aligning_as_it_is() -> None:
+    seen: list[Any] = []
+
+    def op(*args: Any) -> torch.Tensor:
+        seen.extend(args)
+        return torch.add(*args)
+
+    row = find("aten::add.Tensor")
+    assert row is not None and row.rule is not None
+    x, y, small = torch.randn(5, 2, 3), torch.randn(5, 2, 3), torch.randn(3)
+    cases: list[Any] = [((x, y), (0, 0)), ((x, small), (0, None)), ((small, x), (None, 1))]
+    for args, dims in cases:
+        seen.clear()
+        out, at = row.rule(op, Level(5), dims, args, {})
+        assert at == next(dim for dim in dims if dim is not None)
+        assert out.shape == (5, 2, 3)
+        assert all(a is b for a, b in zip(seen, args, strict=True))
+
+
+@pytest.mark.parametrize("name", [n for n in ROWS if is_inplace(overload(n))])
+def test_inplace_into_what_is_not_batched(name: str) -> None:
+    op = overload(name)
+    args, kwargs = arguments(op, ((2, 3),), torch.float32)
+    tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+    if len(tensors) == 1:
+        return
+    dims: list[Any] = [None] * len(args)
+    dims[tensors[-1]] = 0
+    row = find(name)
+    assert row is not None and row.rule is not None
+    with pytest.raises(RuntimeError, match="in place into a tensor that is not batched"):
+        row.rule(op, Level(2), dims, args, kwargs)
