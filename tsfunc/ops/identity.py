@@ -117,11 +117,12 @@ def fill(
 def new_zeros_with_same_feature_meta(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Zeros for a tangent (self) of a primal (other), batched where either is."""
-    other, at = args[1], dims[1]
-    if at is None:
-        return other.new_zeros([level.batch_size, *other.shape]), 0
-    return torch.zeros_like(other), at
+    """Zeros for a tangent (the first argument) to be written into: batched as it is itself.
+
+    They are made like the tangent, not like the primal, whose value may lack the batch dims
+    of outer levels that the tangent's has.
+    """
+    return torch.zeros_like(args[0]), dims[0]
 
 
 @row(Category.TRIVIAL, "aten::_has_same_storage_numel")
