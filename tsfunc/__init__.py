@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
+from tsfunc import dispatch, errors
+from tsfunc.bridge.tracer import Tracer, TracerLevel
+from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
+from tsfunc.transforms.modules import functional_call, stack_module_state
 from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
 from tsfunc.transforms.vmap import vmap
+from tsfunc.types import Dim, MetaTensorType
 
-__all__ = ["grad", "grad_and_value", "value_and_grad", "vjp", "vmap"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "Dim",
+    "MetaTensorType",
+    "Tracer",
+    "TracerLevel",
+    "dispatch",
+    "errors",
+    "functional_call",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "stack_module_state",
+    "value_and_grad",
+    "vjp",
+    "vmap",
+]

@@ -9,12 +9,13 @@ the graph of the levels outside.
 
 Private names used here (torch 2.11 to 2.13): ``Variable._execution_engine`` runs a backward pass
 without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` says whether a dual level
-is entered; ``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
+is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``; ``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +30,8 @@ _alias = torch.ops.aten.alias.default
 
 
 def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
-    """The value as a tensor of the level: a tracer, or, at no level, itself."""
-    if level is None or (isinstance(value, Tracer) and value.dispatch_level is level):
+    """The value as a tensor of the level: a tracer, or, at no level or an inner one, itself."""
+    if level is None or (isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth):
         return value
     return level.lift(value)
 
@@ -47,21 +48,10 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     return fresh
 
 
-def _refuse_outer_functorch(level: TracerLevel) -> None:
-    """The engine runs without torch.func's stack, so an outer one can't see a backward pass."""
-    if level.functorch_depth:
-        raise RuntimeError(
-            f"a derivative of tsfunc inside of {level.name} (called at {level.site}), itself "
-            f"inside of a transform of torch.func, is not supported: torch.func would not see its "
-            f"backward pass. Use tsfunc's transform of the same name for the outer one too."
-        )
-
-
 @contextmanager
 def recording(level: TracerLevel | None) -> Iterator[None]:
     """Autograd records on the tensors of the level within the block."""
     if level is not None:
-        _refuse_outer_functorch(level)
         level.autograd += 1
     try:
         with torch.enable_grad():
@@ -174,12 +164,25 @@ def forward_in_use(level: TracerLevel | None) -> bool:
     return _plain_forward.depth > 0 or (forward_ad._current_level >= 0 and not _dual_ours)
 
 
+_formulas_loaded = False
+
+
+def _load_forward_formulas() -> None:
+    """torch's forward formulas that are written in Python, which it loads at the first dual."""
+    global _formulas_loaded
+    if not _formulas_loaded:
+        with warnings.catch_warnings():
+            # They are compiled by torch.jit.script, which is deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            forward_ad._maybe_load_decompositions()
+        _formulas_loaded = True
+
+
 @contextmanager
 def dual_level(level: TracerLevel | None) -> Iterator[None]:
     """Tangents can be hung on the level's tensors within the block."""
     global _dual_users, _dual_ours
-    if level is not None:
-        _refuse_outer_functorch(level)
+    _load_forward_formulas()
     with _dual_lock:
         if _dual_users == 0 and forward_ad._current_level < 0:
             forward_ad.enter_dual_level()

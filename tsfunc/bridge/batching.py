@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import _skip_one_hop_torch_function
+from torch._C import _functorch, _skip_one_hop_torch_function
 
 from tsfunc.bridge.operators import TorchOperator, overload_of
 from tsfunc.bridge.tracer import (
@@ -29,6 +29,7 @@ from tsfunc.dispatch.state import tls
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.registry import Rule
 
+maybe_functorch_level = _functorch.maybe_current_level
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
@@ -134,7 +135,7 @@ def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     if level is None or level.autograd or not level.alive:
         return NotImplemented
     state = tls.state
-    if state.include:
+    if state.include or maybe_functorch_level() is not None:
         return NotImplemented
     bdim: Any = None
     for bdim in dims:
@@ -322,7 +323,11 @@ def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
 
     found: Callable[..., Any] | None = decomposition_table.get(op.overload)
-    return found
+    # Those written in terms of torch's reference primitives, which have no rules, are no help.
+    return found if getattr(found, "__module__", "") == _DECOMPOSITIONS else None
+
+
+_DECOMPOSITIONS = "torch._decomp.decompositions"
 
 
 _warned: set[str] = set()

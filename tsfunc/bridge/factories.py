@@ -56,6 +56,7 @@ def _install() -> None:
             # torch has kernels of its own for the disused key, which only raise.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
             warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
+            library.impl("_efficientzerotensor", _zero_tangent, FACTORY_KEY_NAME)
             for name in (*RANDOM, *FACTORIES):
                 overload = overload_of(f"aten::{name}")
                 if overload is not None:
@@ -77,6 +78,11 @@ def _kernel(overload: Any) -> Callable[..., Any]:
             return op.run_at(level, args, kwargs)
 
     return factory
+
+
+def _zero_tangent(*args: Any, **kwargs: Any) -> Any:
+    """Forward mode's lazy zeros, whose kernels take a tracer for a tensor with storage."""
+    return torch.ops.aten.zeros.default(*args, **kwargs)
 
 
 _RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}

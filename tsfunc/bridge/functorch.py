@@ -1,8 +1,8 @@
 """Side by side with torch.func, whose transforms keep an interpreter stack of their own.
 
 Where a transform of torch.func is the innermost one, what it traces are tensors of its own, on
-which torch's plain autograd may not be used. A derivative that is asked for there is given to
-torch.func's function of the same name.
+which torch's plain autograd may not be used, and whose levels a tracer of ours would leave in
+the wrong order. A transform that is called there is given to torch.func's of the same name.
 
 ``_functorch.maybe_current_level`` (torch 2.11 to 2.13) is the depth of torch.func's stack.
 """

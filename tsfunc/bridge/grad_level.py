@@ -26,6 +26,9 @@ class GradLevel(TracerLevel):
     def __init__(self, name: str) -> None:
         super().__init__(DispatchKey.Grad, name)
 
+    def sees_factories(self, random: bool) -> bool:
+        return False
+
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         return _wrap(value, self)
 

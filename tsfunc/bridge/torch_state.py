@@ -9,7 +9,6 @@ fails by name when one goes):
 - ``_ExcludeDispatchKeyGuard``: adds to the exclude set for a block;
 - ``_IncludeDispatchKeyGuard``: adds a key to the include set for a block;
 - ``_parse_dispatch_key``, ``DispatchKeySet``, ``DispatchKey``;
-- ``_functorch.peek_interpreter_stack``: the innermost transform of torch.func, or None;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
 
@@ -26,21 +25,12 @@ from torch._C import (
     _dispatch_tls_local_include_set,
     _ExcludeDispatchKeyGuard,
     _ForceDispatchKeyGuard,
-    _functorch,
     _IncludeDispatchKeyGuard,
     _parse_dispatch_key,
 )
 from torch._C import DispatchKey as TorchKey
 
-# torch.func's interpreter is entered and left through these keys. A tracer of ours that meets
-# them would be taken for a constant, so the doors exclude them and kernels bring them back.
-FUNCTORCH = DispatchKeySet(TorchKey.FuncTorchDynamicLayerFrontMode).add(
-    TorchKey.FuncTorchDynamicLayerBackMode
-)
-AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality)
-AUTOGRAD_AND_FUNCTORCH = AUTOGRAD.add(TorchKey.ADInplaceOrView).add(
-    TorchKey.FuncTorchDynamicLayerFrontMode
-).add(TorchKey.FuncTorchDynamicLayerBackMode)
+AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
 
 # NOTE [the factory key]
 # Random and factory functions have no tensor argument by which a level could be found. While a
@@ -49,7 +39,6 @@ AUTOGRAD_AND_FUNCTORCH = AUTOGRAD.add(TorchKey.ADInplaceOrView).add(
 # are registered for, and all others pass it at no cost. torch.vmap has a key of its own.
 FACTORY_KEY_NAME = "VmapMode"
 FACTORY_KEY = _parse_dispatch_key(FACTORY_KEY_NAME)
-_NO_KEYS = DispatchKeySet.from_raw_repr(0)
 
 
 class TorchState:
@@ -103,17 +92,7 @@ class RestoredTorchState:
 
 def without_autograd() -> Any:
     """Context manager: C++ goes straight to ``__torch_dispatch__``, composites arrive whole."""
-    return _ExcludeDispatchKeyGuard(AUTOGRAD_AND_FUNCTORCH)
-
-
-def without_functorch() -> Any:
-    """Context manager: torch.func's interpreter does not see the call."""
-    return _ExcludeDispatchKeyGuard(FUNCTORCH)
-
-
-def functorch_is_active() -> bool:
-    """Whether a transform of torch.func is being run on this thread."""
-    return _functorch.peek_interpreter_stack() is not None
+    return _ExcludeDispatchKeyGuard(AUTOGRAD)
 
 
 def with_factory_key() -> Any:

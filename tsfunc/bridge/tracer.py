@@ -33,9 +33,7 @@ from tsfunc.bridge.operators import operator_of
 from tsfunc.bridge.torch_state import (
     RestoredTorchState,
     TorchState,
-    functorch_is_active,
     without_autograd,
-    without_functorch,
 )
 from tsfunc.dispatch import DispatchKey, Level
 from tsfunc.dispatch.state import tls
@@ -192,15 +190,35 @@ def door_1(
         if level is not None:
             if not level.alive:
                 refuse_escaped(func, level)
+            if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
+                # A transform of torch.func inside of the level: it is to see the call first.
+                return _skip_one_hop_torch_function(func, types, args, kwargs)
             if not level.autograd:
                 if isinstance(func, OpOverload):
                     return operator_of(func).call(args, kwargs)
                 with without_autograd():
                     return _skip_one_hop_torch_function(func, types, args, kwargs)
-            if functorch_is_active():
-                with without_functorch():
-                    return _skip_one_hop_torch_function(func, types, args, kwargs)
+            args, kwargs = _lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}
     return _skip_one_hop_torch_function(func, types, args, kwargs)
+
+
+# NOTE [operands of outer levels]
+# Where autograd is recorded at a level, C++ would see the graphs and tangents of outer levels'
+# tensors too and take them for the level's own. So these are lifted to the level first: their own
+# autograd goes on inside of the tracer.
+def _lift(value: Any, level: TracerLevel) -> Any:
+    if isinstance(value, Tracer):
+        return level.lift(value) if value.dispatch_level.depth < level.depth else value
+    if isinstance(value, torch.Tensor):
+        return level.lift(value) if value.requires_grad or level.forward else value
+    if isinstance(value, list | tuple):
+        lifted = [_lift(item, level) for item in value]
+        return lifted if isinstance(value, list) else tuple(lifted)
+    return value
+
+
+def _lifted(args: Sequence[Any], level: TracerLevel) -> tuple[Any, ...]:
+    return tuple([_lift(arg, level) for arg in args])
 
 
 def refuse_escaped(func: Any, level: Level) -> None:
@@ -246,6 +264,18 @@ def _require_grad(
     return metadata(func, types, args, kwargs)
 
 
+def _make_dual(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Somebody else's forward mode: the level's calls must pass through autograd from now on."""
+    level = innermost_level(args)
+    if level is not None:
+        level.autograd += 1
+        level.forward += 1
+        args = _lifted(args, level)
+    return metadata(func, types, args, kwargs)
+
+
 def _refuse_backward(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -273,6 +303,7 @@ for _name in (
 ).split():
     if hasattr(_T, _name):
         METHODS[getattr(_T, _name).__get__] = metadata
+METHODS[torch._VF._make_dual] = _make_dual
 METHODS[_T.detach] = METHODS[torch.detach] = _detach
 METHODS[_T.data.__get__] = _detach  # type: ignore[attr-defined]
 METHODS[_T.__repr__] = _show

@@ -117,12 +117,19 @@ def fill(
 def new_zeros_with_same_feature_meta(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Zeros for a tangent (the first argument) to be written into: batched as it is itself.
+    """Zeros for a tangent (the first argument), strided as its primal is.
 
-    They are made like the tangent, not like the primal, whose value may lack the batch dims
-    of outer levels that the tangent's has.
+    They have every batch dim that the tangent has, for it is written into them: the first
+    ``self_num_batch_dims`` dims of the tangent are those that its primal lacks.
     """
-    return torch.zeros_like(args[0]), dims[0]
+    (tangent, primal), (at, primal_at) = args, dims
+    count = kwargs.get("self_num_batch_dims", 0)
+    if at is None:
+        return op(tangent, front(primal, primal_at), self_num_batch_dims=count), count
+    if primal_at is None:
+        return op(front(tangent, at), primal, self_num_batch_dims=count + 1), 0
+    tangent = tangent.movedim(at, count)
+    return op(tangent, front(primal, primal_at), self_num_batch_dims=count), count
 
 
 @row(Category.TRIVIAL, "aten::_has_same_storage_numel")

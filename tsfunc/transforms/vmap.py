@@ -18,6 +18,7 @@ import torch
 from tsfunc.bridge import hot
 from tsfunc.bridge.batching import HOT, BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.factories import watching_factories
+from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.tracer import Tracer
 
 InDims = Any
@@ -102,6 +103,9 @@ def vmap(
     out_plans: dict[Any, Sequence[int | None]] = {}
 
     def vmapped(*args: Any, **kwargs: Any) -> Any:
+        if (other := delegate("vmap")) is not None:
+            mapped = other(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
+            return mapped(*args, **kwargs)
         flat, tree = optree.tree_flatten(args, none_is_leaf=True)
         dims = plans.get(tree)
         if dims is None:

@@ -1,0 +1,18 @@
+"""What torch's forward mode asks of tensors whose tangents it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+@row(Category.IDENTITY, "aten::_fw_primal", "aten::_fw_primal_copy")
+def primal(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The value without this level's tangent, which hangs on the tracer: its own alias."""
+    return torch.ops.aten.alias(args[0]), dims[0]

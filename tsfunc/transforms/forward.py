@@ -1,0 +1,174 @@
+"""Forward mode: ``jvp``.
+
+Tangents are torch's own dual numbers, hung on the tensors of the innermost level: plain ones, or
+a vmap's tracers, whose operators C++ then differentiates by calling further ones on tracers.
+NOTE [one dual level] in ``bridge/autograd`` says how transforms share torch's single dual level;
+where the tensors of the level carry the tangents of an enclosing jvp already, the inner one works
+on tracers of a Grad level of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.bridge import autograd
+from tsfunc.bridge.factories import watching_factories
+from tsfunc.bridge.functorch import delegate
+from tsfunc.bridge.grad_level import GradLevel, unwrapped
+from tsfunc.bridge.tracer import TracerLevel
+from tsfunc.transforms.arguments import flatten_output, level_of, split_aux
+from tsfunc.transforms.reverse import vjp
+
+
+def jvp(
+    func: Callable[..., Any],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    *,
+    strict: bool = False,
+    has_aux: bool = False,
+) -> Any:
+    """The value of a function and its derivative along a direction.
+
+    Args:
+        func: takes pytrees of tensors, returns a pytree of tensors; with ``has_aux`` a tuple of
+            that and anything else.
+        primals: the arguments, as a tuple.
+        tangents: the direction: the same structure, shapes and types.
+        strict: whether an output that does not depend on the primals is an error.
+        has_aux: whether ``func`` returns an auxiliary part, which is passed through.
+
+    Returns:
+        ``(output, tangent of the output)``; with ``has_aux`` ``(output, tangent, aux)``.
+
+    Raises:
+        RuntimeError: primals and tangents do not match; an output is no tensor.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import jvp
+        >>> jvp(torch.sin, (torch.tensor(0.),), (torch.tensor(2.),))
+        (tensor(0.), tensor(2.))
+
+    As ``torch.func.jvp`` and ``jax.jvp``. Where an operator has no forward formula the derivative
+    is found by differentiating the pullback, which runs ``func`` once more.
+    """
+    if (other := delegate("jvp")) is not None:
+        return other(func, primals, tangents, strict=strict, has_aux=has_aux)
+    flat, directions, spec = _match(primals, tangents)
+    try:
+        return _jvp(func, flat, directions, spec, strict, has_aux)
+    except NotImplementedError as error:
+        if "forward AD" not in str(error):
+            raise
+    return _by_double_backward(func, flat, directions, spec, has_aux)
+
+
+def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequence[Any], Any]:
+    """The flattened primals and tangents, which must look alike."""
+    api = "jvp(f, primals, tangents)"
+    if not isinstance(primals, tuple):
+        raise RuntimeError(
+            f"{api}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals)."
+        )
+    flat, spec = optree.tree_flatten(primals, none_is_leaf=True)
+    directions, tangent_spec = optree.tree_flatten(tangents, none_is_leaf=True)
+    if spec != tangent_spec:
+        raise RuntimeError(
+            f"{api}: Expected primals and tangents to have the same python structure. For example, "
+            f"if primals is a tuple of 3 tensors, tangents also must be. Got primals with "
+            f"structure {spec} and tangents with structure {tangent_spec}"
+        )
+    for what, leaves in (("primals", flat), ("tangents", directions)):
+        if not leaves:
+            raise RuntimeError(f"{api}: Expected {what} to contain at least one Tensor.")
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise RuntimeError(
+                    f"{api}: Expected {what} to only contain Tensors, got {type(leaf)}"
+                )
+    for i, (x, t) in enumerate(zip(flat, directions, strict=True)):
+        if x.shape != t.shape or x.dtype != t.dtype:
+            raise RuntimeError(
+                f"{api}: the tangent at flattened position {i} is {t.dtype} of shape "
+                f"{tuple(t.shape)}, but its primal is {x.dtype} of shape {tuple(x.shape)}; they "
+                f"must be the same."
+            )
+    return flat, directions, spec
+
+
+def _jvp(
+    func: Callable[..., Any],
+    flat: Sequence[torch.Tensor],
+    directions: Sequence[torch.Tensor],
+    spec: Any,
+    strict: bool,
+    has_aux: bool,
+) -> Any:
+    level = level_of((flat, directions))
+    if not autograd.forward_in_use(level):
+        return _push(func, flat, directions, spec, level, strict, has_aux)
+    own = GradLevel("jvp")
+    with own, watching_factories():
+        found = _push(func, flat, directions, spec, own, strict, has_aux)
+    return optree.tree_map(
+        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, found, none_is_leaf=True
+    )
+
+
+def _push(
+    func: Callable[..., Any],
+    flat: Sequence[torch.Tensor],
+    directions: Sequence[torch.Tensor],
+    spec: Any,
+    level: TracerLevel | None,
+    strict: bool,
+    has_aux: bool,
+) -> Any:
+    """Runs the function on dual numbers of the level."""
+    api = "jvp(f, primals, tangents)"
+    with autograd.dual_level(level):
+        duals = [
+            autograd.make_dual(x, t, level) for x, t in zip(flat, directions, strict=True)
+        ]
+        out, aux = split_aux(api, func(*optree.tree_unflatten(spec, duals)), has_aux)
+        leaves, out_spec = flatten_output(api, out)
+        values, pushed = [], []
+        for leaf in leaves:
+            value, tangent = autograd.unpack_dual(leaf)
+            if tangent is None:
+                if strict:
+                    raise RuntimeError(
+                        f"{api}: got an output which is independent of the inputs, and "
+                        f"strict=True. This is not allowed."
+                    )
+                tangent = torch.zeros_like(value)
+            values.append(value)
+            pushed.append(tangent)
+        if has_aux:
+            aux = optree.tree_map(_primal, aux, none_is_leaf=True)
+    results = optree.tree_unflatten(out_spec, values), optree.tree_unflatten(out_spec, pushed)
+    return (*results, aux) if has_aux else results
+
+
+def _primal(value: Any) -> Any:
+    return autograd.unpack_dual(value)[0] if isinstance(value, torch.Tensor) else value
+
+
+def _by_double_backward(
+    func: Callable[..., Any],
+    flat: Sequence[torch.Tensor],
+    directions: Sequence[torch.Tensor],
+    spec: Any,
+    has_aux: bool,
+) -> Any:
+    """The pullback is linear in the cotangent; its own pullback is the pushforward."""
+    out, pull, *rest = vjp(func, *optree.tree_unflatten(spec, list(flat)), has_aux=has_aux)
+    zeros = optree.tree_map(torch.zeros_like, out, none_is_leaf=True)
+    _, push = vjp(pull, zeros)
+    (tangent,) = push(optree.tree_unflatten(spec, list(directions)))
+    return (out, tangent, *rest)

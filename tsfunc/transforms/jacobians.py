@@ -1,0 +1,215 @@
+"""Jacobians and Hessians: ``vmap`` over a basis, of the pullback or of the pushforward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.transforms.arguments import (
+    Argnums,
+    check_argnums,
+    chosen_arguments,
+    flatten_tensors,
+    refuse_complex,
+    with_chosen,
+)
+from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.vmap import vmap
+
+
+def _bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each tensor a stack of tangents: together the unit vectors of all entries."""
+    total = sum(x.numel() for x in tensors)
+    bases, start = [], 0
+    for x in tensors:
+        size = x.numel()
+        basis = torch.zeros(total, size, dtype=x.dtype, device=x.device)
+        basis.diagonal(-start).fill_(1)
+        bases.append(basis.view(total, *x.shape))
+        start += size
+    return bases
+
+
+def _pick(api: str, args: Sequence[Any], argnums: Argnums) -> tuple[Any, Argnums]:
+    chosen = check_argnums(api, argnums, len(args))
+    return chosen_arguments(api, args, argnums), chosen[0] if isinstance(argnums, int) else chosen
+
+
+def jacrev(
+    func: Callable[..., Any],
+    argnums: Argnums = 0,
+    *,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    _preallocate_and_copy: bool = False,
+) -> Callable[..., Any]:
+    """The Jacobian by reverse mode: one pullback for each entry of the output, batched.
+
+    Args:
+        func: takes pytrees of real tensors, returns one; with ``has_aux`` a tuple of that and
+            anything else.
+        argnums: which positional arguments to differentiate by: an int, or a tuple of them.
+        has_aux: whether ``func`` returns an auxiliary part.
+        chunk_size: how many rows are pulled back at a time; None takes all at once.
+
+    Returns:
+        A function of the same arguments. For an output of shape ``o`` and an argument of shape
+        ``i`` it returns a tensor of shape ``o + i``, in the output's structure and inside of it
+        the argument's (a tuple for a tuple of ``argnums``); with ``has_aux`` ``(jacobian, aux)``.
+
+    Raises:
+        ValueError: ``chunk_size`` is not positive.
+        RuntimeError: ``argnums`` name no argument; an argument or output is no real tensor.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import jacrev
+        >>> jacrev(torch.sin)(torch.zeros(2))
+        tensor([[1., 0.],
+                [0., 1.]])
+
+    As ``torch.func.jacrev`` and ``jax.jacrev``.
+    """
+    if chunk_size is not None and chunk_size <= 0:
+        raise ValueError("jacrev: `chunk_size` should be greater than 0.")
+
+    @functools.wraps(func) if hasattr(func, "__name__") else _same
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        primals, chosen = _pick("jacrev", args, argnums)
+        flat, spec = flatten_tensors("jacrev", "the differentiated arguments", primals)
+        refuse_complex("jacrev", "inputs", flat)
+
+        def chosen_only(*leaves: Any) -> Any:
+            new = optree.tree_unflatten(spec, leaves)
+            return func(*with_chosen(args, chosen, new), **kwargs)
+
+        out, pull, *rest = vjp(chosen_only, *flat, has_aux=has_aux)
+        outs, out_spec = flatten_tensors("jacrev", "the output", out)
+        refuse_complex("jacrev", "outputs", outs)
+
+        def pull_flat(cotangents: Sequence[torch.Tensor]) -> Any:
+            return pull(optree.tree_unflatten(out_spec, cotangents))
+
+        rows = vmap(pull_flat, chunk_size=chunk_size)(_bases(outs))
+        blocks = [_split_rows(by_input, outs) for by_input in rows]
+        nested = [
+            optree.tree_unflatten(spec, [block[i] for block in blocks]) for i in range(len(outs))
+        ]
+        result = optree.tree_unflatten(out_spec, nested)
+        return (result, rest[0]) if has_aux else result
+
+    return jacobian
+
+
+def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows that stand for the entries of all outputs, an output each, in its shape."""
+    parts = rows.split([out.numel() for out in outs], dim=0)
+    return [part.reshape(*out.shape, *rows.shape[1:]) for part, out in zip(parts, outs, strict=True)]
+
+
+def jacfwd(
+    func: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    randomness: str = "error",
+) -> Callable[..., Any]:
+    """The Jacobian by forward mode: one pushforward for each entry of the input, batched.
+
+    Args and results as :func:`jacrev`; ``randomness`` is that of the ``vmap`` over directions.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import jacfwd
+        >>> jacfwd(torch.sin)(torch.zeros(2))
+        tensor([[1., 0.],
+                [0., 1.]])
+
+    As ``torch.func.jacfwd`` and ``jax.jacfwd``.
+    """
+
+    @functools.wraps(func) if hasattr(func, "__name__") else _same
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        primals, chosen = _pick("jacfwd", args, argnums)
+        flat, spec = flatten_tensors("jacfwd", "the differentiated arguments", primals)
+        refuse_complex("jacfwd", "inputs", flat)
+
+        def chosen_only(*leaves: Any) -> Any:
+            new = optree.tree_unflatten(spec, leaves)
+            return func(*with_chosen(args, chosen, new), **kwargs)
+
+        def push(directions: Sequence[torch.Tensor]) -> Any:
+            out, tangent, *rest = jvp(chosen_only, tuple(flat), tuple(directions), has_aux=has_aux)
+            refuse_complex("jacfwd", "outputs", optree.tree_leaves(out, none_is_leaf=True))
+            return (tangent, *rest)
+
+        out_dims = (-1, None) if has_aux else (-1,)
+        columns, *rest = _with_unmapped_aux(push, out_dims, randomness)(_bases(flat))
+        leaves, out_spec = optree.tree_flatten(columns, none_is_leaf=True)
+        nested = [optree.tree_unflatten(spec, _split_columns(leaf, flat)) for leaf in leaves]
+        result = optree.tree_unflatten(out_spec, nested)
+        return (result, rest[0]) if has_aux else result
+
+    return jacobian
+
+
+def _with_unmapped_aux(
+    push: Callable[..., Any], out_dims: tuple[int | None, ...], randomness: str
+) -> Callable[..., Any]:
+    """vmap of a function whose second result is the same for every direction, tensor or not."""
+    aux: list[Any] = []
+
+    def tangent_only(directions: Any) -> Any:
+        tangent, *rest = push(directions)
+        aux.extend(rest)
+        return tangent
+
+    def run(directions: Any) -> Any:
+        columns = vmap(tangent_only, out_dims=-1, randomness=randomness)(directions)
+        return (columns, *[optree.tree_map(_unbatched, a, none_is_leaf=True) for a in aux])
+
+    return run
+
+
+def _unbatched(value: Any) -> Any:
+    from tsfunc.bridge.batching import BatchTracer
+
+    if isinstance(value, BatchTracer) and not value.dispatch_level.alive:
+        return value.value if value.bdim is None else value.value.select(value.bdim, 0)
+    return value
+
+
+def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Columns that stand for the entries of all inputs, an input each, in its shape."""
+    parts = columns.split([x.numel() for x in inputs], dim=-1)
+    return [
+        part.reshape(*columns.shape[:-1], *x.shape) for part, x in zip(parts, inputs, strict=True)
+    ]
+
+
+def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
+    """The matrix of second derivatives: forward mode over reverse mode.
+
+    Args:
+        func: takes pytrees of real tensors, returns one.
+        argnums: which positional arguments to differentiate by, twice.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import hessian
+        >>> hessian(lambda x: (x ** 2).sum())(torch.ones(2))
+        tensor([[2., 0.],
+                [0., 2.]])
+
+    As ``torch.func.hessian`` and ``jax.hessian``.
+    """
+    return jacfwd(jacrev(func, argnums), argnums)
+
+
+def _same(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
