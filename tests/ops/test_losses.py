@@ -1,0 +1,103 @@
+"""Losses and their gradients against the loop: reductions are for each example by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tsfunc.ops  # noqa: F401  (declares rows)
+from tests.ops.harness import check
+
+aten = torch.ops.aten
+
+
+def rand(*shape: int) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.rand(shape, dtype=torch.float64, generator=seeded) * 0.8 + 0.1
+
+
+def ints(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 4)])
+def test_pointwise_losses(reduction: int, shape: tuple[int, ...]) -> None:
+    x, t, w = rand(*shape), rand(*shape).flip(-1) if shape else rand(), rand(*shape) + 1
+    grad = rand(*shape) if reduction == 0 else rand()
+    for name, rest in (
+        ("mse_loss", ()), ("smooth_l1_loss", (0.3,)), ("huber_loss", (0.3,)),
+        ("soft_margin_loss", ()),
+    ):  # fmt: skip
+        assert check(getattr(aten, name).default, x, t, reduction, *rest)
+        assert check(getattr(aten, name + "_backward").default, grad, x, t, reduction, *rest)
+    assert check(aten.binary_cross_entropy.default, x, t, None, reduction)
+    assert check(aten.binary_cross_entropy.default, x, t, w, reduction)
+    assert check(aten.binary_cross_entropy_backward.default, grad, x, t, None, reduction)
+    assert check(aten.binary_cross_entropy_backward.default, grad, x, t, w, reduction)
+    logits = aten.binary_cross_entropy_with_logits.default
+    assert check(logits, x, t, w, rand(*shape[-1:]) + 1, reduction)
+    assert check(logits, x, t, None, None, reduction)
+
+
+def test_defaults() -> None:
+    assert check(aten.mse_loss.default, rand(2, 4), rand(2, 4) * 2)
+    assert check(aten.binary_cross_entropy_with_logits.default, rand(2, 4), rand(2, 4).flip(0))
+
+
+NLL_CASES = [((5,), ()), ((2, 5), (2,)), ((2, 5, 3, 4), (2, 3, 4))]
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("case", NLL_CASES)
+@pytest.mark.parametrize("ignore", [-100, 1])
+def test_nll_loss(
+    reduction: int, case: tuple[tuple[int, ...], tuple[int, ...]], ignore: int
+) -> None:
+    shape, places = case
+    suffix = "2d" if len(shape) == 4 else ""
+    forward = getattr(aten, f"nll_loss{suffix}_forward").default
+    backward = getattr(aten, f"nll_loss{suffix}_backward").default
+    x, target = rand(*shape).log(), ints(5, *places)
+    grad = rand(*places) if reduction == 0 else rand()
+    for weight in (None, rand(5)):
+        assert check(forward, x, target, weight, reduction, ignore)
+        total = forward(x, target, weight, reduction, ignore)[1] + 1
+        assert check(backward, grad, x, target, weight, reduction, ignore, total)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_margin_losses(reduction: int, lead: tuple[int, ...]) -> None:
+    x, target = rand(*lead, 5), ints(5, *lead)
+    grad = rand(*lead) if reduction == 0 else rand()
+    choices = [(0,), (1,), (0, 1)]
+    w = rand(5)
+    assert check(aten.multi_margin_loss.default, x, target, 2, 1.5, w, reduction, choices=choices)
+    backward = aten.multi_margin_loss_backward.default
+    choices = [(0,), (1,), (2,), (0, 1, 2)]
+    assert check(backward, grad, x, target, 1, 1.5, w, reduction, choices=choices)
+    labels = torch.tensor([2, 0, -1, 1, 1]).expand(*lead, 5).clone()
+    choices = [(0,)]
+    forward = aten.multilabel_margin_loss_forward.default
+    assert check(forward, x, labels, reduction, choices=choices)
+    is_target = forward(x, labels, reduction)[1]
+    backward = aten.multilabel_margin_loss_backward.default
+    choices = [(0,), (1,), (0, 1)]
+    assert check(backward, grad, x, labels, reduction, is_target, choices=choices)
+
+
+def test_ctc_loss() -> None:
+    x = rand(6, 2, 5).log_softmax(-1)
+    targets = ints(4, 2, 3) + 1
+    forward, backward = aten._ctc_loss.default, aten._ctc_loss_backward.default
+    # Of shorter sequences the kernel leaves a part of its second result as it was.
+    lengths = ([6, 6], [3, 3])
+    assert check(forward, x, targets, *lengths, choices=[(0,), (0, 1), (1,)])
+    loss, alpha = forward(x, targets, *lengths)
+    args = (rand(2), x, targets, *lengths, loss, alpha, 0, False)
+    assert check(backward, *args, choices=[(0,), (0, 2)])
+    flat = torch.tensor([1, 2, 3, 4, 1, 2])
+    assert check(forward, x, flat, *lengths, 0, True, choices=[(0,), (1,), (0, 1)])
+    tensors = (torch.tensor([6, 6]), torch.tensor([3, 3]))
+    assert check(aten._ctc_loss.Tensor, x, targets, *tensors, choices=[(0,), (1,), (0, 1)])

@@ -1,0 +1,57 @@
+"""The CTC loss: examples are more sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_at, batched_front
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+def _sequences(level: BatchLevel, x: Tensor, at: int | None, dim: int) -> Tensor:
+    """The batch folded into the dim of sequences."""
+    return batched_at(x, at, level.batch_size, dim).flatten(dim, dim + 1)
+
+
+def _lengths(level: BatchLevel, lengths: Any, at: int | None) -> Any:
+    if isinstance(lengths, Tensor):
+        return batched_front(lengths, at, level.batch_size).reshape(-1)
+    return list(lengths) * level.batch_size
+
+
+@row(Category.BATCHED, "aten::_ctc_loss", "aten::_ctc_loss.Tensor")
+def ctc_loss(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Returns the paths' probabilities too, for the backward pass."""
+    x, targets, *lengths = args[:4]
+    lengths = [_lengths(level, n, d) for n, d in zip(lengths, dims[2:4], strict=True)]
+    if x.dim() - (dims[0] is not None) == 2:
+        return NotImplemented  # one sequence, without a dim for sequences
+    if isinstance(lengths[1], Tensor) and dims[3] is not None:
+        return NotImplemented  # the longest target, which sizes the second result, may differ
+    out = op(
+        _sequences(level, x, dims[0], 1), _sequences(level, targets, dims[1], 0),
+        *lengths, *args[4:],
+    )  # fmt: skip
+    return tuple(o.unflatten(0, (level.batch_size, o.shape[0] // level.batch_size)) for o in out), 0
+
+
+@row(Category.BATCHED, "aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor")
+def ctc_loss_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Folded as above."""
+    grad, x, targets, n, m, loss, alpha, *rest = args
+    if x.dim() - (dims[1] is not None) == 2:
+        return NotImplemented
+    out = op(
+        _sequences(level, grad, dims[0], 0), _sequences(level, x, dims[1], 1),
+        _sequences(level, targets, dims[2], 0),
+        _lengths(level, n, dims[3]), _lengths(level, m, dims[4]),
+        _sequences(level, loss, dims[5], 0), _sequences(level, alpha, dims[6], 0), *rest,
+    )  # fmt: skip
+    return out.unflatten(1, (level.batch_size, out.shape[1] // level.batch_size)), 1

@@ -1,0 +1,219 @@
+"""Losses: computed for every element, then reduced for each example by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import align, batched_front, every_dim, front, logical_rank
+from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
+
+NONE, MEAN = 0, 1  # the reduction argument of losses; 2 is the sum
+
+
+def reduced(out: Tensor, at: int, reduction: int) -> tuple[Tensor, int]:
+    """The mean or sum over all logical dims, where one is asked for."""
+    if reduction == NONE:
+        return out, at
+    dims = every_dim(out.dim() - 1, at)
+    if not dims:
+        return out, 0
+    return (out.mean(dims) if reduction == MEAN else out.sum(dims)), 0
+
+
+def _broadcast(args: Sequence[Any], dims: Dims) -> tuple[list[Any], int]:
+    """Lines up and expands the tensors; weights that were not given stay None."""
+    aligned, at = align(args, dims)
+    shape = torch.broadcast_shapes(*(x.shape for x in aligned if x is not None))
+    return [None if x is None else x.expand(shape) for x in aligned], at
+
+
+def _size_without(out: Tensor, at: int) -> Any:
+    count = 1
+    for dim, size in enumerate(out.shape):
+        if dim != at:
+            count = count * size
+    return count
+
+
+def pointwise_loss(count: int) -> Rule:
+    """The rule of a loss of ``count`` tensors, the reduction and perhaps a number."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        tensors = [*args[:count], None, None][:count]
+        reduction = args[count] if len(args) > count else MEAN
+        aligned, at = _broadcast(tensors, [*dims[:count], None, None][:count])
+        return reduced(op(*aligned, NONE, *args[count + 1 :]), at, reduction)
+
+    return rule
+
+
+def pointwise_loss_backward(count: int) -> Rule:
+    """As above; the gradient that comes in, the first tensor, is spread over all elements."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        tensors = [*args[:count], None][:count]
+        reduction = args[count] if len(args) > count else MEAN
+        aligned, at = _broadcast(tensors, [*dims[:count], None][:count])
+        out = op(*aligned, NONE, *args[count + 1 :])
+        return (out / _size_without(out, at) if reduction == MEAN else out), at
+
+    return rule
+
+
+rows(
+    Category.BATCHED, pointwise_loss(2),
+    "aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::soft_margin_loss",
+)  # fmt: skip
+rows(Category.BATCHED, pointwise_loss(3), "aten::binary_cross_entropy")
+rows(Category.BATCHED, pointwise_loss(4), "aten::binary_cross_entropy_with_logits")
+rows(
+    Category.BATCHED, pointwise_loss_backward(3),
+    "aten::mse_loss_backward", "aten::smooth_l1_loss_backward", "aten::huber_loss_backward",
+    "aten::soft_margin_loss_backward",
+)  # fmt: skip
+rows(Category.BATCHED, pointwise_loss_backward(4), "aten::binary_cross_entropy_backward")
+
+
+def _picked(
+    level: BatchLevel, dims: Dims, x: Tensor, target: Tensor, weight: Tensor | None, ignore: Any
+) -> tuple[Tensor, int, Tensor, Tensor]:
+    """``x`` with its batch dim first, its dim of classes, the targets and their weights.
+
+    What is to be ignored counts as class 0 of weight 0.
+    """
+    size = level.batch_size
+    x = batched_front(x, dims[0], size)
+    classes = 1 if x.dim() == 2 else 2
+    target = target if dims[1] is None else front(target, dims[1])
+    ignored = target == ignore
+    target = torch.where(ignored, 0, target)
+    if weight is None:
+        counted = (~ignored).to(x.dtype)
+    elif dims[2] is None:
+        counted = weight[target].masked_fill(ignored, 0)
+    else:
+        shape = target.shape if dims[1] is not None else (size, *target.shape)
+        flat = target.expand(shape).reshape(size, -1)
+        counted = front(weight, dims[2]).gather(1, flat).view(shape).masked_fill(ignored, 0)
+    shape = x.shape[:classes] + x.shape[classes + 1 :]
+    return x, classes, target.expand(shape).unsqueeze(classes), counted.expand(shape)
+
+
+@row(Category.BATCHED, "aten::nll_loss_forward", "aten::nll_loss2d_forward")
+def nll_loss_forward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Looks up each target's value; returns the sum of the targets' weights too."""
+    x, target, weight, reduction, ignore = args
+    x, classes, target, counted = _picked(level, dims, x, target, weight, ignore)
+    value = x.gather(classes, target).squeeze(classes)
+    # Not a plain product: an ignored value may be infinite.
+    loss = -torch.where(counted == 0, 0, value * counted)
+    if reduction == NONE:  # the kernel adds no weights up then, unless there is but one
+        return ((loss, counted), 0) if loss.dim() == 1 else ((loss, x.new_zeros(())), (0, None))
+    total = counted.flatten(1).sum(1) if counted.dim() > 1 else counted
+    loss = loss.flatten(1).sum(1) if loss.dim() > 1 else loss
+    return (loss / total if reduction == MEAN else loss, total), 0
+
+
+@row(Category.BATCHED, "aten::nll_loss_backward", "aten::nll_loss2d_backward")
+def nll_loss_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Puts the gradient at each target's place."""
+    grad, x, target, weight, reduction, ignore, total = args
+    x, classes, target, counted = _picked(level, dims[1:4], x, target, weight, ignore)
+    grad = grad if dims[0] is None else front(grad, dims[0])
+    if reduction == MEAN:
+        grad = grad / (total if dims[6] is None else front(total, dims[6]))
+    if dims[0] is not None or (reduction == MEAN and dims[6] is not None):
+        grad = grad.reshape(*grad.shape, *[1] * (counted.dim() - grad.dim()))
+    value = -torch.where(counted == 0, 0, counted * grad)
+    return torch.zeros_like(x).scatter(classes, target, value.unsqueeze(classes)), 0
+
+
+def _folded(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
+    """Examples as more samples, of which a value without a dim for them has one."""
+    x = batched_front(x, at, size)
+    return x.flatten(0, 1) if lead else x
+
+
+@row(Category.BATCHED, "aten::multi_margin_loss")
+def multi_margin_loss(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Examples are more samples; the weights must be the same for all."""
+    given = [*args, *(1, 1, None, MEAN)[len(args) - 2 :]]
+    x, target, p, margin, weight, reduction = given
+    if len(dims) > 4 and dims[4] is not None:
+        return NotImplemented
+    lead = logical_rank(x, dims[0]) - 1
+    x = _folded(x, dims[0], level.batch_size, lead)
+    target = batched_front(target, dims[1], level.batch_size).flatten()
+    out = op(x, target, p, margin, weight, NONE)
+    return reduced(out.unflatten(0, (level.batch_size, -1)) if lead else out, 0, reduction)
+
+
+@row(Category.BATCHED, "aten::multi_margin_loss_backward")
+def multi_margin_loss_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As above."""
+    given = [*args, *(None, MEAN)[len(args) - 5 :]]
+    grad, x, target, p, margin, weight, reduction = given
+    if len(dims) > 5 and dims[5] is not None:
+        return NotImplemented
+    size = level.batch_size
+    rank = logical_rank(x, dims[1])
+    whole = batched_front(x, dims[1], size)
+    x = whole.flatten(0, 1) if rank > 1 else whole
+    target = batched_front(target, dims[2], size).flatten()
+    out = op(_sample_grads(grad, dims[0], whole, reduction), x, target, p, margin, weight, NONE)
+    return out.view(whole.shape), 0
+
+
+def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Tensor:
+    """The gradient for each sample of each example of ``x``, as one vector."""
+    grad = batched_front(grad, at, x.shape[0])
+    if x.dim() > 2:
+        if reduction == MEAN:
+            grad = grad / x.shape[1]
+        grad = (grad.unsqueeze(1) if grad.dim() == 1 else grad).expand(x.shape[:2]).reshape(-1)
+    return grad
+
+
+@row(Category.BATCHED, "aten::multilabel_margin_loss_forward")
+def multilabel_margin_loss_forward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Examples are more samples."""
+    size = level.batch_size
+    whole = batched_front(args[0], dims[0], size)
+    lead = whole.dim() - 2
+    x, target = (_folded(v, d, size, lead) for v, d in zip(args[:2], dims[:2], strict=True))
+    out, is_target = op(x, target, NONE)
+    out = reduced(out.view(whole.shape[:2]) if lead else out, 0, args[2])[0]
+    return (out, is_target.view(whole.shape)), 0
+
+
+@row(Category.BATCHED, "aten::multilabel_margin_loss_backward")
+def multilabel_margin_loss_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Examples are more samples."""
+    grad, x, target, reduction, is_target = args
+    size = level.batch_size
+    whole = batched_front(x, dims[1], size)
+    lead = whole.dim() - 2
+    pairs = ((x, dims[1]), (target, dims[2]), (is_target, dims[4]))
+    x, target, is_target = (_folded(v, d, size, lead) for v, d in pairs)
+    out = op(_sample_grads(grad, dims[0], whole, reduction), x, target, NONE, is_target)
+    return out.view(whole.shape), 0
