@@ -12,8 +12,18 @@ from tests.ops.harness import Level, check, is_inplace, overload, rows_of
 from tsfunc.ops import find
 
 ROWS = rows_of("tensor_iterator.py")
-SHAPES = [((2, 4), (2, 4), (2, 4)), ((2, 4), (4,), ()), ((2, 4), (2, 1), (1, 4)), ((), (), ())]
-OUT_OF_PLACE_SHAPES = [((), (2, 4), (4,)), ((1, 4), (2, 1), (2, 4)), ((4,), (0, 4), (4,))]
+Shapes = tuple[tuple[int, ...], ...]
+SHAPES: list[Shapes] = [
+    ((2, 4), (2, 4), (2, 4)),
+    ((2, 4), (4,), ()),
+    ((2, 4), (2, 1), (1, 4)),
+    ((), (), ()),
+]
+OUT_OF_PLACE_SHAPES: list[Shapes] = [
+    ((), (2, 4), (4,)),
+    ((1, 4), (2, 1), (2, 4)),
+    ((4,), (0, 4), (4,)),
+]
 # Arguments whose value matters, by name, for any operator.
 VALUES: dict[str, Any] = {
     "rounding_mode": "floor",
@@ -65,6 +75,7 @@ def arguments(op: Any, shapes: tuple[Any, ...], dtype: torch.dtype) -> Any:
 SPECIAL = {
     "aten::where.self",
     "aten::_prelu_kernel_backward",
+    "aten::rrelu_with_noise_backward",
     "aten::_masked_scale",  # has no kernel for processors
 }
 
@@ -95,6 +106,14 @@ def test_where(shapes: tuple[tuple[int, ...], ...]) -> None:
 def test_prelu_backward() -> None:
     x, weight = torch.randn(2, 4), torch.randn(1, 4)
     assert check(torch.ops.aten._prelu_kernel_backward.default, x, x * 2, weight)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_rrelu_backward(training: bool) -> None:
+    op = torch.ops.aten.rrelu_with_noise_backward.default
+    for shape in ((2, 4), ()):
+        grad, x, noise = (torch.randn(shape) for _ in range(3))
+        assert check(op, grad, x, noise, 0.1, 0.3, training, False)
 
 
 DTYPES = [torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.complex64]

@@ -113,7 +113,8 @@ def align(
             if rank > top:
                 top = rank
     if right is None:
-        right = found
+        # With nothing batched (random operators) there is no dim to keep others apart from.
+        right = found if lead >= 0 else top
     placed = [
         place(arg, at, right) if isinstance(arg, Tensor) else arg
         for arg, at in zip(args, dims, strict=False)

@@ -68,7 +68,7 @@ def roll(
     rank = x.dim() - 1
     if len(args) > 2 and args[2]:
         if rank == 0:
-            return op(x.unsqueeze(1), args[1], [wrap(d, 0) + 1 for d in args[2]]).squeeze(1), 0
+            raise IndexError(f"Dimension specified as {args[2][0]} but tensor has no dimensions")
         return op(x, args[1], physical_dims(args[2], rank, at)), at
     return op(flat(x, at), args[1], [1]).reshape(front(x, at).shape), 0
 

@@ -1,0 +1,305 @@
+"""Factories and random operators: shapes and types as an example's, and who shares which draw."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.harness import Level, check, overload, rows_of
+from tsfunc.ops import find
+
+X, S = torch.randn(2, 3), torch.randn(())
+CHANCES = torch.full((2, 3), 0.5)
+
+
+def rule_of(name: str) -> Any:
+    row = find(f"aten::{name}")
+    assert row is not None and row.rule is not None
+    return functools.partial(row.rule, overload(row.name))
+
+
+def test_every_row_is_here() -> None:
+    made = {f"aten::{n}" for n in (*NEW, *SPACES, "new_empty", "new_empty_strided")}
+    assert made == set(rows_of("factories.py"))
+    drawn = {*SIZED, *LIKE, *INPLACE, *FROM, *OTHERS}
+    assert {f"aten::{n}" for n in drawn} == set(rows_of("random.py"))
+
+
+NEW: dict[str, list[tuple[Any, ...]]] = {
+    "new_zeros": [(X, [4]), (S, []), (X, [2, 0])],
+    "new_ones": [(X, [4])],
+    "new_full": [(X, [4, 1], 2.5), (X, [], 1)],
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new(name: str) -> None:
+    for args in NEW[name]:
+        assert check(overload(f"aten::{name}"), *args)
+        assert check(overload(f"aten::{name}"), *args, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_new_empty(at: int) -> None:
+    x = torch.stack([X] * 4).movedim(0, at)
+    out, where = rule_of("new_empty")(Level(4), [at, None], (x, [2, 5]), {"dtype": torch.int64})
+    assert where == 0 and out.shape == (4, 2, 5) and out.dtype is torch.int64
+    for size, stride in [([2, 5], [1, 2]), ([2, 5], [7, 1]), ([], []), ([0, 3], [3, 1])]:
+        args = (x, size, stride)
+        out, where = rule_of("new_empty_strided")(Level(4), [at, None, None], args, {})
+        example = out.select(where, 1)
+        assert list(example.shape) == size and list(example.stride()) == stride
+        out.fill_(0).select(where, 0).fill_(1)
+        assert example.sum() == 0, "examples share memory"
+
+
+SPACES: dict[str, tuple[Any, ...]] = {
+    "linspace.Tensor_Tensor": (S, S + 3, 7),
+    "linspace.Tensor_Scalar": (S, 2, 5),
+    "linspace.Scalar_Tensor": (-1, S, 1),
+    "logspace.Tensor_Tensor": (S, S + 3, 7),
+    "logspace.Tensor_Scalar": (S, 2, 5, 2.0),
+    "logspace.Scalar_Tensor": (-1, S, 4),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_spaces(name: str) -> None:
+    op = overload(f"aten::{name}")
+    assert check(op, *SPACES[name]) and check(op, *SPACES[name], dtype=torch.float64)
+    if name.startswith("linspace"):
+        whole = [a * 10 if isinstance(a, torch.Tensor) else a for a in SPACES[name]]
+        assert check(op, *whole, dtype=torch.int64)
+
+
+SIZED: dict[str, tuple[Any, ...]] = {
+    "rand": ([2, 3],),
+    "rand.generator": ([2, 3],),
+    "randn": ([2, 3],),
+    "randn.generator": ([2, 3],),
+    "randint": (100, [2, 3]),
+    "randint.generator": (100, [2, 3]),
+    "randint.low": (5, 100, [2, 3]),
+    "randint.low_generator": (5, 100, [2, 3]),
+    "normal.float_float": (1.0, 2.0, [2, 3]),
+    "randperm": (20,),
+    "randperm.generator": (20,),
+}
+LIKE: dict[str, tuple[Any, ...]] = {
+    "rand_like": (),
+    "rand_like.generator": (),
+    "randn_like": (),
+    "randn_like.generator": (),
+    "randint_like": (100,),
+    "randint_like.generator": (100,),
+    "randint_like.low_dtype": (5, 100),
+    "randint_like.low_generator_dtype": (5, 100),
+    "bernoulli.p": (0.5,),
+    "normal_functional": (),
+    "uniform": (),
+    "exponential": (),
+    "geometric": (0.1,),
+    "cauchy": (),
+    "log_normal": (),
+    "random": (),
+    "random.from": (1, 100),
+    "random.to": (100,),
+    "dropout": (0.5, True),
+    "alpha_dropout": (0.5, True),
+    "native_dropout": (0.5, True),
+    "rrelu": (0.1, 0.9, True),
+}
+INPLACE: dict[str, tuple[Any, ...]] = {
+    "normal_": (),
+    "uniform_": (),
+    "exponential_": (),
+    "geometric_": (0.1,),
+    "cauchy_": (),
+    "log_normal_": (),
+    "random_": (),
+    "random_.from": (1, 100),
+    "random_.to": (100,),
+    "bernoulli_.float": (0.5,),
+    "bernoulli_.Tensor": (CHANCES,),
+}
+FROM: dict[str, tuple[Any, ...]] = {
+    "bernoulli": (CHANCES,),
+    "bernoulli.Tensor": (X, CHANCES),
+    "normal.Tensor_Tensor": (X, CHANCES),
+    "normal.Tensor_float": (X, 2.0),
+    "normal.float_Tensor": (1.0, CHANCES),
+    "poisson": (CHANCES * 40,),
+    "binomial": (CHANCES * 80, CHANCES),
+    "_standard_gamma": (CHANCES,),
+    "_sample_dirichlet": (CHANCES,),
+    "multinomial": (torch.ones(2, 50), 6),
+}
+OTHERS = {"feature_dropout", "feature_alpha_dropout", "rrelu_with_noise", "rrelu_with_noise_"}
+CAN_SHARE = {"bernoulli", "bernoulli.Tensor"} | {n for n in FROM if n.startswith("normal")}
+
+
+def wants_generator(name: str) -> dict[str, Any]:
+    return {"generator": torch.Generator().manual_seed(1)} if "generator" in name else {}
+
+
+def first(out: Any) -> Any:
+    """The result of those that have several, and its batch dim."""
+    value, at = out
+    return (value[0] if isinstance(value, tuple) else value), at
+
+
+def distinct(out: torch.Tensor, at: int) -> bool:
+    parts = out.unbind(at)
+    return not any(torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
+
+
+@pytest.mark.parametrize("name", [*SIZED, *LIKE, *INPLACE, *FROM])
+def test_random_operators_are_refused_by_default(name: str) -> None:
+    x = [torch.randn(4, 2, 3)] if name in LIKE or name in INPLACE else []
+    args = (*x, *{**SIZED, **LIKE, **INPLACE, **FROM}[name])
+    dims = [0 if i == 0 and x else None for i in range(len(args))]
+    with pytest.raises(RuntimeError, match="called random operation while in randomness error"):
+        rule_of(name)(Level(4), dims, args, {})
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_sized(name: str) -> None:
+    args, dims = SIZED[name], [None] * len(SIZED[name])
+    example = overload(f"aten::{name}")(*args, dtype=torch.float32, **wants_generator(name))
+    options = {"dtype": torch.float32, **wants_generator(name)}
+    out, at = rule_of(name)(Level(4, "different"), dims, args, options)
+    assert at == 0 and out.shape == (4, *example.shape) and out.dtype is example.dtype
+    assert distinct(out, 0)
+    if name == "randperm":
+        assert torch.equal(out.sort(-1).values[2], torch.arange(20.0))
+    out, at = rule_of(name)(Level(4, "same"), dims, args, options)
+    assert at is None and out.shape == example.shape
+
+
+@pytest.mark.parametrize("at", [None, 0, 1, 2])
+@pytest.mark.parametrize("name", LIKE)
+def test_like(name: str, at: int | None) -> None:
+    example = torch.randn(8, 9)
+    x = example if at is None else torch.stack([example] * 4).movedim(0, at)
+    rest = LIKE[name]
+    dims = [at] + [None] * len(rest)
+    options = wants_generator(name)
+    out, where = first(rule_of(name)(Level(4, "different"), dims, (x, *rest), options))
+    assert out.select(where, 0).shape == example.shape and out.shape[where] == 4
+    assert distinct(out, where)
+    torch.manual_seed(0)
+    out, where = first(rule_of(name)(Level(4, "same"), dims, (x, *rest), options))
+    one = out if where is None else out.select(where, 0)
+    assert one.shape == example.shape
+    assert where is None or all(torch.equal(one, part) for part in out.unbind(where))
+    assert torch.equal(x, example if at is None else torch.stack([example] * 4).movedim(0, at))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("name", INPLACE)
+def test_inplace(name: str, at: int) -> None:
+    rest = tuple(CHANCES[:1, :1] if isinstance(a, torch.Tensor) else a for a in INPLACE[name])
+    dims = [at] + [None] * len(rest)
+    x = torch.zeros(4, 8, 9).movedim(0, at).clone()
+    out, where = rule_of(name)(Level(4, "different"), dims, (x, *rest), {})
+    assert out is x and where == at and distinct(x, at)
+    out, where = rule_of(name)(Level(4, "same"), dims, (x, *rest), {})
+    assert out is x and all(torch.equal(x.select(at, 0), part) for part in x.unbind(at))
+    plain = torch.zeros(8, 9)
+    out, where = rule_of(name)(Level(4, "same"), [None] * len(dims), (plain, *rest), {})
+    assert out is plain and where is None
+    with pytest.raises(RuntimeError, match="Cannot ask for different inplace randomness on an unb"):
+        rule_of(name)(Level(4, "different"), [None] * len(dims), (plain, *rest), {})
+
+
+@pytest.mark.parametrize("name", FROM)
+def test_distributions(name: str) -> None:
+    args = FROM[name]
+    example = overload(f"aten::{name}")(*args)
+    tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+    for chosen in [tensors, tensors[:1], tensors[-1:], []]:
+        for at in (0, 1, 2):
+            dims = [at if i in chosen else None for i in range(len(args))]
+            given = [
+                torch.stack([a] * 6).movedim(0, at) if i in chosen else a
+                for i, a in enumerate(args)
+            ]
+            out, where = rule_of(name)(Level(6, "different"), dims, given, {})
+            assert out.select(where, 0).shape == example.shape and out.shape[where] == 6
+            assert out.dtype is example.dtype
+            assert not all(torch.equal(out.select(where, 0), part) for part in out.unbind(where))
+            if chosen and name not in CAN_SHARE:
+                with pytest.raises(RuntimeError, match="does not currently support same randomn"):
+                    rule_of(name)(Level(6, "same"), dims, given, {})
+                continue
+            out, where = rule_of(name)(Level(6, "same"), dims, given, {})
+            assert (where is None) == (not chosen)
+            assert where is None or all(
+                torch.equal(out.select(where, 0), part) for part in out.unbind(where)
+            )
+
+
+def test_moments_of_shared_draws() -> None:
+    mean = torch.tensor([0.0, 100.0])[:, None].expand(2, 20000)
+    rule = rule_of("normal.Tensor_float")
+    out, at = rule(Level(2, "same"), [0, None], (mean, 3.0), {})
+    torch.testing.assert_close(out[0] + 100, out[1])
+    assert abs(float(out[0].std()) - 3) < 0.1 and at == 0
+    chance = torch.tensor([0.2, 0.7])[:, None].expand(2, 20000)
+    out, at = rule_of("bernoulli")(Level(2, "same"), [0], (chance,), {})
+    torch.testing.assert_close(out.mean(1), chance[:, 0], atol=0.02, rtol=0)
+    assert bool((out[0] <= out[1]).all())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "name", ["dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"]
+)
+def test_dropouts(name: str, p: float) -> None:
+    x = torch.randn(50, 40, 4, 60)
+    for mode in ("same", "different"):
+        out, at = rule_of(name)(Level(4, mode), [2, None, None], (x, p, True), {})
+        assert out.shape == x.shape and at == 2
+        if p == 0:
+            assert torch.equal(out, x)
+        elif p == 1:
+            assert not bool(out.any())
+        else:
+            assert abs(float(out.mean())) < 0.05
+            assert abs(float((x * out).mean()) - float((x * x).mean())) < 0.1 or "alpha" in name
+        out, at = rule_of(name)(Level(4), [2, None, None], (x, p, False), {})
+        assert out is x
+    if p == 0.3 and "feature" in name:
+        level = Level(4, "different")
+        out, _ = rule_of("feature_dropout")(level, [2, None, None], (x, p, True), {})
+        gone = (out == 0).all(-1)
+        assert 0.25 < float(gone.float().mean()) < 0.35
+        assert torch.equal(gone, (out == 0).any(-1))
+
+
+@pytest.mark.parametrize("name", ["rrelu_with_noise", "rrelu_with_noise_"])
+def test_rrelu_with_noise(name: str) -> None:
+    for mode in ("same", "different"):
+        x, noise = torch.randn(30, 4, 20), torch.zeros(4, 30, 20)
+        before = x.clone()
+        args = (x, noise, 0.1, 0.3, True)
+        out, at = rule_of(name)(Level(4, mode), [1, 0, None, None, None], args, {})
+        slopes = noise.movedim(0, 1)
+        torch.testing.assert_close(out, before * slopes)
+        assert at == 1 and (out is x) == name.endswith("_")
+        negative = slopes[before <= 0]
+        assert float(negative.min()) >= 0.1 and float(negative.max()) <= 0.3
+        assert bool((slopes[before > 0] == 1).all())
+    x = torch.randn(30, 4, 20)
+    args = (x.clone(), torch.zeros(4, 30, 20), 0.1, 0.3, False)
+    out, _ = rule_of(name)(Level(4), [1, 0, None, None, None], args, {})
+    torch.testing.assert_close(out, torch.nn.functional.leaky_relu(x, 0.2))
+
+
+def test_native_dropout_in_evaluation() -> None:
+    x = torch.randn(4, 3)
+    (out, mask), at = rule_of("native_dropout")(Level(4), [0, None, None], (x, 0.5, False), {})
+    assert torch.equal(out, x) and bool(mask.all()) and at == 0
