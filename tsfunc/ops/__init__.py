@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
     advanced_indexing,
+    attention,
     batch_norm,
     convolution,
     ctc,
@@ -15,6 +16,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     forward_ad,
     identity,
     indexing,
+    linalg,
     losses,
     n_dimensional,
     random,

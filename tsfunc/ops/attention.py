@@ -1,0 +1,174 @@
+"""Scaled dot-product attention: examples are more samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.random import check_randomness
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+def _samples(x: Tensor, at: int | None, size: int) -> Tensor:
+    """(samples, heads, ...) of a value whose logical form is (N, heads, ...)."""
+    return batched_front(x, at, size).flatten(0, 1)
+
+
+def _split(x: Tensor, size: int) -> Tensor:
+    out: Tensor = x.unflatten(0, (size, x.shape[0] // size))
+    return out
+
+
+def _mask(mask: Tensor | None, at: int | None, size: int, n: Any, rank: int) -> Tensor | None:
+    """A mask for ``rank`` logical dims, N being first of four, in the form of the samples."""
+    if mask is None:
+        return None
+    if at is None:
+        if mask.dim() == 3:
+            mask = mask.unsqueeze(0)
+        if mask.dim() < 4 or mask.shape[0] == 1:
+            return mask
+        return mask.expand(size, n, *mask.shape[1:]).flatten(0, 1)
+    mask = front(mask, at)
+    if rank < 4:
+        return unit_dims(mask, 1, 4 - mask.dim())
+    mask = unit_dims(mask, 1, 5 - mask.dim())
+    return mask.expand(size, n, *mask.shape[2:]).flatten(0, 1)
+
+
+def _refuse_dropout(op: Any, level: BatchLevel, p: float) -> None:
+    """Fused kernels draw for each sample: right for "different" only."""
+    if p:
+        check_randomness(op, level)
+        if level.randomness == "same":
+            raise RuntimeError(
+                f"vmap: {op.name()} can't drop the same values for all examples. Use "
+                f"randomness='different', or torch.nn.attention.SDPBackend.MATH."
+            )
+
+
+@row(Category.BATCHED, "aten::scaled_dot_product_attention")
+def attention(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Whole, with as many dims as the fused kernels take; what is left over goes by its parts."""
+    given = [*args[3:], *(None, 0.0, False)[len(args) - 3 :]]
+    mask, dropout, causal = given
+    m = dims[3] if len(dims) > 3 else None
+    ranks = [logical_rank(x, d) for x, d in zip(args[:3], dims[:3], strict=True)]
+    rank, size = ranks[0], level.batch_size
+    if dropout or not 2 <= rank <= 4 or ranks != [rank] * 3:
+        return NotImplemented
+    if mask is not None and logical_rank(mask, m) > rank:
+        return NotImplemented
+    q, k, v = (batched_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
+    if rank == 2:
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+    n = q.shape[1]
+    if rank == 4:
+        if k.shape[1] != n or v.shape[1] != n:
+            return NotImplemented
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out = op(q, k, v, _mask(mask, m, size, n, rank), 0.0, causal, **kwargs)
+    if rank == 4:
+        return out.unflatten(0, (size, n)), 0
+    return (out.squeeze(1) if rank == 2 else out), 0
+
+
+def _with_mask(
+    level: BatchLevel, kwargs: Mapping[str, Any], dims: Dims, args: Sequence[Any], n: Any
+) -> dict[str, Any]:
+    mask = _mask(kwargs.get("attn_mask"), None, level.batch_size, n, 4)
+    return {**kwargs, "attn_mask": mask}
+
+
+@row(Category.BATCHED, "aten::_scaled_dot_product_flash_attention_for_cpu")
+def flash_cpu(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Returns the logarithm of the sums too, for the backward pass."""
+    _refuse_dropout(op, level, args[3] if len(args) > 3 else 0.0)
+    size = level.batch_size
+    n = args[0].shape[1 if dims[0] == 0 else 0]
+    tensors = [_samples(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True)]
+    out = op(*tensors, *args[3:], **_with_mask(level, kwargs, dims, args, n))
+    return tuple(_split(o, size) for o in out), 0
+
+
+@row(Category.BATCHED, "aten::_scaled_dot_product_flash_attention_for_cpu_backward")
+def flash_cpu_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Folded as the forward pass is."""
+    size = level.batch_size
+    n = args[1].shape[1 if dims[1] == 0 else 0]
+    tensors = [_samples(x, d, size) for x, d in zip(args[:6], dims[:6], strict=True)]
+    out = op(*tensors, *args[6:], **_with_mask(level, kwargs, dims, args, n))
+    return tuple(_split(o, size) for o in out), 0
+
+
+def _bias(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
+    return None if x is None else _samples(x, at, size)
+
+
+@row(Category.BATCHED, "aten::_scaled_dot_product_efficient_attention")
+def efficient(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Returns the state of the random numbers too, which is one for all samples."""
+    _refuse_dropout(op, level, args[5] if len(args) > 5 else 0.0)
+    size = level.batch_size
+    tensors = [_bias(x, d, size) for x, d in zip(args[:4], dims[:4], strict=True)]
+    out, sums, *state = op(*tensors, *args[4:], **kwargs)
+    return (_split(out, size), _split(sums, size), *state), (0, 0, None, None)
+
+
+@row(Category.BATCHED, "aten::_scaled_dot_product_efficient_attention_backward")
+def efficient_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Folded as the forward pass is."""
+    size = level.batch_size
+    tensors = [_bias(x, d, size) for x, d in zip(args[:7], dims[:7], strict=True)]
+    out = op(*tensors, *args[7:], **kwargs)
+    return tuple(o if o is None or o.dim() < 4 else _split(o, size) for o in out), tuple(
+        None if o is None or o.dim() < 4 else 0 for o in out
+    )
+
+
+@row(
+    Category.BATCHED,
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+def flash(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As above; the cuDNN form takes a bias and a flag more."""
+    count = 3 if "flash" in op.name() else 4
+    place = 3 if count == 3 else 5
+    _refuse_dropout(op, level, args[place] if len(args) > place else 0.0)
+    size = level.batch_size
+    tensors = [_bias(x, d, size) for x, d in zip(args[:count], dims[:count], strict=True)]
+    out, sums, *state = op(*tensors, *args[count:], **kwargs)
+    return (_split(out, size), _split(sums, size), *state), (0, 0, *[None] * len(state))
+
+
+@row(
+    Category.BATCHED,
+    "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+)
+def flash_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The cuDNN form has a bias after the state of the random numbers."""
+    size = level.batch_size
+    folded = list(args)
+    places = [*range(6)] if "flash" in op.name() else [*range(6), 8]
+    for i in places:
+        folded[i] = _bias(args[i], dims[i], size)
+    out = op(*folded, **kwargs)
+    return tuple(_split(o, size) for o in out), 0
