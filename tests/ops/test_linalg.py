@@ -1,0 +1,105 @@
+"""Linear algebra against the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tsfunc.ops  # noqa: F401  (declares rows)
+from tests.ops.harness import check
+
+aten = torch.ops.aten
+
+
+def rand(*shape: int) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded)
+
+
+def positive(*shape: int) -> torch.Tensor:
+    x = rand(*shape)
+    return x @ x.mT + torch.eye(shape[-1], dtype=x.dtype)
+
+
+LEADS: list[tuple[int, ...]] = [(), (2,)]
+
+
+@pytest.mark.parametrize("lead", LEADS)
+def test_functions_of_one_matrix(lead: tuple[int, ...]) -> None:
+    x, s = rand(*lead, 4, 4), positive(*lead, 4, 4)
+    for op in (
+        aten.linalg_inv_ex, aten.linalg_cholesky_ex, aten.cholesky, aten._linalg_eigh,
+        aten._linalg_det, aten._linalg_slogdet, aten.linalg_lu, aten.linalg_lu_factor_ex,
+        aten.linalg_ldl_factor_ex, aten.linalg_matrix_exp, aten._linalg_svd, aten.linalg_eig,
+        aten._linalg_eigvals,
+    ):  # fmt: skip
+        assert check(op.default, s)
+    assert check(aten.cholesky_inverse.default, aten.cholesky(s))
+    assert check(aten.linalg_lu.default, x[..., :3], pivot=True)
+    assert check(aten._linalg_eigh.default, s, "U", False)
+    assert check(aten._linalg_svd.default, x[..., :3], False, False)
+    for mode in ("reduced", "complete", "r"):
+        assert check(aten.linalg_qr.default, x[..., :3], mode)
+    assert check(aten.geqrf.default, x[..., :3])
+    assert check(aten.linalg_pinv.atol_rtol_tensor, x[..., :3])
+
+
+@pytest.mark.parametrize("lead", LEADS)
+def test_functions_of_several_matrices(lead: tuple[int, ...]) -> None:
+    x = rand(*lead, 4, 3)
+    a, tau = aten.geqrf(x)
+    assert check(aten.linalg_householder_product.default, a, tau)
+    assert check(aten.ormqr.default, a, tau, rand(*lead, 4, 2), choices=[(0,), (2,), (0, 1, 2)])
+    lu, pivots = aten.linalg_lu_factor(rand(*lead, 4, 4))
+    assert check(aten.lu_unpack.default, lu, pivots, choices=[(0,)])
+    ld, places, _ = aten.linalg_ldl_factor_ex(positive(*lead, 4, 4))
+    choices = [(0,), (2,), (0, 2)]
+    assert check(aten.linalg_ldl_solve.default, ld, places, rand(*lead, 4, 2), choices=choices)
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_cross(dim: int) -> None:
+    assert check(aten.linalg_cross.default, rand(3, 3), rand(3, 3) * 2, dim=dim)
+    assert check(aten.linalg_cross.default, rand(2, 3), rand(1, 3))
+    assert check(aten.linalg_cross.default, rand(3), rand(3))
+
+
+SOLVE_SHAPES = [
+    ((4, 4), (4, 2)), ((4, 4), (4,)), ((2, 4, 4), (2, 4, 3)), ((2, 4, 4), (4, 3)),
+    ((4, 4), (2, 4, 3)), ((2, 4, 4), (2, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", SOLVE_SHAPES)
+def test_solve(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    a, b = positive(*shapes[0]), rand(*shapes[1])
+    op = aten._linalg_solve_ex.default
+    assert check(op, a, b, choices=[(0,), (1,), (0, 1)])
+    if len(shapes[1]) > 1 and shapes != SOLVE_SHAPES[-1]:
+        assert check(op, a, b.mT, left=False)
+
+
+@pytest.mark.parametrize("shapes", [s for s in SOLVE_SHAPES if len(s[1]) > 1][:-1])
+def test_solve_with_factors(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    a, b = positive(*shapes[0]), rand(*shapes[1])
+    for upper in (False, True):
+        assert check(aten.linalg_solve_triangular.default, a, b, upper=upper)
+        assert check(aten.linalg_solve_triangular.default, a, b.mT, upper=upper, left=False)
+        assert check(aten.triangular_solve.default, b, a, upper)
+        assert check(aten.cholesky_solve.default, b, aten.cholesky(a, upper), upper)
+    lu, pivots = aten.linalg_lu_factor(a)
+    choices = [(0,), (2,), (0, 2)]
+    assert check(aten.linalg_lu_solve.default, lu, pivots, b, choices=choices)
+    assert check(aten.linalg_lu_solve.default, lu, pivots, b.mT, left=False, choices=choices)
+    assert check(aten.linalg_lu_solve.default, lu, pivots, b, adjoint=True, choices=choices)
+
+
+@pytest.mark.parametrize("driver", ["gels", "gelsy", "gelsd", "gelss"])
+def test_lstsq(driver: str) -> None:
+    for lead in LEADS:
+        for m, n in ((5, 3), (3, 5), (4, 4)):
+            args = (rand(*lead, m, n), rand(*lead, m, 2))
+            assert check(aten.linalg_lstsq.default, *args, driver=driver)
+            if lead:  # without leading dims the kernel takes no vector
+                args = (rand(*lead, m, n), rand(*lead, m))
+                check(aten.linalg_lstsq.default, *args, driver=driver)

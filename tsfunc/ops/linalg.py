@@ -1,0 +1,208 @@
+"""Linear algebra: kernels take any number of leading dims, of which the batch is the first.
+
+NOTE [solving for many]
+Where the matrix is the same for all examples it is factored once: the right-hand sides of all
+examples are columns of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+
+BATCHED = Category.BATCHED
+
+
+def result_dims(out: Any, size: Any) -> Any:
+    """Results have the batch dim first, but for those that were not asked for: empty vectors."""
+    if isinstance(out, Tensor):
+        return None if out.dim() == 1 and out.shape[0] == 0 != size else 0
+    return tuple(result_dims(o, size) for o in out)
+
+
+def leading(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A function of one matrix."""
+    out = op(front(args[0], dims[0]), *args[1:], **kwargs)
+    return out, result_dims(out, level.batch_size)
+
+
+rows(
+    BATCHED, leading,
+    *(
+        f"aten::{name}"
+        for name in (
+            "linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse linalg_qr linalg_eig "
+            "_linalg_eigvals _linalg_eigh _linalg_svd _linalg_det _linalg_slogdet linalg_lu "
+            "linalg_lu_factor_ex linalg_ldl_factor_ex linalg_matrix_exp geqrf "
+            "linalg_pinv.atol_rtol_tensor"
+        ).split()
+    ),
+)  # fmt: skip
+
+
+def _together(
+    level: BatchLevel, dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]
+) -> list[Tensor]:
+    """The batch dim first in each; ``ranks`` are of the matrices or vectors that each holds."""
+    lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
+    return [
+        unit_dims(batched_front(x, d, level.batch_size), 1, lead + r - logical_rank(x, d))
+        for x, d, r in zip(tensors, dims, ranks, strict=True)
+    ]
+
+
+def together(*ranks: int) -> Any:
+    """The rule of a function of several matrices with the same leading dims."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        count = len(ranks)
+        tensors = _together(level, dims[:count], args[:count], ranks)
+        lead = torch.broadcast_shapes(
+            *(x.shape[: x.dim() - r] for x, r in zip(tensors, ranks, strict=True))
+        )
+        tensors = [
+            x.expand(*lead, *x.shape[x.dim() - r :]) for x, r in zip(tensors, ranks, strict=True)
+        ]
+        return op(*tensors, *args[count:], **kwargs), 0
+
+    return rule
+
+
+rows(BATCHED, together(2, 1), "aten::lu_unpack", "aten::linalg_householder_product")
+rows(BATCHED, together(2, 1, 2), "aten::ormqr", "aten::linalg_ldl_solve")
+
+
+@row(BATCHED, "aten::linalg_cross")
+def linalg_cross(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Dims are counted from the end, which the batch dim at the front does not change."""
+    x, y = args
+    rank = logical_rank(x, dims[0])
+    if rank != logical_rank(y, dims[1]):
+        return NotImplemented
+    dim = kwargs.get("dim", -1)
+    x, y = (v.unsqueeze(0) if d is None else front(v, d) for v, d in ((x, dims[0]), (y, dims[1])))
+    return op(x, y, dim=dim - rank if dim >= 0 else dim), 0
+
+
+def _as_columns(
+    solve: Callable[[Tensor], Any], rhs: Tensor, at: int, left: bool
+) -> tuple[Any, Tensor, int]:
+    """Solves with one matrix for the right-hand sides of all examples; see the note above.
+
+    Returns all that ``solve`` does, the solution by itself, and where its batch dim is.
+    """
+    size = rhs.shape[at]
+    dim = -2 if left else -3
+    wide = rhs.movedim(at, dim).flatten(dim, dim + 1)
+    outs = solve(wide)
+    out = outs if isinstance(outs, Tensor) else outs[0]
+    extent = out.shape[dim + 1]
+    out = out.unflatten(dim + 1, (size, extent // size))
+    return outs, out, out.dim() + dim
+
+
+def _shape(x: Tensor, at: int | None) -> Any:
+    return x.shape if at is None else front(x, at).shape[1:]
+
+
+@row(BATCHED, "aten::_linalg_solve_ex")
+def solve_ex(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A right-hand side with one dim less than the matrix is a vector, or several."""
+    a, b = args
+    left = kwargs.get("left", True)
+    rank, other = logical_rank(a, dims[0]), logical_rank(b, dims[1])
+    vector = other == 1
+    if rank - 1 == other and not vector:
+        vector = _shape(a, dims[0])[:-1] == _shape(b, dims[1])
+    if vector:
+        if not left:
+            return NotImplemented
+        b = (b if dims[1] is None else front(b, dims[1])).unsqueeze(-1)
+    q = None if dims[1] is None else 0 if vector else dims[1]
+    if dims[0] is None:
+        assert q is not None
+        outs, out, at = _as_columns(lambda wide: op(a, wide, **kwargs), b, q, left)
+        out = out.squeeze(-1) if vector else out
+        return (out, *outs[1:]), (at, None, None, None)
+    a, b = _together(level, (dims[0], q), (a, b), (2, 2))
+    out, *rest = op(a, b, **kwargs)
+    for _ in range(a.dim() - 1 - rank):  # the factors have no more dims than the matrix
+        rest = [r.squeeze(1) for r in rest]
+    return (out.squeeze(-1) if vector else out, *rest), 0
+
+
+@row(BATCHED, "aten::linalg_solve_triangular")
+def solve_triangular(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The matrix comes first."""
+    a, b = args
+    if dims[0] is None:
+        left = kwargs.get("left", True)
+        _, out, at = _as_columns(lambda wide: op(a, wide, **kwargs), b, dims[1], left)
+        return out, at
+    return op(*_together(level, dims, args, (2, 2)), **kwargs), 0
+
+
+@row(BATCHED, "aten::cholesky_solve", "aten::triangular_solve")
+def solve_factored(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The matrix comes second. triangular_solve returns a copy of it, too."""
+    b, a, *rest = args
+    if dims[1] is None and logical_rank(b, dims[0]) >= a.dim():
+        outs, out, at = _as_columns(lambda wide: op(wide, a, *rest, **kwargs), b, dims[0], True)
+        return (out, at) if outs is None or isinstance(outs, Tensor) else (
+            (out, outs[1]), (at, None)
+        )  # fmt: skip
+    return op(*_together(level, dims[:2], (b, a), (2, 2)), *rest, **kwargs), 0
+
+
+@row(BATCHED, "aten::linalg_lu_solve")
+def lu_solve(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Factors and pivots belong together; the kernel broadcasts them with the right-hand side."""
+    lu, pivots, b = args
+    if dims[0] is None and dims[1] is None:
+        left = kwargs.get("left", True)
+        _, out, at = _as_columns(lambda wide: op(lu, pivots, wide, **kwargs), b, dims[2], left)
+        return out, at
+    lu, pivots, b = _together(level, dims, args, (2, 1, 2))
+    return op(lu, pivots, b, **kwargs), 0
+
+
+@row(BATCHED, "aten::linalg_lstsq")
+def lstsq(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Results that the driver does not compute are empty."""
+    a, b, *rest = args
+    rank, other = logical_rank(a, dims[0]), logical_rank(b, dims[1])
+    vector = other == rank - 1
+    a, b = batched_front(a, dims[0], level.batch_size), batched_front(b, dims[1], level.batch_size)
+    out, *others = op(a, b.unsqueeze(-1) if vector else b, *rest, **kwargs)
+    results = (out.squeeze(-1) if vector else out, *others)
+    return results, result_dims(results, level.batch_size)
+
+
+@row(Category.OTHER, "aten::_linalg_check_errors")
+def check_errors(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The codes of many matrices."""
+    return op(args[0], *args[1:], **{**kwargs, "is_matrix": False}), None
