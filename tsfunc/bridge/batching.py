@@ -23,6 +23,7 @@ from tsfunc.bridge.tracer import (
     TracerLevel,
     door_1,
     refuse_escaped,
+    written,
 )
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.state import tls
@@ -135,7 +136,7 @@ def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     if level is None or level.autograd or not level.alive:
         return NotImplemented
     state = tls.state
-    if state.include or maybe_functorch_level() is not None:
+    if state.include or not level.bits & state.mask or maybe_functorch_level() is not None:
         return NotImplemented
     bdim: Any = None
     for bdim in dims:
@@ -197,12 +198,12 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             return _with_batched_kwargs(op, level, args, kwargs)
         kwargs = {name: value for name, (value, _) in pairs.items()}
     if not any_batched and not (isinstance(op, TorchOperator) and op.random):
-        return _rewrap(op, level, args, op.native(*values, **kwargs), None)  # type: ignore[misc]
+        return _rewrap(op, level, args, kwargs, op.native(*values, **kwargs), None)  # type: ignore[misc]
     row = op.row if isinstance(op, TorchOperator) else None
     if row is not None and row.rule is not None:
         out = row.rule(op.native, level, dims, values, kwargs)
         if out is not NotImplemented:
-            return _rewrap(op, level, args, out[0], out[1])
+            return _rewrap(op, level, args, kwargs, out[0], out[1])
     return without_rule(op, level, args, values, dims, kwargs)
 
 
@@ -222,12 +223,18 @@ def _running_level() -> BatchLevel:
 
 
 def _rewrap(
-    op: Operator, level: BatchLevel, args: Sequence[Any], out: Any, out_dims: Any
+    op: Operator,
+    level: BatchLevel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    out: Any,
+    out_dims: Any,
 ) -> Any:
     """Tracers for a rule's results; what an in-place operator returns is its argument itself."""
     if isinstance(out, torch.Tensor):
         if isinstance(op, TorchOperator) and op.inplace:
-            return args[0]
+            args[0].bdim = out_dims
+            return written(op, args, kwargs)
         return wrap(out, out_dims, level)
     if isinstance(out, list | tuple):
         every = not isinstance(out_dims, list | tuple)

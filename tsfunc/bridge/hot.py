@@ -3,6 +3,8 @@
 A rule that only passes its operator on (pointwise) serves the Python callable as well:
 ``torch.add`` parses its arguments on values as it would on tracers. Rows of other categories
 are listed by name where their rule takes just the arguments that the Python function takes.
+An operator for which a Batch kernel is registered is in nobody's list: its callables go to the
+table like any other call.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batching import HOT
+from tsfunc.dispatch import DispatchKey, Operator
+from tsfunc.dispatch.table import on_register
 from tsfunc.ops import all_rows, find
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.tensor_iterator import pointwise
@@ -54,11 +58,11 @@ def _pointwise() -> Iterator[tuple[Any, Rule]]:
     """Each callable whose every overload has the pointwise rule."""
     names: dict[str, Rule | None] = {}
     for name, row in all_rows().items():
-        base = name.partition("::")[2].partition(".")[0]
+        base = _base(name)
         names[base] = row.rule if names.get(base, row.rule) is row.rule else None
     owners = (torch, torch.Tensor, torch.nn.functional, torch.special)
     for base, rule in names.items():
-        if rule is not pointwise or base in _AMBIGUOUS or base.endswith("_"):
+        if rule is not pointwise or base in _AMBIGUOUS | _registered or base.endswith("_"):
             continue
         for name in (base, *_DUNDERS.get(base, ())):
             for owner in owners:
@@ -67,11 +71,26 @@ def _pointwise() -> Iterator[tuple[Any, Rule]]:
                     yield found, rule
 
 
+_registered: set[str] = set()
+
+
+@on_register
+def _give_way(op: Operator, key: DispatchKey | None) -> None:
+    """A kernel of the user's for the Batch key (or a row) comes before the hot rule."""
+    if op.name.startswith("aten::") and key in (None, DispatchKey.Batch):
+        _registered.add(_base(op.name))
+        HOT.clear()  # filled anew by the next vmap
+
+
+def _base(name: str) -> str:
+    return name.partition("::")[2].partition(".")[0]
+
+
 def fill() -> None:
-    """Fills the table; called once, by the first vmap."""
+    """Fills the table; called by the first vmap."""
     for found, rule in _pointwise():
         HOT[found] = rule
     for func, name in _OTHERS:
         row = find(name)
-        if row is not None and row.rule is not None:
+        if row is not None and row.rule is not None and _base(name) not in _registered:
             HOT[func] = row.rule

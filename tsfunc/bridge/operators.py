@@ -2,16 +2,17 @@
 
 ``OpOverload`` is torch's Python object for one overload of an operator. It is reached by public
 means (``torch.ops.aten.sin.default``), but its class, its ``_schema`` and its composite kernels
-have private names only (torch 2.11 to 2.13).
+have private names only (torch 2.11 to 2.13). ``_jit_resolve_packet`` finds the overload whose
+schema takes some arguments, as calling the packet would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import _dispatch_has_kernel_for_dispatch_key
+from torch._C import _dispatch_has_kernel_for_dispatch_key, _jit_resolve_packet
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.dispatch import DispatchKey, Operator, register
@@ -23,8 +24,8 @@ from tsfunc.ops import Row, find
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
-    __slots__ = ("composite", "inplace", "is_view", "out_names", "overload", "random", "row",
-                 "writes")  # fmt: skip
+    __slots__ = ("composite", "inplace", "is_view", "out_names", "overload", "random", "reshapes",
+                 "row", "writes")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
@@ -38,12 +39,13 @@ class TorchOperator(Operator):
             self.name, "CompositeImplicitAutograd"
         )
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
+        # Whether it changes the shape of the tensor itself (squeeze_, transpose_).
+        self.reshapes = torch.Tag.inplace_view in overload.tags
         arguments = overload._schema.arguments
         self.out_names = tuple(a.name for a in arguments if a.is_out)
         self.writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
         self.is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write
-            for r in overload._schema.returns
+            r.alias_info is not None and not r.alias_info.is_write for r in overload._schema.returns
         )
         self.inplace = bool(
             self.writes
@@ -98,7 +100,17 @@ def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
     return kept
 
 
-on_resolve(_resolve)
+def _choose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator | None:
+    """Of a packet's overloads the one whose schema takes the arguments, or None."""
+    packet = op if isinstance(op, OpOverloadPacket) else getattr(torch.ops.aten, op.__name__)
+    try:
+        chosen = _jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    except RuntimeError:
+        return None
+    return operator_of(getattr(packet, chosen))
+
+
+on_resolve(_resolve, _choose)
 
 
 def select_backend(op: Operator, *args: Any, **kwargs: Any) -> Any:
@@ -113,3 +125,28 @@ def select_backend(op: Operator, *args: Any, **kwargs: Any) -> Any:
 def declare_factory(op: Operator) -> None:
     """Gives a factory its BackendSelect kernel."""
     register(op, DispatchKey.BackendSelect, lambda *a, **k: select_backend(op, *a, **k))
+
+
+def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
+    """The quickest callable that runs an overload on these arguments.
+
+    torch's Python functions parse arguments in half the time of an overload's own parser. They
+    also accept orders of arguments that are deprecated, so calls with numbers where those have
+    tensors go to the overload. ``OpOverload._op`` is its callable in C++.
+    """
+    overload = op.overload
+    name = overload._schema.name.removeprefix("aten::")
+    if overload.namespace != "aten" or name in _OVERLOAD_ONLY:
+        return overload._op
+    numbers = sum(1 for arg in args if isinstance(arg, int | float) and not isinstance(arg, bool))
+    if numbers > 1 and len(args) > 2:
+        return overload._op
+    for owner in (torch, torch.nn.functional):
+        found = getattr(owner, name, None)
+        if isinstance(found, type(torch.sin)):
+            return found
+    return overload._op
+
+
+# Python functions of these names are not the operators of the same names.
+_OVERLOAD_ONLY = frozenset({"to", "view", "dropout", "pad", "split", "norm", "stft", "istft"})

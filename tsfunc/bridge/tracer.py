@@ -10,7 +10,8 @@ autograd engine call. It looks the operator's row up and dispatches.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
-``__torch_function__`` check, once; ``_C.DisableTorchFunctionSubclass`` does so for a block.
+``__torch_function__`` check, once; ``_C.DisableTorchFunctionSubclass`` does so for a block; ``_C._DisableTorchDispatch`` has C++ treat
+a tracer as any tensor.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ import optree
 import torch
 from torch._C import (
     DisableTorchFunctionSubclass,
+    _DisableTorchDispatch,
     _functorch,
     _skip_one_hop_torch_function,
 )
 
 from torch._ops import OpOverload
 
-from tsfunc.bridge.operators import operator_of
+from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.torch_state import (
     RestoredTorchState,
     TorchState,
     without_autograd,
 )
-from tsfunc.dispatch import DispatchKey, Level
+from tsfunc.dispatch import DispatchKey, Level, messages
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import EscapedTracerError
 
@@ -155,6 +157,14 @@ class Tracer(torch.Tensor):
         )
 
 
+def written(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an in-place operator returns: its first argument, in its new shape if it has one."""
+    if op.reshapes:
+        with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+            op.overload(*args, **kwargs)
+    return args[0]
+
+
 def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     """The innermost level of the tracers among values and lists of them."""
     found: TracerLevel | None = None
@@ -223,9 +233,7 @@ def _lifted(args: Sequence[Any], level: TracerLevel) -> tuple[Any, ...]:
 
 def refuse_escaped(func: Any, level: Level) -> None:
     """Raises the error for a tracer that is used after its transform has ended."""
-    from tsfunc.dispatch.table import escaped_message
-
-    raise EscapedTracerError(escaped_message(getattr(func, "__name__", str(func)), level))
+    raise EscapedTracerError(messages.escaped(getattr(func, "__name__", str(func)), level))
 
 
 def metadata(

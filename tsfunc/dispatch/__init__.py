@@ -1,12 +1,13 @@
 """The dispatcher: one table from (operator, key) to kernels, open to everybody.
 
-Keys and sets are in ``keys``, thread-local state and levels in ``state``, the table in
-``table``, and ``explain`` says what a call would do. This room knows no operator.
+Keys and sets are in ``keys``, thread-local state and levels in ``state``, what arguments
+contribute to a key set in ``arguments``, the table in ``table``; ``explain`` says what a call
+would do. This room knows no operator.
 """
 
 from __future__ import annotations
 
-from tsfunc.dispatch.explain import Explanation, explain
+from tsfunc.dispatch.explain import Explanation, Step, explain
 from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet
 from tsfunc.dispatch.state import (
     Level,
@@ -36,6 +37,7 @@ __all__ = [
     "Explanation",
     "Level",
     "Operator",
+    "Step",
     "current_levels",
     "exclude",
     "exclude_globally",

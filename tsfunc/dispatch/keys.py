@@ -7,9 +7,11 @@ priority is the higher bit, so the kernel to run is chosen by the highest bit.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import ClassVar, Final
 
 from tsfunc.errors import DispatchError
@@ -17,12 +19,15 @@ from tsfunc.errors import DispatchError
 # Bits that one level takes: as many keys can exist at a time. The keys defined below are
 # spread out, so that a key of a user's finds room between any two of them.
 WIDTH: Final = 1024
+# How far above all others a key without bounds is put.
+_STEP: Final = 8
+_ROOM: Final = __name__.rpartition(".")[0] + "."
 
 
-def caller_site(depth: int = 1) -> str:
-    """``file:line`` of the code outside this package that is ``depth`` calls up or more."""
-    frame = sys._getframe(depth)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tsfunc."):
+def caller_site() -> str:
+    """``file:line`` of the nearest code outside this room."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_ROOM):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -104,26 +109,36 @@ class DispatchKey:
 
     @classmethod
     def _place(cls, name: str, above: DispatchKey | None, below: DispatchKey | None) -> int:
-        """A free priority: in the middle of the gap next to the bound, so that more fit later."""
-        taken = sorted(cls._by_priority)
+        """A free priority: in the middle of the gap next to the bound, so that more fit later.
+
+        On top of all keys a small step does: halving would leave room for ten only.
+        """
+        call = f"DispatchKey.define({name!r}, above={above}, below={below})"
+        if above is None and below is None:
+            top = max(cls._by_priority)
+            if top + 1 < WIDTH:
+                return min(top + _STEP, (top + WIDTH) // 2)
+            raise DispatchError(f"{call}: no key fits above all others; give a bound.")
         low = above.priority if above is not None else -1
         high = below.priority if below is not None else WIDTH
         if low >= high:
             raise DispatchError(
-                f"DispatchKey.define({name!r}, above={above}, below={below}): "
-                f"{above} is not below {below}; swap the two."
+                f"{call}: no key is above {above} and below {below}, for {above} is not below "
+                f"{below}; swap the two bounds, or leave one out."
             )
         # The gaps between neighbouring keys inside the bounds, the one asked for first.
-        edges = [low, *(p for p in taken if low < p < high), high]
-        gaps = list(zip(edges, edges[1:], strict=False))
+        edges = [low, *(p for p in sorted(cls._by_priority) if low < p < high), high]
+        gaps = list(pairwise(edges))
         if above is None:
             gaps.reverse()
         for left, right in gaps:
             if right - left > 1:
+                if right == WIDTH:
+                    return min(left + _STEP, (left + right) // 2)
                 return (left + right) // 2
         raise DispatchError(
-            f"DispatchKey.define({name!r}, above={above}, below={below}): "
-            f"{high - low - 1} keys lie between the two already, and no more fit."
+            f"{call}: the {high - low - 1} places inside the bounds are taken, and no more keys "
+            f"fit. Leave out a bound."
         )
 
     @classmethod
@@ -191,16 +206,18 @@ class DispatchKeySet:
 
     bits: int
 
-    def __init__(self, *keys: DispatchKey | Iterable[DispatchKey]) -> None:
+    def __init__(self, *keys: DispatchKey | DispatchKeySet | Iterable[DispatchKey]) -> None:
         bits = 0
         for key in keys:
-            for k in (key,) if isinstance(key, DispatchKey) else key:
-                bits |= 1 << k.priority
+            for k in (key,) if isinstance(key, DispatchKey | DispatchKeySet) else key:
+                bits |= bits_of(k)
         object.__setattr__(self, "bits", bits)
 
     @classmethod
     def at(cls, level: int, *keys: DispatchKey) -> DispatchKeySet:
         """The keys at the given level (0 is the outermost)."""
+        if level < 0:
+            raise DispatchError(f"DispatchKeySet.at({level}, ...): levels count from 0.")
         return cls.from_bits(cls(*keys).bits << (level * WIDTH))
 
     @classmethod
@@ -213,16 +230,20 @@ class DispatchKeySet:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a DispatchKeySet does not change: make another with | and &.")
 
-    def __or__(self, other: DispatchKey | DispatchKeySet) -> DispatchKeySet:
-        return DispatchKeySet.from_bits(self.bits | _bits(other))
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # As pairs: another process may have given the keys other priorities.
+        if self.bits < 0:
+            return operator.invert, (~self,)
+        return _of_pairs, tuple(self)
 
-    __ror__ = __or__
+    def __or__(self, other: DispatchKey | DispatchKeySet) -> DispatchKeySet:
+        return DispatchKeySet.from_bits(self.bits | bits_of(other))
 
     def __and__(self, other: DispatchKey | DispatchKeySet) -> DispatchKeySet:
-        return DispatchKeySet.from_bits(self.bits & _bits(other))
+        return DispatchKeySet.from_bits(self.bits & bits_of(other))
 
     def __sub__(self, other: DispatchKey | DispatchKeySet) -> DispatchKeySet:
-        return DispatchKeySet.from_bits(self.bits & ~_bits(other))
+        return DispatchKeySet.from_bits(self.bits & ~bits_of(other))
 
     def __invert__(self) -> DispatchKeySet:
         return DispatchKeySet.from_bits(~self.bits)
@@ -274,11 +295,26 @@ class DispatchKeySet:
         return "DispatchKeySet({})".format(", ".join(f"{key.name}@{level}" for level, key in self))
 
 
-def _bits(item: DispatchKey | DispatchKeySet) -> int:
-    return item.bits if isinstance(item, DispatchKeySet) else 1 << item.priority
+def bits_of(item: DispatchKey | DispatchKeySet) -> int:
+    """The bits of a set, or of a key at level 0."""
+    if isinstance(item, DispatchKeySet):
+        return item.bits
+    if isinstance(item, DispatchKey):
+        return 1 << item.priority
+    raise TypeError(f"expected a DispatchKey or a DispatchKeySet, got {item!r}.")
+
+
+def _of_pairs(*pairs: tuple[int, DispatchKey]) -> DispatchKeySet:
+    bits = 0
+    for level, key in pairs:
+        bits |= 1 << (level * WIDTH + key.priority)
+    return DispatchKeySet.from_bits(bits)
 
 
 def split_bit(bit: int) -> tuple[int, DispatchKey]:
     """The level and the key that a bit stands for."""
     level, priority = divmod(bit, WIDTH)
-    return level, DispatchKey._by_priority[priority]
+    key = DispatchKey._by_priority.get(priority)
+    if key is None:
+        raise DispatchError(f"bit {bit} (level {level}, priority {priority}) stands for no key.")
+    return level, key

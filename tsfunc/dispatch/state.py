@@ -14,21 +14,28 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from tsfunc.dispatch.keys import WIDTH, DispatchKey, DispatchKeySet
+from tsfunc.dispatch.keys import WIDTH, DispatchKey, DispatchKeySet, bits_of
+from tsfunc.errors import DispatchError
 
-_ALL_LEVELS: Final = 64
+# The lowest bit of each level: shifted by a key's priority, that key at every level. Deeper
+# levels than that are not excluded until they are entered.
+_EVERY_LEVEL: Final = sum(1 << (level * WIDTH) for level in range(64))
 _PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
 
 
 class State:
-    """The include set, the mask of what is not excluded, and the active levels of a thread."""
+    """The include set, the mask of what is not excluded, and the active levels of a thread.
 
-    __slots__ = ("_below", "include", "levels", "mask", "running")
+    ``mask`` lacks what was excluded by the user and what a running kernel has put on; the bits
+    in ``everywhere`` are of the first kind, and hold for levels yet to come too.
+    """
+
+    __slots__ = ("_below", "everywhere", "include", "levels", "mask", "running")
 
     def __init__(
         self,
@@ -36,18 +43,21 @@ class State:
         mask: int,
         levels: tuple[Level, ...],
         running: Level | None = None,
+        everywhere: int = 0,
     ) -> None:
         self.include = include
         self.mask = mask
         self.levels = levels
         self.running = running
+        self.everywhere = everywhere
         self._below: dict[int, State] = {}
 
     def below(self, bit: int) -> State:
         """This state with the given bit and all higher ones excluded; what a kernel runs under."""
         state = self._below.get(bit)
         if state is None:
-            state = State(self.include, self.mask & ((1 << bit) - 1), self.levels)
+            mask = self.mask & ((1 << bit) - 1)
+            state = State(self.include, mask, self.levels, None, self.everywhere)
             self._below[bit] = state
         return state
 
@@ -96,18 +106,24 @@ def excluded() -> DispatchKeySet:
     return DispatchKeySet.from_bits(~tls.state.mask)
 
 
+class using:
+    """Context manager: runs the block under a state, and puts the previous one back."""
+
+    __slots__ = ("_previous", "_state")
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._previous = tls.state
+        tls.state = self._state
+
+    def __exit__(self, *exc: object) -> None:
+        tls.state = self._previous
+
+
 @contextmanager
-def using(state: State) -> Iterator[None]:
-    """Runs the block under a state, on this thread, and puts the previous one back."""
-    previous = tls.state
-    tls.state = state
-    try:
-        yield
-    finally:
-        tls.state = previous
-
-
-def include(*keys: DispatchKey | DispatchKeySet) -> AbstractContextManager[None]:
+def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     """Context manager: adds keys (at level 0) or a key set to this thread's include set.
 
     Nestable; the previous set is restored also after an exception.
@@ -118,26 +134,43 @@ def include(*keys: DispatchKey | DispatchKeySet) -> AbstractContextManager[None]
         ...     print(dispatch.included())
         DispatchKeySet(Trace@0)
     """
-    state = tls.state
-    bits = 0
-    for key in keys:
-        bits |= key.bits if isinstance(key, DispatchKeySet) else 1 << key.priority
-    return using(State(state.include | bits, state.mask, state.levels))
+    bits = DispatchKeySet(*keys).bits
+    old = tls.state
+    tls.state = State(old.include | bits, old.mask, old.levels, old.running, old.everywhere)
+    try:
+        yield
+    finally:
+        tls.state = old
 
 
-def exclude(*keys: DispatchKey | DispatchKeySet) -> AbstractContextManager[None]:
+@contextmanager
+def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     """Context manager: adds keys (at every level) or a key set to this thread's exclude set.
 
+    A key excluded stays so at levels that are entered in the block. Excluding beats including.
     Nestable; the previous set is restored also after an exception.
+
+    Example:
+        >>> from tsfunc import dispatch
+        >>> Trace = dispatch.DispatchKey.Trace
+        >>> with dispatch.exclude(Trace):
+        ...     print(Trace in dispatch.excluded())
+        True
     """
-    state = tls.state
-    bits = 0
+    everywhere = bits = 0
     for key in keys:
-        if isinstance(key, DispatchKeySet):
-            bits |= key.bits
+        if isinstance(key, DispatchKey):
+            everywhere |= _EVERY_LEVEL << key.priority
         else:
-            bits |= sum(1 << (level * WIDTH + key.priority) for level in range(_ALL_LEVELS))
-    return using(State(state.include, state.mask & ~bits, state.levels))
+            bits |= bits_of(key)
+    old = tls.state
+    mask = old.mask & ~(bits | everywhere)
+    everywhere |= old.everywhere
+    tls.state = State(old.include, mask, old.levels, old.running, everywhere)
+    try:
+        yield
+    finally:
+        tls.state = old
 
 
 Restore = Callable[[], AbstractContextManager[Any]]
@@ -158,6 +191,21 @@ def _user_code(frame: FrameType) -> tuple[CodeType, int]:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return frame.f_code, frame.f_lineno
+
+
+@contextmanager
+def _restoring(restores: Sequence[Restore]) -> Iterator[None]:
+    """Enters what each restorer returns, and leaves those entered whatever happens."""
+    with ExitStack() as stack:
+        for restore in restores:
+            stack.enter_context(restore())
+        yield
+
+
+_NOTHING_TO_RESTORE: Final = nullcontext()
+
+
+L = TypeVar("L", bound="Level")
 
 
 class Level:
@@ -187,24 +235,39 @@ class Level:
         self.alive = True
         self.outer = captured
         # Levels from here inward are new: a mask that a running kernel has put on them goes.
+        everywhere = captured.everywhere
         mask = captured.mask | (-1 << (self.depth * WIDTH))
+        if everywhere:
+            mask = captured.mask | ((-1 << (self.depth * WIDTH)) & ~everywhere)
         include = captured.include | self.bits if modal else captured.include
-        self.inner = State(include, mask, (*captured.levels, self))
+        self.inner = State(include, mask, (*captured.levels, self), None, everywhere)
         self.name = name or key.name
         self._site = _user_code(sys._getframe(1))
         self._kernel_states: dict[int, State] = {}
         self._restores = tuple(capture() for capture in _captures)
-        self._entered: State | None = None
+        self._entered = False
 
-    def __enter__(self) -> Level:
-        self._entered = tls.state
+    def __enter__(self: L) -> L:
+        if self._entered or tls.state is not self.outer:
+            self._refuse_entering()
+        self._entered = True
         tls.state = self.inner
         return self
 
     def __exit__(self, *exc: object) -> None:
-        assert self._entered is not None
-        tls.state = self._entered
+        tls.state = self.outer
         self.alive = False
+
+    def _refuse_entering(self) -> None:
+        raise DispatchError(
+            f"{self.name} (made at {self.site}): "
+            + (
+                "the level was entered before, and serves for one block only."
+                if self._entered
+                else "the level was made under another dispatch state than it is entered under."
+            )
+            + f" Write `with {type(self).__name__}(...) as level:`."
+        )
 
     @property
     def site(self) -> str:
@@ -217,7 +280,8 @@ class Level:
         state = self._kernel_states.get(bit)
         if state is None:
             outer = self.outer
-            state = State(outer.include, outer.mask & ((1 << bit) - 1), outer.levels, self)
+            mask = outer.mask & ((1 << bit) - 1)
+            state = State(outer.include, mask, outer.levels, self, outer.everywhere)
             self._kernel_states[bit] = state
         return state
 
@@ -227,14 +291,11 @@ class Level:
 
     def guard(self) -> AbstractContextManager[Any]:
         """Context manager: what the level captured outside of this package's own state."""
-        guards = ExitStack()
-        for restore in self._restores:
-            guards.enter_context(restore())
-        return guards
+        return _restoring(self._restores) if self._restores else _NOTHING_TO_RESTORE
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager: the whole captured state, on any thread (NOTE [state captured ...])."""
+        """Context manager: all that was captured, on any thread (NOTE [state captured ...])."""
         with using(self.outer), self.guard():
             yield
 

@@ -23,19 +23,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
-import optree
-import torch
-
+from tsfunc.dispatch import messages
+from tsfunc.dispatch.arguments import keys_of_arguments
 from tsfunc.dispatch.keys import (
     BACKENDS,
     WIDTH,
     DispatchKey,
     DispatchKeySet,
-    backend_of,
     caller_site,
     split_bit,
 )
-from tsfunc.dispatch.state import Level, global_set, tls
+from tsfunc.dispatch.state import Level, State, global_set, tls
 from tsfunc.errors import DispatchError, EscapedTracerError
 
 Kernel = Callable[..., Any]
@@ -55,8 +53,11 @@ class _Fallthrough:
 fallthrough: Final = _Fallthrough()
 
 
-class _Entry:
-    """A kernel in the table, and where it was registered."""
+class Entry:
+    """A kernel in the table, and where it was registered.
+
+    ``kind`` is "cell", "row" or "column"; a boxed kernel is called as ``(op, args, kwargs)``.
+    """
 
     __slots__ = ("boxed", "kernel", "kind", "site")
 
@@ -65,9 +66,15 @@ class _Entry:
 
 
 _lock = threading.RLock()
-_columns: dict[DispatchKey, _Entry] = {}
+_columns: dict[DispatchKey, Entry] = {}
 _operators: dict[str, Operator] = {}
-_resolvers: list[Callable[[Any], Sequence[Operator] | None]] = []
+
+Resolve = Callable[[Any], "Sequence[Operator] | None"]
+Choose = Callable[[Any, Sequence[Any], Mapping[str, Any]], "Operator | None"]
+Listener = Callable[["Operator", "DispatchKey | None"], None]
+_resolvers: list[Resolve] = []
+_choosers: list[Choose] = []
+_listeners: list[Listener] = []
 
 
 class Operator:
@@ -81,6 +88,7 @@ class Operator:
         DispatchError: the name is taken.
 
     Example:
+        >>> import torch
         >>> from tsfunc.dispatch import DispatchKey, Operator, register
         >>> double = Operator("doc::double")
         >>> @register(double, DispatchKey.CPU)
@@ -95,9 +103,9 @@ class Operator:
     def __init__(self, name: str, native: Kernel | None = None) -> None:
         self.name = name
         self.native = native
-        self.site = caller_site(2)
-        self._cells: dict[DispatchKey, _Entry] = {}
-        self._catch_all: _Entry | None = None
+        self.site = caller_site()
+        self._cells: dict[DispatchKey, Entry] = {}
+        self._catch_all: Entry | None = None
         self._cache: dict[int, tuple[Kernel, bool, int, int]] = {}
         with _lock:
             old = _operators.get(name)
@@ -133,6 +141,13 @@ class Operator:
             level = inner
         return self._run(found | level.bits, level, args, kwargs, True)
 
+    def run_key(
+        self, key: DispatchKey, level: Level, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls the kernel of another key of a level, from within a kernel of that level."""
+        bits = 1 << (level.depth * WIDTH + key.priority)
+        return self._run(bits, level, args, kwargs, False)
+
     def _run(
         self,
         bits: int,
@@ -143,14 +158,16 @@ class Operator:
     ) -> Any:
         entry = self._cache.get(bits)
         if entry is None:
-            entry = self._choose(bits, args)
+            entry = self._choose(bits, args, kwargs)
         kernel, boxed, bit, depth = entry
         previous = tls.state
         if depth:
             if level is None or level.depth != depth:
-                level = _level_at(depth, self)
+                level = level_at(depth, level, previous)
+                if level is None:
+                    raise DispatchError(messages.no_level(self.name, depth, bits))
             if not level.alive:
-                raise EscapedTracerError(escaped_message(self.name, level))
+                raise EscapedTracerError(messages.escaped(self.name, level))
             tls.state = level.kernel_state(bit)
         else:
             tls.state = previous.below(bit)
@@ -163,26 +180,26 @@ class Operator:
         finally:
             tls.state = previous
 
-    def _choose(self, bits: int, args: Sequence[Any]) -> tuple[Kernel, bool, int, int]:
-        rest = bits
-        while rest > 0:
-            bit = rest.bit_length() - 1
-            entry = self.entry(split_bit(bit)[1])
-            if entry is None:
-                raise DispatchError(_no_kernel(self, bit, bits))
-            if entry.kernel is not fallthrough:
-                chosen = (entry.kernel, entry.boxed, bit, bit // WIDTH)
-                self._cache[bits] = chosen
-                return chosen
-            rest ^= 1 << bit
-        raise DispatchError(
-            f"{self.name}({', '.join(type(a).__name__ for a in args)}): no key is left to "
-            f"dispatch to (key set {DispatchKeySet.from_bits(bits)!r}). An operator without "
-            f"tensor arguments is a factory: give it a BackendSelect kernel "
-            f"(register(op, DispatchKey.BackendSelect)) that chooses the backend."
-        )
+    def _choose(
+        self, bits: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Kernel, bool, int, int]:
+        """The kernel for a key set, whether it is boxed, its bit and level; kept for later."""
+        rest = DispatchKeySet.from_bits(bits)._finite("dispatch on")
+        # Nobody is to register between finding a kernel and keeping it.
+        with _lock:
+            while rest:
+                bit = rest.bit_length() - 1
+                entry = self.entry(split_bit(bit)[1])
+                if entry is None:
+                    raise DispatchError(messages.no_kernel(self.name, bit, bits))
+                if entry.kernel is not fallthrough:
+                    chosen = (entry.kernel, entry.boxed, bit, bit // WIDTH)
+                    self._cache[bits] = chosen
+                    return chosen
+                rest ^= 1 << bit
+        raise DispatchError(messages.nothing_left(self.name, bits, args, kwargs))
 
-    def entry(self, key: DispatchKey) -> _Entry | None:
+    def entry(self, key: DispatchKey) -> Entry | None:
         """What stands in the table for a key: cell, then row, then column."""
         return self._cells.get(key) or self._catch_all or _columns.get(key)
 
@@ -191,96 +208,12 @@ class Operator:
         return key in self._cells or self._catch_all is not None
 
 
-def _level_at(depth: int, op: Operator) -> Level:
-    levels = tls.state.levels
-    if depth <= len(levels):
-        return levels[depth - 1]
-    raise DispatchError(
-        f"{op.name}: the key set names level {depth}, but only {len(levels)} are active here."
-    )
-
-
-def escaped_message(name: str, level: Level) -> str:
-    """What to say of a value that is used after its level has ended."""
-    return (
-        f"{name}: got a value of {level.name} (called at {level.site}) after that transform "
-        f"had ended. Return the value from the transformed function instead of storing it "
-        f"in a variable or object outside of it."
-    )
-
-
-def _no_kernel(op: Operator, bit: int, bits: int) -> str:
-    level, key = split_bit(bit)
-    return (
-        f"{op.name}: no kernel for {key} at level {level}, the highest of "
-        f"{DispatchKeySet.from_bits(bits)!r}. Looked for, in this order: the cell "
-        f"(register(op, {key})), the row (register_catch_all(op)), the column "
-        f"(register_fallback({key})). Register one of them, with `fallthrough` to pass {key} over."
-    )
-
-
-# What a value of a type contributes to a call's key set.
-_NONE, _LEVEL, _KEYS, _TREE, _TENSOR = range(5)
-_kinds: dict[type, int] = {
-    type(None): _NONE, int: _NONE, float: _NONE, bool: _NONE, complex: _NONE, str: _NONE,
-    torch.dtype: _NONE, torch.device: _NONE, torch.layout: _NONE, torch.memory_format: _NONE,
-    torch.Size: _NONE, torch.Tensor: _TENSOR, torch.nn.Parameter: _TENSOR,
-    list: _TREE, tuple: _TREE, dict: _TREE,
-}  # fmt: skip
-
-
-def _kind_of(value: Any) -> int:
-    t = type(value)
-    kind = _kinds.get(t)
-    if kind is not None:
-        return kind
-    if hasattr(t, "dispatch_level"):
-        kind = _LEVEL
-    elif hasattr(t, "dispatch_keys"):
-        kind = _KEYS
-    elif isinstance(value, torch.Tensor):
-        kind = _TENSOR
-    else:
-        # Not kept: a type can be registered as a pytree at any time.
-        leaf = optree.tree_is_leaf(value, none_is_leaf=True)
-        return _KEYS if hasattr(value, "dispatch_keys") else _NONE if leaf else _TREE
-    _kinds[t] = kind
-    return kind
-
-
-def keys_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Level | None]:
-    """The bits that the arguments contribute, and the innermost level found among them."""
-    bits = 0
-    level: Level | None = None
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        kind = _kinds.get(type(value))
-        if kind is None:
-            kind = _kind_of(value)
-        if kind == _LEVEL:
-            found = value.dispatch_level
-            bits |= found.bits
-            level = _innermost(level, found)
-        elif kind == _TENSOR:
-            bits |= 1 << backend_of(value.device.type).priority
-        elif kind == _TREE:
-            leaves = optree.tree_leaves(value, none_is_leaf=True)
-            more, found = keys_of_arguments(leaves, {})
-            bits |= more
-            if found is not None:
-                level = _innermost(level, found)
-        elif kind == _KEYS:
-            bits |= value.dispatch_keys.bits
-    return bits, level
-
-
-def _innermost(a: Level | None, b: Level) -> Level:
-    """The inner one of two levels; of two at the same depth the one that has ended.
-
-    Values of two transforms at one depth meet only where one of them has escaped.
-    """
-    if a is None or a is b or b.depth > a.depth or (b.depth == a.depth and not b.alive):
-        return b
-    return a
+def level_at(depth: int, inner: Level | None, state: State) -> Level | None:
+    """The level at a depth: outside of ``inner``, on whichever thread, or else active here."""
+    levels = state.levels
+    if inner is not None and inner.depth >= depth:
+        levels = (*inner.outer.levels, inner)
+    return levels[depth - 1] if depth <= len(levels) else None
 
 
 def operators_of(op: Any) -> Sequence[Operator]:
@@ -299,9 +232,46 @@ def operators_of(op: Any) -> Sequence[Operator]:
     )
 
 
-def on_resolve(resolve: Callable[[Any], Sequence[Operator] | None]) -> None:
-    """Teaches ``register`` what else names an operator; ``resolve`` returns None if it can't."""
+def operator_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
+    """The one row that a call means; of several overloads the one that takes the arguments."""
+    found = operators_of(op)
+    if len(found) == 1:
+        return found[0]
+    for choose in _choosers:
+        chosen = choose(op, args, kwargs)
+        if chosen is not None:
+            return chosen
+    raise DispatchError(
+        f"{op!r} stands for {len(found)} operators, and {messages.call('it', args, kwargs)} does "
+        f"not say which: {', '.join(o.name for o in found)}. Name the one that is meant."
+    )
+
+
+def on_resolve(resolve: Resolve, choose: Choose | None = None) -> None:
+    """Teaches ``register`` what else names operators; both functions return None if they can't.
+
+    Args:
+        resolve: all the operators that something names.
+        choose: the one of them that takes the arguments of a call.
+    """
     _resolvers.append(resolve)
+    if choose is not None:
+        _choosers.append(choose)
+
+
+def on_register(listener: Listener) -> Listener:
+    """Has ``listener(op, key)`` called when a cell is filled, with None for a row.
+
+    For who keeps kernels elsewhere, to be found faster than here.
+    """
+    _listeners.append(listener)
+    return listener
+
+
+def _changed(op: Operator, key: DispatchKey | None) -> None:
+    op._cache.clear()
+    for listener in _listeners:
+        listener(op, key)
 
 
 def find_operator(name: str) -> Operator | None:
@@ -314,7 +284,7 @@ def _forget_choices() -> None:
         op._cache.clear()
 
 
-def _refuse_duplicate(what: str, old: _Entry | None, site: str) -> None:
+def _refuse_duplicate(what: str, old: Entry | None, site: str) -> None:
     if old is not None:
         raise DispatchError(
             f"{what}: a kernel is there already, registered at {old.site}; this one is at {site}. "
@@ -338,15 +308,15 @@ def register(op: Any, key: DispatchKey, kernel: Any = None) -> Any:
     """
     if kernel is None:
         return lambda k: register(op, key, k)
-    site = _site_of(kernel)
+    site = caller_site()
     with _lock:
         targets = operators_of(op)
         for target in targets:
             what = f"register({target.name}, {key})"
             _refuse_duplicate(what, target._cells.get(key), site)
         for target in targets:
-            target._cells[key] = _Entry(kernel, False, "cell", site)
-            target._cache.clear()
+            target._cells[key] = Entry(kernel, False, "cell", site)
+            _changed(target, key)
     return kernel
 
 
@@ -362,14 +332,14 @@ def register_catch_all(op: Any, kernel: Any = None) -> Any:
     """
     if kernel is None:
         return lambda k: register_catch_all(op, k)
-    site = _site_of(kernel)
+    site = caller_site()
     with _lock:
         targets = operators_of(op)
         for target in targets:
             _refuse_duplicate(f"register_catch_all({target.name})", target._catch_all, site)
         for target in targets:
-            target._catch_all = _Entry(kernel, False, "row", site)
-            target._cache.clear()
+            target._catch_all = Entry(kernel, False, "row", site)
+            _changed(target, None)
     return kernel
 
 
@@ -385,19 +355,12 @@ def register_fallback(key: DispatchKey, kernel: Any = None) -> Any:
     """
     if kernel is None:
         return lambda k: register_fallback(key, k)
-    site = _site_of(kernel)
+    site = caller_site()
     with _lock:
         _refuse_duplicate(f"register_fallback({key})", _columns.get(key), site)
-        _columns[key] = _Entry(kernel, True, "column", site)
+        _columns[key] = Entry(kernel, True, "column", site)
         _forget_choices()
     return kernel
-
-
-def _site_of(kernel: Any) -> str:
-    code = getattr(kernel, "__code__", None)
-    if code is None:
-        return caller_site(3)
-    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -407,6 +370,7 @@ def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
     called, and nothing is computed from the arguments.
 
     Example:
+        >>> import torch
         >>> from tsfunc import dispatch
         >>> calls = []
         >>> Count = dispatch.DispatchKey.define("Count")
@@ -420,10 +384,9 @@ def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
         >>> calls
         ['doc::triple']
     """
-    (target,) = operators_of(op)
     if args and isinstance(args[0], DispatchKeySet):
-        return target.redispatch(args[0], *args[1:], **kwargs)
-    return target.call(args, kwargs, restore=True)
+        return operator_for(op, args[1:], kwargs).redispatch(*args, **kwargs)
+    return operator_for(op, args, kwargs).call(args, kwargs, restore=True)
 
 
 def _run_native(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -431,7 +394,7 @@ def _run_native(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if op.native is None:
         keys = ", ".join(str(key) for key in op._cells) or "none"
         raise DispatchError(
-            f"{op.name}({', '.join(type(a).__name__ for a in args)}): no backend kernel. "
+            f"{messages.call(op.name, args, kwargs)}: no backend kernel. "
             f"It has kernels for: {keys}. Register one for the arguments' backend, "
             f"or for all of them with Operator(name, native=function)."
         )
@@ -439,5 +402,5 @@ def _run_native(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 for _backend in BACKENDS:
-    _columns[_backend] = _Entry(_run_native, True, "column", f"{__name__} (the operator's own)")
-_columns[DispatchKey.BackendSelect] = _Entry(fallthrough, True, "column", __name__)
+    _columns[_backend] = Entry(_run_native, True, "column", f"{__name__} (the operator's own)")
+_columns[DispatchKey.BackendSelect] = Entry(fallthrough, True, "column", __name__)

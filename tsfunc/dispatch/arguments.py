@@ -1,0 +1,117 @@
+"""What the arguments of a call contribute to its key set.
+
+Looked at are the arguments themselves and what is in lists, tuples, dicts and every other
+pytree that optree knows. A value speaks for itself by one of two attributes, of its class or
+its own: ``dispatch_level``, the :class:`Level` that it is a value of, or ``dispatch_keys``, a
+:class:`DispatchKeySet`. A plain tensor stands for its backend, all else for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.dispatch.keys import backend_of
+from tsfunc.dispatch.state import Level
+
+_NONE, _LEVEL, _KEYS, _SEQUENCE, _MAPPING, _TREE, _TENSOR = range(7)
+_kinds: dict[type, int] = {
+    type(None): _NONE, int: _NONE, float: _NONE, bool: _NONE, complex: _NONE, str: _NONE,
+    torch.dtype: _NONE, torch.device: _NONE, torch.layout: _NONE, torch.memory_format: _NONE,
+    torch.Size: _NONE, torch.Tensor: _TENSOR, torch.nn.Parameter: _TENSOR,
+    list: _SEQUENCE, tuple: _SEQUENCE, dict: _MAPPING,
+}  # fmt: skip
+
+
+class _BackendBits(dict[str, int]):
+    """The backend's bit for each ``torch.device.type``, worked out when it is first met."""
+
+    def __missing__(self, device_type: str) -> int:
+        bit = self[device_type] = 1 << backend_of(device_type).priority
+        return bit
+
+
+_backend_bits = _BackendBits()
+
+
+def _kind_of(value: Any) -> int:
+    t = type(value)
+    kind = _kinds.get(t)
+    if kind is not None:
+        return kind
+    if hasattr(t, "dispatch_level"):
+        kind = _LEVEL
+    elif hasattr(t, "dispatch_keys"):
+        kind = _KEYS
+    elif isinstance(value, torch.Tensor):
+        kind = _TENSOR
+    else:
+        return _kind_of_instance(value)
+    _kinds[t] = kind
+    return kind
+
+
+def _kind_of_instance(value: Any) -> int:
+    """The kind where the type does not tell; not kept, for a type can become a pytree later."""
+    if isinstance(value, type):
+        return _NONE
+    if hasattr(value, "dispatch_level"):
+        return _LEVEL
+    if hasattr(value, "dispatch_keys"):
+        return _KEYS
+    return _NONE if optree.tree_is_leaf(value, none_is_leaf=True) else _TREE
+
+
+def speaks_for_itself(value: Any) -> bool:
+    """Whether a value's own attributes say what it contributes, whatever is inside of it."""
+    return _kind_of(value) in (_LEVEL, _KEYS)
+
+
+def keys_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Level | None]:
+    """The bits that the arguments contribute, and the innermost level found among them."""
+    bits = 0
+    level: Level | None = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = _kinds.get(type(value))
+        if kind is None:
+            kind = _kind_of(value)
+        if kind == _NONE:
+            continue
+        if kind == _LEVEL:
+            found = value.dispatch_level
+            bits |= found.bits
+            level = _innermost(level, found)
+        elif kind == _TENSOR:
+            bits |= _backend_bits[value.device.type]
+        elif kind == _KEYS:
+            bits |= value.dispatch_keys.bits
+        else:
+            more, found = keys_of_arguments(_items(value, kind), {})
+            bits |= more
+            if found is not None:
+                level = _innermost(level, found)
+    return bits, level
+
+
+def _items(value: Any, kind: int) -> Sequence[Any]:
+    if kind == _SEQUENCE:
+        return value  # type: ignore[no-any-return]
+    if kind == _MAPPING:
+        return tuple(value.values())
+    leaves: Iterable[Any] = optree.tree_leaves(
+        value, is_leaf=lambda v: v is not value and speaks_for_itself(v), none_is_leaf=True
+    )
+    return tuple(leaves)
+
+
+def _innermost(a: Level | None, b: Level) -> Level:
+    """The inner one of two levels; of two at the same depth the one that has ended.
+
+    Values of two transforms at one depth meet only where one of them has escaped.
+    """
+    if a is None or a is b or b.depth > a.depth or (b.depth == a.depth and not b.alive):
+        return b
+    return a

@@ -1,0 +1,65 @@
+"""What the table says when a call can't be dispatched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tsfunc.dispatch.arguments import keys_of_arguments
+from tsfunc.dispatch.keys import DispatchKeySet, split_bit
+from tsfunc.dispatch.state import Level, tls
+
+
+def call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The call in short: the types of its arguments."""
+    given = [type(arg).__name__ for arg in args]
+    given += [f"{key}={type(arg).__name__}" for key, arg in kwargs.items()]
+    return f"{name}({', '.join(given)})"
+
+
+def escaped(name: str, level: Level) -> str:
+    """A value is used after its level has ended."""
+    return (
+        f"{name}: got a value of {level.name} (called at {level.site}) after that transform "
+        f"had ended. Return the value from the transformed function instead of storing it "
+        f"in a variable or object outside of it."
+    )
+
+
+def no_kernel(name: str, bit: int, bits: int) -> str:
+    """The key that is dispatched to has no cell, row or column."""
+    level, key = split_bit(bit)
+    return (
+        f"{name}: no kernel for {key} at level {level}, the highest of "
+        f"{DispatchKeySet.from_bits(bits)!r}. Looked for, in this order: the cell "
+        f"(register(op, {key})), the row (register_catch_all(op)), the column "
+        f"(register_fallback({key})). Register one of them, with `fallthrough` to pass {key} over."
+    )
+
+
+def no_level(name: str, depth: int, bits: int) -> str:
+    """The key set has a level that neither the thread nor the arguments know."""
+    return (
+        f"{name}: the key set {DispatchKeySet.from_bits(bits)!r} names level {depth}, but only "
+        f"{len(tls.state.levels)} levels are active on this thread, and no argument is a value "
+        f"of that level."
+    )
+
+
+def nothing_left(name: str, bits: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """All keys fall through, or there is none."""
+    what = (
+        f"{call(name, args, kwargs)}: no key is left to dispatch to "
+        f"(key set {DispatchKeySet.from_bits(bits)!r})."
+    )
+    masked = keys_of_arguments(args, kwargs)[0] & ~bits
+    if masked:
+        return (
+            f"{what} The arguments have {DispatchKeySet.from_bits(masked)!r}, which is excluded "
+            f"here. Call the operator on the values that they stand for, or outside of the block "
+            f"that excludes it."
+        )
+    return (
+        f"{what} An operator without tensor arguments is a factory: give it a BackendSelect "
+        f"kernel (register(op, DispatchKey.BackendSelect)) that chooses the backend."
+    )
