@@ -1,8 +1,8 @@
 """Runs a row's rule on physical values and compares it with the loop over the operator.
 
-    check(torch.ops.aten.add.Tensor, x, y)            # every choice of batched arguments
-    check(op, x, dim=1, choices=[(0,)])               # only args[0] batched
-    for call in database_calls("softmax"): check(call.op, *call.args, **call.kwargs)
+check(torch.ops.aten.add.Tensor, x, y)            # every choice of batched arguments
+check(op, x, dim=1, choices=[(0,)])               # only args[0] batched
+for call in database_calls("softmax"): check(call.op, *call.args, **call.kwargs)
 """
 
 from __future__ import annotations
@@ -139,7 +139,10 @@ def compare(out: Any, dims: Any, expected: Sequence[Any], what: str) -> None:
             mine = value if at is None else value.select(at, i)
             assert mine.shape == w.shape, f"{label}: {tuple(mine.shape)} not {tuple(w.shape)}"
             try:
-                torch.testing.assert_close(mine, w, equal_nan=True)
+                # Summing in another order moves the last digits.
+                single = w.dtype in (torch.float32, torch.complex64)
+                loose: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if single else {}
+                torch.testing.assert_close(mine, w, equal_nan=True, **loose)
             except AssertionError as e:
                 raise AssertionError(f"{label}: {e}") from None
 

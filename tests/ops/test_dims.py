@@ -52,10 +52,13 @@ def test_align_broadcasts_as_examples_do(ranks: tuple[int, int], which: tuple[in
     logical = [torch.randn(s[3 - r :]) for s, r in zip(sizes, ranks, strict=True)]
     places: list[Any] = [range(r + 1) if i in which else [None] for i, r in enumerate(ranks)]
     for ats in itertools.product(*places):
-        batches = [x if at is None else torch.stack([x + k for k in range(5)])
-                   for x, at in zip(logical, ats, strict=True)]  # fmt: skip
-        physical = [b if at is None else b.movedim(0, at)
-                    for b, at in zip(batches, ats, strict=True)]  # fmt: skip
+        batches = [
+            x if at is None else torch.stack([x + k for k in range(5)])
+            for x, at in zip(logical, ats, strict=True)
+        ]
+        physical = [
+            b if at is None else b.movedim(0, at) for b, at in zip(batches, ats, strict=True)
+        ]
         (x, y), out = d.align(physical, ats)
         total = (x + y).movedim(out, 0)
         for k in range(5):

@@ -16,6 +16,7 @@ from tsfunc.ops.dims import (
     align,
     batched_at,
     every_dim,
+    filled,
     front,
     physical_dim,
     promote_scalars,
@@ -30,16 +31,24 @@ def flat(x: Tensor, at: int) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
 
 
-def reduction(place: int = 1, keep: int | None = 2, default: int | None = None) -> Rule:
+def reduction(
+    place: int = 1,
+    keep: int | None = 2,
+    default: int | None = None,
+    between: tuple[Any, ...] = (),
+) -> Rule:
     """The rule of a reduction whose dims are ``args[place]``: an int, a list, or all (None).
 
-    ``args[keep]`` is its keepdim; None where that is keyword-only or missing.
+    ``args[keep]`` is its keepdim; None where that is keyword-only or missing. ``between`` are
+    the defaults of the arguments between the tensor and the dims.
     """
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, at = args[0], dims[0]
+        if len(args) < place:
+            args = [x, *filled(args[1:], *between)]
         given = args[place] if len(args) > place else default
         kept = args[keep] if keep is not None and len(args) > keep else kwargs.get("keepdim")
         rank = x.dim() - 1
@@ -54,10 +63,7 @@ def reduction(place: int = 1, keep: int | None = 2, default: int | None = None) 
             else:
                 target = every_dim(rank, at)
             before = sum([dim < at for dim in target])
-        if len(args) < place:
-            out = op(*args, dim=target, **kwargs)
-        else:
-            out = op(x, *args[1:place], target, *args[place + 1 :], **kwargs)
+        out = op(x, *args[1:place], target, *args[place + 1 :], **kwargs)
         return out, at if kept else at - before
 
     return rule
@@ -82,8 +88,6 @@ def _of_scalar(
     if "keepdim" in kwargs:
         kwargs = {**kwargs, "keepdim": False}
     target = 1 if single else [1]
-    if len(args) < place:
-        return op(x.unsqueeze(1), *args[1:], dim=target, **kwargs)
     return op(x.unsqueeze(1), *args[1:place], target, *rest, **kwargs)
 
 
@@ -276,10 +280,10 @@ rows(
     "aten::hash_tensor",
     "aten::count_nonzero.dim_IntList",
 )
+rows(Category.TENSOR_ITERATOR, reduction(2, 3, None, (2,)), "aten::linalg_vector_norm")
 rows(
     Category.TENSOR_ITERATOR,
     reduction(2, 3),
-    "aten::linalg_vector_norm",
     "aten::norm.ScalarOpt_dim",
     "aten::norm.ScalarOpt_dim_dtype",
 )

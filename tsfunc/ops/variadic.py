@@ -12,9 +12,7 @@ from tsfunc.ops.dims import batched_front, physical_dim, unit_dims, wrap
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
 
 
-def in_front(
-    tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
-) -> list[Tensor]:
+def in_front(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> list[Tensor]:
     """Each of the tensors with a batch dim first."""
     return [batched_front(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
 
