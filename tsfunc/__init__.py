@@ -8,6 +8,7 @@ from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
 from tsfunc.transforms.modules import functional_call, stack_module_state
 from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
+from tsfunc.transforms.specialize import specialize
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Dim, MetaTensorType
 
@@ -27,6 +28,7 @@ __all__ = [
     "jacfwd",
     "jacrev",
     "jvp",
+    "specialize",
     "stack_module_state",
     "value_and_grad",
     "vjp",

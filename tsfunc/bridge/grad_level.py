@@ -14,7 +14,7 @@ import optree
 import torch
 
 from tsfunc.bridge.operators import TorchOperator
-from tsfunc.bridge.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracer import Tracer, TracerLevel, written
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback, running_level
 
 
@@ -81,5 +81,5 @@ def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     values, named = optree.tree_map(inner, (tuple(args), dict(kwargs)), none_is_leaf=True)  # type: ignore[arg-type]
     out = op.native(*values, **named)
     if isinstance(op, TorchOperator) and op.inplace:
-        return args[0]
+        return written(op, args, kwargs)
     return optree.tree_map(outer, out, none_is_leaf=True)

@@ -103,3 +103,9 @@ def with_factory_key() -> Any:
 def without_factory_key() -> Any:
     """Context manager: factory and random functions are torch's own."""
     return _ExcludeDispatchKeyGuard(DispatchKeySet(FACTORY_KEY))
+
+
+def outside_all_levels() -> Any:
+    """Context manager: torch's thread-local sets as if no level were active here."""
+    include = _dispatch_tls_local_include_set().remove(FACTORY_KEY)
+    return _ForceDispatchKeyGuard(include, _dispatch_tls_local_exclude_set())

@@ -300,6 +300,11 @@ class Level:
             yield
 
 
+def outside_all_levels() -> AbstractContextManager[None]:
+    """Context manager: no level is active, and nothing included or excluded."""
+    return using(State(0, -1, ()))
+
+
 def running_level() -> Level | None:
     """Inside a kernel of a level: that level."""
     return tls.state.running

@@ -1,0 +1,137 @@
+"""Symbolic sizes: one symbol for each named dim, and what a trace asked of it.
+
+torch's ShapeEnv does the algebra. Private names used here (torch 2.11 to 2.13):
+``torch._guards.Source`` says where a symbol comes from; ``torch.fx.experimental.symbolic_shapes``
+and ``torch.utils._sympy`` have ShapeEnv and its expressions. They import sympy, which takes half a
+second, so this file imports them where a named dim is first traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# Sizes that stand for a named dim while tracing; large primes, so that none is the size of
+# something else by chance.
+_HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A fact about named dims that a trace relied on, and the line that made it."""
+
+    fact: str
+    line: str
+
+
+class Symbols:
+    """The named dims of one trace.
+
+    Args:
+        bounds: for each name the least and the greatest size (None: no limit).
+    """
+
+    def __init__(self, bounds: Mapping[str, tuple[int | None, int | None]]) -> None:
+        self.sizes: dict[str, Any] = {}
+        self._names: dict[Any, str] = {}
+        self._env: Any = None
+        if not bounds:
+            self.fake = FakeTensorMode()
+            return
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self._env = ShapeEnv(duck_shape=False)
+        self.fake = FakeTensorMode(shape_env=self._env)
+        for hint, (name, (least, most)) in zip(_HINTS, bounds.items(), strict=False):
+            self.sizes[name] = self._size(name, hint, least, most)
+
+    def _size(self, name: str, hint: int, least: int | None, most: int | None) -> Any:
+        from torch._guards import Source
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        class NamedDim(Source):
+            @property
+            def name(self) -> str:  # type: ignore[override]
+                return dim_name
+
+            @property
+            def _name_template(self) -> str:
+                return dim_name
+
+            def __hash__(self) -> int:
+                return hash(dim_name)
+
+            def __eq__(self, other: object) -> bool:
+                return isinstance(other, NamedDim)
+
+        dim_name = name
+        low = max(2, least or 2)
+        hint = max(low, min(hint, most)) if most is not None else max(low, hint)
+        source = NamedDim()
+        symbol = self._env.create_symbol(
+            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+        )
+        self._env.constrain_symbol_range(
+            symbol, compiler_min=low, compiler_max=most if most is not None else (1 << 62)
+        )
+        self._names[symbol] = name
+        return self._env.create_symintnode(symbol, hint=hint, source=source)
+
+    def needs(self) -> list[Need]:
+        """What the trace found out by asking, and the descriptors do not say."""
+        if self._env is None:
+            return []
+        return [
+            Need(self.spell(guard.expr), _line(guard.sloc.framework_loc))
+            for guard in self._env.guards
+        ]
+
+    def spell(self, expr: Any) -> str:
+        """An expression in the user's names."""
+        names = {symbol: type(symbol)(name) for symbol, name in self._names.items()}
+        return str(expr.xreplace(names))
+
+    def spell_size(self, size: Any) -> str:
+        """A size in the user's names."""
+        return str(size) if isinstance(size, int) else self.spell(size.node.expr)
+
+    def as_nodes(self, graph: torch.fx.Graph, inputs: Mapping[str, torch.fx.Node]) -> Any:
+        """A function that records a symbolic number as a node, from those of its names."""
+        cache: dict[Any, Any] = {}
+
+        def record(value: Any) -> Any:
+            expr = value.node.expr
+            if expr.is_number:
+                return int(expr) if isinstance(value, torch.SymInt) else float(expr)
+            if expr not in cache:
+                cache[expr] = self._node(expr, graph, inputs)
+            return cache[expr]
+
+        return record
+
+    def _node(self, expr: Any, graph: torch.fx.Graph, inputs: Mapping[str, torch.fx.Node]) -> Any:
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+        values = {
+            symbol: torch.fx.Proxy(inputs[name], tracer) for symbol, name in self._names.items()
+        }
+        node = sympy_interp(PythonReferenceAnalysis, values, expr).node
+        node.meta["expr"] = self.spell(expr)
+        return node
+
+
+def _line(frame: Any) -> str:
+    """``file:line`` of a frame summary, where ShapeEnv kept one."""
+    return f"{frame.filename}:{frame.lineno}" if hasattr(frame, "filename") else str(frame)
+
+
+def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
+    """The node for a size of a tensor."""
+    return graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))

@@ -1,0 +1,282 @@
+"""The Trace and Specialize keys: traced tensors, and the kernels that record a program.
+
+A traced tensor has a fake value (shape, type, device, no data) and a node of a torch.fx graph.
+For an operator the Specialize kernel works out what the results are, on fake values; the Trace
+kernel has it do so, and records the call. Both see the operators as the user called them:
+autograd is outside of the level, so composite operators stay whole, and a program is
+differentiable, vmappable and traceable again.
+
+Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
+which runs operators on shapes, and the errors for results that depend on data.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+
+from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.torch_state import without_factory_key
+from tsfunc.bridge.tracer import METHODS, Tracer, TracerLevel, metadata, written
+from tsfunc.dispatch import (
+    DispatchKey,
+    Operator,
+    current_levels,
+    register,
+    register_fallback,
+    running_level,
+)
+from tsfunc.errors import DataDependentError, MissingRuleError
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class TraceLevel(TracerLevel):
+    """A trace that is being recorded.
+
+    Attributes:
+        graph: the torch.fx graph so far.
+        fake: the mode that works out results.
+        sizes: records a symbolic number as a node of the graph.
+        lifted: the tensors from outside that the function reads, each with its node.
+    """
+
+    __slots__ = ("fake", "graph", "lifted", "sizes")
+
+    def __init__(self, name: str, fake: FakeTensorMode, sizes: Callable[[Any], Any]) -> None:
+        super().__init__(DispatchKey.Trace, name)
+        self.graph = torch.fx.Graph()
+        self.fake = fake
+        self.sizes = sizes
+        self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
+
+    def sees_factories(self, random: bool) -> bool:
+        return True
+
+    def fake_like(
+        self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
+    ) -> torch.Tensor:
+        """A fake tensor of the example's type and device."""
+        with without_factory_key(), self.fake:
+            return torch.empty_strided(
+                shape, strides, dtype=example.dtype, device=example.device
+            )
+
+    def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
+        """A new input of the graph that looks like the fake value."""
+        return _wrap(value, self.graph.placeholder(name), self, requires_grad)
+
+    def lift(self, value: torch.Tensor) -> TraceTracer:
+        """A tensor from outside: the program reads it anew, as an input, at every call."""
+        known = self.lifted.get(id(value))
+        if known is None:
+            like = self.fake_like(value, value.shape, value.stride())
+            node = self.graph.get_attr(f"lifted_{len(self.lifted)}")
+            known = value, _wrap(like, node, self, value.requires_grad)
+            self.lifted[id(value)] = known
+        return known[1]
+
+
+class TraceTracer(Tracer):
+    """A tensor of which only shape, type and device are known."""
+
+    __slots__ = ("node", "tracks", "value")
+
+    value: torch.Tensor
+    node: torch.fx.Node
+    tracks: bool
+    dispatch_level: TraceLevel
+
+    def cut(self) -> TraceTracer:
+        level = self.dispatch_level
+        node = level.graph.call_function(torch.ops.aten.detach.default, (self.node,))
+        return _wrap(self.value, node, level, False)
+
+    def describe(self) -> str:
+        level = self.dispatch_level
+        if not level.alive:
+            return f"TraceTracer(of {level.name}, which has ended)"
+        return f"TraceTracer(%{self.node.name} of {level.name}, {self.value!r})"
+
+
+def _wrap(
+    value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
+) -> TraceTracer:
+    tracer: TraceTracer = TraceTracer.make(value, level)
+    tracer.value = value
+    tracer.node = node
+    tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())
+    node.meta["val"] = value
+    return tracer
+
+
+def _reads_requires_grad(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What the user sees is whether autograd will record there when the program runs."""
+    own = metadata(func, types, args, kwargs)
+    return own or (isinstance(args[0], TraceTracer) and args[0].tracks)
+
+
+METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: ignore[attr-defined]
+
+
+@register("aten::detach", DispatchKey.Trace)
+def _detach(value: TraceTracer) -> TraceTracer:
+    """Autograd's own detach at this level; the user's is answered by door 1, and recorded."""
+    return _wrap(value.value, value.node, value.dispatch_level, False)
+
+
+@register_fallback(DispatchKey.Specialize)
+def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The column of the Specialize key: results on fake values."""
+    level = running_level()
+    assert isinstance(level, TraceLevel) and op.native is not None
+
+    def fake(arg: Any) -> Any:
+        if isinstance(arg, TraceTracer):
+            return arg.value
+        return level.lift(arg).value if isinstance(arg, torch.Tensor) else arg
+
+    values, named = optree.tree_map(fake, (tuple(args), dict(kwargs)), none_is_leaf=True)  # type: ignore[arg-type]
+    try:
+        with level.fake:
+            return op.native(*values, **named)
+    except DataDependentOutputException:
+        raise DataDependentError(_data_dependent(op, level)) from None
+    except DynamicOutputShapeException:
+        raise DataDependentError(
+            f"{level.name}: the shape of what {op.name} returns depends on its data, which a "
+            f"trace does not have. Use an operator whose shape does not (torch.where, a mask), "
+            f"or call it outside of the specialized function."
+        ) from None
+
+
+def _data_dependent(op: Operator, level: TraceLevel) -> str:
+    return (
+        f"{level.name}: a traced tensor was used as a Python number or bool ({op.name}), but a "
+        f"trace has no data: `if`, `while`, int(), float(), .item() and .tolist() on it can't be "
+        f"served. Write the choice with torch.where, or make the value an argument that is no "
+        f"tensor, which is burnt in."
+    )
+
+
+@register_fallback(DispatchKey.Trace)
+def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The column of the Trace key: has the results worked out, and records the call."""
+    level = running_level()
+    assert isinstance(level, TraceLevel)
+    if not isinstance(op, TorchOperator):
+        raise MissingRuleError(
+            f"{level.name}: {op.name} is no torch operator, so a program can't name it. Register "
+            f"a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
+        )
+    results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
+    tracks = torch.is_grad_enabled()
+
+    def node_of(arg: Any) -> Any:
+        nonlocal any_tracks
+        if isinstance(arg, torch.Tensor):
+            tracer = arg if isinstance(arg, TraceTracer) else level.lift(arg)
+            any_tracks = any_tracks or tracer.tracks
+            return tracer.node
+        return level.sizes(arg) if isinstance(arg, _SYMBOLIC) else arg
+
+    any_tracks = False
+    nodes, named = optree.tree_map(node_of, (tuple(args), dict(kwargs)), none_is_leaf=True)  # type: ignore[arg-type]
+    node = level.graph.call_function(op.overload, _as_lists(nodes), named)
+    node.meta["op"] = op
+    if level.torch_state.grad_mode and not tracks:
+        node.meta["no_grad"] = True
+    return _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
+
+
+def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:
+    """torch.Size and tuples inside of arguments as lists, which is how a graph spells them."""
+    return tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
+
+
+def _record_results(
+    op: TorchOperator,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: Any,
+    node: torch.fx.Node,
+    level: TraceLevel,
+    tracks: bool,
+) -> Any:
+    if op.inplace and isinstance(results, torch.Tensor):
+        first = args[0]
+        first.tracks = first.tracks or tracks
+        return written(op, args, kwargs)
+    if isinstance(results, torch.Tensor):
+        return _wrap(results, node, level, tracks)
+    if isinstance(results, list | tuple):
+        return type(results)(
+            _wrap(item, _item(node, i, level), level, tracks)
+            if isinstance(item, torch.Tensor)
+            else item
+            for i, item in enumerate(results)
+        )
+    return results
+
+
+def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
+    return level.graph.call_function(operator.getitem, (node, i))
+
+
+class Lifting(TorchFunctionMode):
+    """While it is active, the function's own calls on tensors from outside are recorded too.
+
+    Without it a result of such tensors alone would be computed while tracing, and be stale
+    once they change.
+    """
+
+    def __init__(self, level: TraceLevel) -> None:
+        super().__init__()
+        self.level = level
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in METHODS or func in (torch.detach, torch.Tensor.detach):
+            args = tuple([self._lifted(arg) for arg in args])
+            kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _lifted(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if isinstance(value, Tracer) else self.level.lift(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._lifted(item) for item in value)
+        return value
+
+
+def tracing_here() -> bool:
+    """Whether the code that runs is being traced."""
+    return any(isinstance(level, TraceLevel) for level in current_levels())
+
+
+def node_of_output(value: Any, level: TraceLevel) -> Any:
+    """What a result of the traced function is in the graph: a node, or a constant."""
+    if isinstance(value, TraceTracer) and value.dispatch_level is level:
+        return value.node
+    if isinstance(value, torch.Tensor):
+        return level.lift(value).node
+    return level.sizes(value) if isinstance(value, _SYMBOLIC) else value

@@ -1,0 +1,175 @@
+"""Capture: a function run once on traced tensors, its operators recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+
+from tsfunc.bridge import torch_state
+from tsfunc.bridge.factories import watching_factories
+from tsfunc.bridge.symbols import Symbols, size_node
+from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
+from tsfunc.dispatch import state
+from tsfunc.errors import ConstraintViolation
+from tsfunc.program.codegen import generate
+from tsfunc.program.passes import simplify
+from tsfunc.program.program import Program
+from tsfunc.types import Dim, DimExpr, DimForm
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a trace takes for granted of one tensor among the flattened arguments.
+
+    Attributes:
+        position: where it stands among them.
+        name: what the program calls it.
+        example: the tensor itself; its data is not looked at.
+        dims: for each dim its size, or the named dim or expression that it is.
+    """
+
+    position: int
+    name: str
+    example: torch.Tensor
+    dims: tuple[DimForm, ...]
+
+
+def capture(
+    func: Callable[..., Any],
+    name: str,
+    flat: Sequence[Any],
+    tree: optree.PyTreeSpec,
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+) -> Program:
+    """Traces a function.
+
+    Args:
+        func: takes what ``tree`` unflattens to: a tuple of (args, kwargs).
+        name: how errors and the program call it.
+        flat: the flattened arguments; those that are no tensors are burnt in.
+        tree: their structure.
+        inputs: the tensors among them.
+        bounds: the named dims that stay symbolic.
+
+    Raises:
+        ConstraintViolation: the function's course depends on the size of a named dim.
+        DataDependentError: it uses a tensor as a Python number or bool.
+    """
+    symbols = Symbols({dim: (d.min, d.max) for dim, d in bounds.items()})
+    with torch_state.outside_all_levels(), state.outside_all_levels():
+        level = TraceLevel(f"specialize({name})", symbols.fake, lambda value: None)
+        out = _trace(level, func, flat, tree, inputs, bounds, symbols)
+    leaves, out_tree = optree.tree_flatten(out, none_is_leaf=True)
+    level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
+    _check_needs(name, symbols)
+    return _finish(name, level, inputs, out_tree, symbols)
+
+
+def _trace(
+    level: TraceLevel,
+    func: Callable[..., Any],
+    flat: Sequence[Any],
+    tree: optree.PyTreeSpec,
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+    symbols: Symbols,
+) -> Any:
+    """Runs the function on traced tensors; what it returns."""
+    traced = list(flat)
+    with level, watching_factories():
+        tracers = [_input(level, spec, symbols) for spec in inputs]
+        level.sizes = symbols.as_nodes(level.graph, _size_nodes(level, inputs, tracers, bounds))
+        for spec, tracer in zip(inputs, tracers, strict=True):
+            traced[spec.position] = tracer
+        args, kwargs = optree.tree_unflatten(tree, traced)
+        with Lifting(level):
+            return func(*args, **kwargs)
+
+
+def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
+    """The traced tensor for an argument: its fixed sizes, and symbols for its named dims."""
+    example = spec.example
+    shape = [_size(dim, symbols) for dim in spec.dims]
+    like = level.fake_like(example, shape, _strides(example, shape))
+    return level.input(spec.name, like, example.requires_grad)
+
+
+def _size(dim: DimForm, symbols: Symbols) -> Any:
+    if isinstance(dim, Dim):
+        return symbols.sizes[dim.name]
+    if isinstance(dim, DimExpr):
+        return dim.evaluate(symbols.sizes)
+    return dim
+
+
+def _strides(example: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
+    """The example's strides; of a shape with symbols, those of the same order of dims."""
+    strides = example.stride()
+    if all(isinstance(size, int) for size in shape):
+        return list(strides)
+    order = sorted(range(len(shape)), key=lambda i: (strides[i], -i))
+    found: list[Any] = [0] * len(shape)
+    step: Any = 1
+    for i in order:
+        found[i] = step
+        step = step * shape[i]
+    return found
+
+
+def _size_nodes(
+    level: TraceLevel,
+    inputs: Sequence[InputSpec],
+    tracers: Sequence[TraceTracer],
+    bounds: Mapping[str, Dim],
+) -> dict[str, torch.fx.Node]:
+    """The node of each named dim: the size of the first input that has it."""
+    nodes: dict[str, torch.fx.Node] = {}
+    for spec, tracer in zip(inputs, tracers, strict=True):
+        for i, dim in enumerate(spec.dims):
+            if isinstance(dim, Dim) and dim.name in bounds and dim.name not in nodes:
+                nodes[dim.name] = size_node(level.graph, tracer.node, i)
+                nodes[dim.name].meta["expr"] = dim.name
+    return nodes
+
+
+def _check_needs(name: str, symbols: Symbols) -> None:
+    needs = symbols.needs()
+    if not needs:
+        return
+    lines = "".join(f"  {need.fact}  (at {need.line})\n" for need in needs)
+    raise ConstraintViolation(
+        f"specialize({name}): one program can't serve every size that the descriptors allow, "
+        f"because the function asks for more than they promise:\n{lines}"
+        f"Promise it with Dim(name, min=..., max=...), write a fixed size, or leave the dim open "
+        f"(None), which makes a program for each size."
+    )
+
+
+def _finish(
+    name: str,
+    level: TraceLevel,
+    inputs: Sequence[InputSpec],
+    out_tree: optree.PyTreeSpec,
+    symbols: Symbols,
+) -> Program:
+    graph = level.graph
+    simplify(graph)
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            node.meta["dims"] = tuple(symbols.spell_size(size) for size in value.shape)
+    used = {node.target for node in graph.nodes if node.op == "get_attr"}
+    lifted = {
+        str(tracer.node.target): tensor
+        for tensor, tracer in level.lifted.values()
+        if str(tracer.node.target) in used
+    }
+    positions = tuple(spec.position for spec in inputs)
+    source, run = generate(name, graph, positions, lifted)
+    return Program(name, graph, positions, tuple(lifted.values()), out_tree, source, run)

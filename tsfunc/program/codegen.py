@@ -1,0 +1,153 @@
+"""A graph as Python source: one line an operator, no interpreter and no modules.
+
+Each operator is called through torch's Python function of the same name where that parses the
+same arguments faster than the overload itself; results are dropped as soon as they are done with.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.operators import TorchOperator, fast_function
+
+
+class _Names:
+    """The names that the source uses for objects: operators, lifted tensors, odd constants."""
+
+    def __init__(self, lifted: dict[str, torch.Tensor], locals_: Iterable[str]) -> None:
+        self.scope: dict[str, Any] = {"inf": math.inf, "nan": math.nan, "torch": torch, **lifted}
+        self._taken = set(locals_)
+        self._known: dict[int, str] = {}
+
+    def of(self, value: Any, wanted: str) -> str:
+        known = self._known.get(id(value))
+        if known is not None:
+            return known
+        name, i = wanted, 1
+        while name in self.scope or name in self._taken:
+            i += 1
+            name = f"{wanted}_{i}"
+        self.scope[name] = value
+        self._known[id(value)] = name
+        return name
+
+
+_LITERALS = (int, float, bool, str, type(None), complex)
+_TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def _spell(value: Any, names: _Names) -> str:
+    """An argument as Python."""
+    if isinstance(value, torch.fx.Node):
+        return str(value.target) if value.op == "get_attr" else value.name
+    if isinstance(value, list):
+        return "[" + ", ".join(_spell(item, names) for item in value) + "]"
+    if isinstance(value, tuple):
+        return "(" + "".join(_spell(item, names) + ", " for item in value) + ")"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_spell(v, names)}" for k, v in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice({value.start!r}, {value.stop!r}, {value.step!r})"
+    if isinstance(value, _TORCH_CONSTANTS):
+        return str(value)
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if type(value) in _LITERALS:
+        return repr(value)
+    return names.of(value, "constant")
+
+
+_OPERATORS = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//",
+    operator.mod: "%", operator.pow: "**", operator.truediv: "/",
+}  # fmt: skip
+
+
+def _expression(node: torch.fx.Node, names: _Names) -> str:
+    """The right-hand side of a node's line."""
+    target: Any = node.target
+    if target is operator.getitem:
+        return f"{_spell(node.args[0], names)}[{node.args[1]!r}]"
+    if target in _OPERATORS and len(node.args) == 2:
+        left, right = (_spell(arg, names) for arg in node.args)
+        return f"{left} {_OPERATORS[target]} {right}"
+    if target is torch.ops.aten.sym_size.int:
+        return f"{_spell(node.args[0], names)}.shape[{node.args[1]!r}]"
+    op = node.meta.get("op")
+    if isinstance(op, TorchOperator):
+        function = fast_function(op, node.args, node.kwargs)
+        called = names.of(function, op.name.partition("::")[2].partition(".")[0])
+    else:
+        called = names.of(target, getattr(target, "__name__", "function"))
+    parts = [_spell(arg, names) for arg in node.args]
+    parts += [f"{name}={_spell(arg, names)}" for name, arg in node.kwargs.items()]
+    return f"{called}({', '.join(parts)})"
+
+
+def _last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[str]]:
+    """For each node the names that are not used after it."""
+    seen: set[torch.fx.Node] = set()
+    dropped: dict[torch.fx.Node, list[str]] = {}
+    for node in reversed(graph.nodes):
+        last = [arg for arg in node.all_input_nodes if arg not in seen]
+        seen.update(last)
+        if node.op != "output":
+            dropped[node] = [arg.name for arg in last if arg.op == "call_function"]
+    return dropped
+
+
+def generate(
+    name: str, graph: torch.fx.Graph, inputs: Sequence[int], lifted: dict[str, torch.Tensor]
+) -> tuple[str, Callable[[Sequence[Any]], Sequence[Any]]]:
+    """The source of a graph, and the function that it defines.
+
+    Args:
+        name: the function's name.
+        graph: what it computes.
+        inputs: where each input stands in the list that it is called with.
+        lifted: the tensors that the graph's ``get_attr`` nodes name.
+    """
+    names = _Names(lifted, (node.name for node in graph.nodes))
+    body: list[str] = []
+    places = iter(inputs)
+    dropped = _last_uses(graph)
+    quiet = False
+    for node in graph.nodes:
+        comment = _comment(node)
+        if node.op == "placeholder":
+            body.append(f"{node.name} = args[{next(places)}]{comment}")
+        elif node.op == "get_attr":
+            continue
+        elif node.op == "output":
+            body.append(f"return {_spell(tuple(node.args[0]), names)}")
+        else:
+            if node.meta.get("no_grad"):
+                if not quiet:
+                    body.append("with torch.no_grad():")
+                indent, quiet = "    ", True
+            else:
+                indent, quiet = "", False
+            body.append(f"{indent}{node.name} = {_expression(node, names)}{comment}")
+            if dropped[node]:
+                body.append(f"{indent}del {', '.join(dropped[node])}")
+    safe = name if name.isidentifier() else "program"
+    source = f"def {safe}(args):\n" + "".join(f"    {line}\n" for line in body)
+    scope = dict(names.scope)
+    exec(compile(source, f"<program {safe}>", "exec"), scope)
+    function: Callable[[Sequence[Any]], Sequence[Any]] = scope[safe]
+    return source, function
+
+
+def _comment(node: torch.fx.Node) -> str:
+    """What is known of a node's value."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return f"  # {node.meta['expr']}" if "expr" in node.meta else ""
+    dims = ", ".join(node.meta.get("dims", ()) or (str(size) for size in value.shape))
+    return f"  # {str(value.dtype).removeprefix('torch.')}[{dims}] {value.device}"

@@ -1,0 +1,46 @@
+"""A program: a graph of operators, made to run as straight-line Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced function.
+
+    It holds for calls that look like the one it was traced for, but for the sizes of named dims.
+    Its operators are those that the user called, autograd not applied: so it can be
+    differentiated, vmapped and traced as the function itself.
+
+    Attributes:
+        name: the function's name.
+        graph: its operators, as a torch.fx graph; an input for each tensor among the call's
+            flattened arguments, in order.
+        inputs: where each of the graph's inputs stands among the flattened arguments.
+        lifted: the tensors from outside of the function that it reads, at every call anew.
+        out_tree: the structure of what it returns.
+        source: the Python it runs as.
+        run: takes the flattened arguments and returns the flattened results.
+    """
+
+    name: str
+    graph: torch.fx.Graph
+    inputs: tuple[int, ...]
+    lifted: tuple[torch.Tensor, ...]
+    out_tree: optree.PyTreeSpec
+    source: str
+    run: Callable[[Sequence[Any]], Sequence[Any]]
+
+    def __call__(self, flat: Sequence[Any]) -> Any:
+        """Runs it on flattened arguments, and gives the results their structure."""
+        return optree.tree_unflatten(self.out_tree, self.run(flat))
+
+    def __str__(self) -> str:
+        return self.source

@@ -1,0 +1,339 @@
+"""``specialize``: a function made a program for inputs that descriptors describe.
+
+The way of a call: the arguments are flattened; the guard of each program, most recently used
+first, looks whether the program was made for such arguments; its generated Python runs. Where none
+was, the call is checked against the descriptors, the function is traced for it, and the new
+program is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from tsfunc.bridge.tracer import Tracer
+from tsfunc.bridge.tracing import tracing_here
+from tsfunc.errors import DescriptorError, DescriptorViolation
+from tsfunc.program import Program, capture
+from tsfunc.program.capture import InputSpec
+from tsfunc.program.guards import Guard, generate_guard
+from tsfunc.program.reads import Read, reads_of, unchanged
+from tsfunc.transforms.vmap import name_of
+from tsfunc.types import (
+    Bindings,
+    CompiledDescriptors,
+    Dim,
+    DimExpr,
+    DimForm,
+    compile_descriptors,
+)
+
+
+class CacheInfo(NamedTuple):
+    """What a specialized function keeps: its programs, and why each was made."""
+
+    hits: int
+    misses: int
+    programs: int
+    limit: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A program and the calls that it may answer."""
+
+    program: Program
+    tree: optree.PyTreeSpec
+    guard: Guard
+    ambient: tuple[Any, ...]
+    reads: list[Read]
+    reason: str
+
+
+def _ambient() -> tuple[Any, ...]:
+    """torch's settings that decide what operators do, beside their arguments."""
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    )
+
+
+class Specialized:
+    """A function that runs as programs; made by :func:`specialize`."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        descriptors: Sequence[Mapping[str, object]],
+        max_programs: int,
+    ) -> None:
+        functools.update_wrapper(self, func, updated=())
+        self.func = func
+        self.name = name_of(func)
+        self.max_programs = max_programs
+        target = func.forward if isinstance(func, torch.nn.Module) else func
+        self.signature = inspect.signature(target)
+        self.contracts = tuple(
+            compile_descriptors(d, self.signature, name=self.name) for d in descriptors
+        )
+        self._entries: list[_Entry] = []
+        self._hits = self._misses = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        flat, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+        ambient = _ambient()
+        entries = self._entries
+        for i, entry in enumerate(entries):
+            if (
+                entry.ambient == ambient
+                and entry.tree == tree
+                and entry.guard(flat)
+                and unchanged(entry.reads)
+            ):
+                self._hits += 1
+                if i:
+                    entries.insert(0, entries.pop(i))
+                return optree.tree_unflatten(entry.program.out_tree, entry.program.run(flat))
+        return self._first_call(args, kwargs, flat, tree, ambient)
+
+    def _first_call(
+        self, args: Any, kwargs: Any, flat: list[Any], tree: optree.PyTreeSpec, ambient: Any
+    ) -> Any:
+        """Checks the contract, traces, and keeps the program."""
+        arguments, places = self._bind(args, kwargs, len(flat), tree, flat)
+        contract, bindings = self._contract(arguments)
+        if tracing_here():
+            return self.func(*args, **kwargs)
+        self._misses += 1
+        inputs, bounds = _describe(flat, places, contract, bindings)
+        program = capture(self.func, self.name, flat, tree, inputs, bounds)
+        if not any(isinstance(value, Tracer) for value in program.lifted):
+            guard = generate_guard(flat, inputs, bounds)
+            reason = self._reason(inputs, flat)
+            self._entries.insert(
+                0, _Entry(program, tree, guard, ambient, reads_of(self.func), reason)
+            )
+            del self._entries[self.max_programs :]
+        return program(flat)
+
+    def _bind(
+        self, args: Any, kwargs: Any, count: int, tree: optree.PyTreeSpec, flat: Sequence[Any]
+    ) -> tuple[dict[str, Any], dict[int, tuple[Any, ...]]]:
+        """The arguments by parameter, and for each flattened one its path from a parameter."""
+        bound = self.signature.bind(*args, **kwargs).arguments
+        numbers = [_Place(i) for i in range(count)]
+        numbered_args, numbered_kwargs = optree.tree_unflatten(tree, numbers)
+        numbered = self.signature.bind(*numbered_args, **numbered_kwargs).arguments
+        places: dict[int, tuple[Any, ...]] = {}
+        for name, value in numbered.items():
+            paths, leaves, _ = optree.tree_flatten_with_path(value, none_is_leaf=True)
+            for path, leaf in zip(paths, leaves, strict=True):
+                places[leaf.index] = (name, *path)
+        return dict(bound), places
+
+    def _contract(
+        self, arguments: Mapping[str, Any]
+    ) -> tuple[CompiledDescriptors | None, Bindings | None]:
+        """The first of the contracts that the call keeps."""
+        errors = []
+        for contract in self.contracts:
+            try:
+                return contract, contract.check(arguments)
+            except DescriptorViolation as error:
+                errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            listed = "\n".join(str(error) for error in errors)
+            raise DescriptorViolation(
+                f"{self.name}: the call breaks each of its {len(errors)} sets of descriptors:\n"
+                f"{listed}"
+            )
+        return None, None
+
+    def _reason(self, inputs: Sequence[InputSpec], flat: Sequence[Any]) -> str:
+        shown = ", ".join(
+            f"{spec.name}: {_short(spec)}" for spec in inputs
+        )
+        return f"{'first call' if not self._entries else 'other arguments'}: {shown}"
+
+    @property
+    def program(self) -> Program:
+        """The program that was used last."""
+        if not self._entries:
+            raise RuntimeError(
+                f"specialize({self.name}): there is no program yet; one is made by the first call."
+            )
+        return self._entries[0].program
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All programs, the most recently used first."""
+        return tuple(entry.program for entry in self._entries)
+
+    def cache_info(self) -> CacheInfo:
+        """How many calls found a program, and why each program was made."""
+        reasons = tuple(entry.reason for entry in self._entries)
+        return CacheInfo(
+            self._hits, self._misses, len(self._entries), self.max_programs, reasons
+        )
+
+    def cache_clear(self) -> None:
+        """Forgets all programs."""
+        self._entries.clear()
+        self._hits = self._misses = 0
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<specialized {self.name}, {len(self._entries)} programs>"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a flattened argument while its path is looked for."""
+
+    index: int
+
+
+def _short(spec: InputSpec) -> str:
+    dims = ", ".join(dim.name if isinstance(dim, Dim) else str(dim) for dim in spec.dims)
+    return f"{str(spec.example.dtype).removeprefix('torch.')}[{dims}]"
+
+
+def _describe(
+    flat: Sequence[Any],
+    places: Mapping[int, tuple[Any, ...]],
+    contract: CompiledDescriptors | None,
+    bindings: Bindings | None,
+) -> tuple[list[InputSpec], dict[str, Dim]]:
+    """The tensors among the arguments, and the named dims that stay symbolic.
+
+    A named dim whose size is 0 or 1 in this call is fixed: operators treat these sizes apart
+    (broadcasting, emptiness), so such calls have a program of their own.
+    """
+    bounds: dict[str, Dim] = {}
+    if contract is not None and bindings is not None:
+        bounds = {
+            name: contract.dims[name] for name, size in bindings.sizes.items() if size > 1
+        }
+    inputs = []
+    used: set[str] = set()
+    taken: set[str] = set()
+    for i, value in enumerate(flat):
+        if not isinstance(value, torch.Tensor):
+            continue
+        path = places[i]
+        forms = bindings.dims(path) if bindings is not None else None
+        dims = _dims(value, forms, bindings.sizes if bindings is not None else {}, bounds)
+        used.update(dim.name for dim in dims if isinstance(dim, Dim))
+        inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
+    return inputs, {name: dim for name, dim in bounds.items() if name in used}
+
+
+def _dims(
+    value: torch.Tensor,
+    forms: Sequence[DimForm] | None,
+    sizes: Mapping[str, int],
+    bounds: Mapping[str, Dim],
+) -> tuple[DimForm, ...]:
+    found: list[DimForm] = []
+    for size, form in zip(value.shape, forms or [None] * value.dim(), strict=True):
+        if isinstance(form, Dim) and form.name in bounds:
+            found.append(bounds[form.name])
+        elif isinstance(form, DimExpr) and all(name in bounds for name in form.names):
+            found.append(form)
+        else:
+            found.append(size)
+    return tuple(found)
+
+
+def _input_name(path: Sequence[Any], taken: set[str]) -> str:
+    """A name for an input in the program's source, from where it stands in the arguments."""
+    words = ["".join(c if c.isalnum() else "_" for c in str(part)) for part in path]
+    name = "_".join(words)
+    if not name.isidentifier() or name in ("args", "torch"):
+        name = f"arg_{name}"
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+Descriptors = Mapping[str, object] | Sequence[Mapping[str, object]]
+
+
+def specialize(
+    func: Callable[..., Any] | Descriptors | None = None,
+    descriptors: Descriptors | None = None,
+    *,
+    max_programs: int = 64,
+) -> Any:
+    """Makes a function run as programs, each traced once for calls that look alike.
+
+    Args:
+        func: takes and returns pytrees; a function or an ``nn.Module``. Without it, or with the
+            descriptors in its place, ``specialize`` is a decorator.
+        descriptors: by parameter name what the arguments are, and thereby the contract that
+            every call must keep: a :class:`MetaTensorType` for a tensor (a name for a size makes
+            it symbolic: one program for all sizes), a type or typing object, any other Python
+            value (which the argument must equal), or a container of these. A list of such dicts
+            gives several contracts, tried in order. What they leave open is taken from the call,
+            and another value means another program.
+        max_programs: how many programs are kept; beyond it the least recently used one goes.
+
+    Returns:
+        A callable of the same arguments, with ``program``, ``programs``, ``cache_info()`` and
+        ``cache_clear()``. It can be used inside of other transforms, and they inside of it.
+
+    Raises:
+        DescriptorError: a descriptor is malformed, or names no parameter.
+        DescriptorViolation: at a call that breaks the contract.
+        ConstraintViolation: the function's course depends on the size of a named dim.
+        DataDependentError: the function uses a tensor as a Python number or bool.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import MetaTensorType, specialize
+        >>> @specialize({"x": MetaTensorType(shape=["n", 2]), "double": True})
+        ... def f(x, double):
+        ...     return 2 * x if double else x
+        >>> f(torch.ones(3, 2), True).sum(), f(torch.ones(5, 2), True).sum()
+        (tensor(12.), tensor(20.))
+        >>> f.cache_info().programs
+        1
+
+    The descriptors are those of the TorchScript Input Descriptor proposal; compare
+    ``torch.export`` and ``jax.jit``.
+    """
+    if func is None or isinstance(func, Mapping) or _is_list_of_mappings(func):
+        if func is not None and descriptors is not None:
+            raise DescriptorError(
+                "specialize: got descriptors twice; write specialize(func, descriptors)."
+            )
+        given = func if func is not None else descriptors
+        return lambda f: specialize(f, given, max_programs=max_programs)
+    if not callable(func):
+        raise TypeError(
+            f"specialize: expected a function and descriptors for its parameters, got "
+            f"{type(func).__name__}."
+        )
+    if descriptors is None:
+        every: Sequence[Mapping[str, object]] = ()
+    else:
+        every = (descriptors,) if isinstance(descriptors, Mapping) else tuple(descriptors)
+    return Specialized(func, every, max_programs)
+
+
+def _is_list_of_mappings(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
