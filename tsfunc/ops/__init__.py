@@ -6,6 +6,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     advanced_indexing,
     attention,
     batch_norm,
+    batched,
     convolution,
     ctc,
     dynamic,

@@ -1,0 +1,67 @@
+"""Pooling, resampling and patches against the loop, for calls that torch's own tests make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+
+import tsfunc.ops  # noqa: F401  (declares rows)
+from tests.ops.harness import check, database_calls
+from tsfunc.ops.registry import find
+
+aten = torch.ops.aten
+
+NAMES = """
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
+    adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d max_unpool1d max_unpool2d
+    max_unpool3d interpolate grid_sample
+    unfold fold
+""".split()
+ENTRIES = [e for e in op_db if e.name in {f"nn.functional.{name}" for name in NAMES}]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: f"{e.name}.{e.variant_test_name}")
+def test_database(entry: Any) -> None:
+    torch.manual_seed(0)
+    covered = 0
+    for call in database_calls(entry, torch.float64, most=6):
+        row = find(call.op.name())
+        if row is None or row.rule is None or "tsfunc/ops/batched.py" not in row.source:
+            continue
+        # Indices point into the sample: examples have the same ones.
+        tensors = [a for a in call.args if isinstance(a, torch.Tensor)]
+        floats = tuple(i for i, t in enumerate(tensors) if t.is_floating_point())
+        choices = [floats, floats[:1]]
+        covered += check(call.op, *call.args, choices=choices, **call.kwargs)
+    assert covered
+
+
+def rand(*shape: int) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.rand(shape, dtype=torch.float64, generator=seeded)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_grid_sampler(n: int) -> None:
+    x, grid = rand(2, 4, *[5] * n), rand(2, *[3] * n, n) * 2 - 1
+    forward = getattr(aten, f"grid_sampler_{n}d").default
+    backward = getattr(aten, f"grid_sampler_{n}d_backward").default
+    assert check(forward, x, grid, 0, 0, False)
+    grad = rand(2, 4, *[3] * n)
+    for mask in ([True, True], [False, True]):
+        assert check(backward, grad, x, grid, 0, 0, True, mask)
+
+
+def test_affine_grid() -> None:
+    assert check(aten.affine_grid_generator.default, rand(2, 2, 3), [2, 3, 4, 5], True)
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_patches(lead: tuple[int, ...]) -> None:
+    args = ([2, 2], [1, 1], [0, 0], [1, 1])
+    assert check(aten.im2col.default, rand(*lead, 3, 4, 4), *args)
+    assert check(aten.col2im.default, rand(*lead, 12, 9), [4, 4], *args)

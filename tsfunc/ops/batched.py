@@ -1,0 +1,179 @@
+"""Operators on a batch of samples (N, C, ...): examples are more samples.
+
+Pooling, resampling and patches. They take their samples with or without
+the dim N; without it, the batch of the vmap becomes N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front
+from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
+
+BATCHED = Category.BATCHED
+
+
+def fold(x: Tensor, at: int | None, size: int, core: int) -> Tensor:
+    """The batch and N as one dim, before the ``core`` dims of one sample."""
+    x = batched_front(x, at, size)
+    if x.dim() > core + 1:
+        x = x.flatten(0, x.dim() - 1 - core)
+    # Some kernels read indices with strides that they take for granted.
+    return x if x.is_floating_point() else x.contiguous()
+
+
+def unfold(out: Any, size: Any, has_n: bool) -> Any:
+    """Results, one or several, with the batch and N apart again."""
+    if not has_n:
+        return out
+    if isinstance(out, Tensor):
+        return out.unflatten(0, (size, out.shape[0] // size))
+    return tuple(None if o is None else unfold(o, size, has_n) for o in out)
+
+
+def folded(core: int, *places: int) -> Rule:
+    """The rule of an operator whose arguments at ``places`` are samples of ``core`` dims."""
+    first = places[0]
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        size = level.batch_size
+        new = list(args)
+        for i in places:
+            new[i] = fold(args[i], dims[i], size, core)
+        x = args[first]
+        has_n = x.dim() - (dims[first] is not None) > core
+        return unfold(op(*new, **kwargs), size, has_n), 0
+
+    return rule
+
+
+def _aten(names: str) -> list[str]:
+    return [f"aten::{name}" for name in names.split()]
+
+
+rows(
+    BATCHED, folded(3, 0),
+    *_aten(
+        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d im2col "
+        "mkldnn_max_pool2d"
+    ),
+)  # fmt: skip
+rows(BATCHED, folded(3, 0, 1, 7), "aten::max_pool2d_with_indices_backward")
+rows(
+    BATCHED, folded(3, 0, 1),
+    *_aten("avg_pool2d_backward _adaptive_avg_pool2d_backward max_unpool2d"),
+)  # fmt: skip
+rows(BATCHED, folded(3, 0, 1, 2), "aten::adaptive_max_pool2d_backward")
+rows(BATCHED, folded(3, 0, 1, 4), "aten::fractional_max_pool2d_backward")
+rows(
+    BATCHED, folded(4, 0),
+    *_aten("max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d"),
+)  # fmt: skip
+rows(BATCHED, folded(4, 0, 1, 7), "aten::max_pool3d_with_indices_backward")
+rows(
+    BATCHED, folded(4, 0, 1),
+    *_aten("avg_pool3d_backward _adaptive_avg_pool3d_backward max_unpool3d"),
+)  # fmt: skip
+rows(BATCHED, folded(4, 0, 1, 2), "aten::adaptive_max_pool3d_backward")
+rows(BATCHED, folded(4, 0, 1, 4), "aten::fractional_max_pool3d_backward")
+rows(BATCHED, folded(2, 0), "aten::col2im")
+
+
+def fractional(core: int) -> Rule:
+    """The rule of fractional pooling: the samples of random numbers have N in any case."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x, kernel, output, samples = args
+        size = level.batch_size
+        has_n = x.dim() - (dims[0] is not None) > core
+        samples = batched_front(samples, dims[3], size).flatten(0, 1)
+        return unfold(op(fold(x, dims[0], size, core), kernel, output, samples), size, has_n), 0
+
+    return rule
+
+
+rows(BATCHED, fractional(3), "aten::fractional_max_pool2d")
+rows(BATCHED, fractional(4), "aten::fractional_max_pool3d")
+
+
+def _upsampling(suffix: str) -> list[str]:
+    two = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
+    kinds = [
+        *(f"upsample_{kind}" for kind in "linear1d bilinear2d trilinear3d bicubic2d".split()),
+        *(f"upsample_nearest{n}d" for n in (1, 2, 3)),
+        *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+        *two,
+    ]
+    return [f"aten::{kind}{suffix}" for kind in kinds]
+
+
+def upsample(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """(N, C, ...) in any case."""
+    size = level.batch_size
+    out = op(fold(args[0], dims[0], size, args[0].dim() - 2), *args[1:], **kwargs)
+    return unfold(out, size, True), 0
+
+
+def upsample_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The shape of the input is an argument."""
+    grad, output_size, (n, *shape), *rest = args
+    size = level.batch_size
+    grad = fold(grad, dims[0], size, grad.dim() - 2)
+    return unfold(op(grad, output_size, [n * size, *shape], *rest, **kwargs), size, True), 0
+
+
+rows(BATCHED, upsample, *_upsampling(""))
+rows(BATCHED, upsample_backward, *_upsampling("_backward"))
+
+
+@row(BATCHED, "aten::grid_sampler_2d", "aten::grid_sampler_3d")
+def grid_sampler(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Many images at the same points are channels of one; many points of one image are rows."""
+    x, grid, *rest = args
+    size = level.batch_size
+    if dims[1] is None:
+        x = x.movedim(dims[0], 1)
+        out = op(x.flatten(1, 2), grid, *rest)
+        return out.unflatten(1, x.shape[1:3]), 1
+    if dims[0] is None:
+        grid = grid.movedim(dims[1], 1)
+        out = op(x, grid.flatten(1, 2), *rest)
+        return out.unflatten(2, grid.shape[1:3]), 2
+    x, grid = (batched_front(args[i], dims[i], size).flatten(0, 1) for i in (0, 1))
+    return unfold(op(x, grid, *rest), size, True), 0
+
+
+@row(BATCHED, "aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
+def grid_sampler_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Examples are more samples."""
+    size = level.batch_size
+    pairs = zip(args[:3], dims[:3], strict=True)
+    tensors = [batched_front(v, d, size).flatten(0, 1) for v, d in pairs]
+    return unfold(op(*tensors, *args[3:]), size, True), 0
+
+
+@row(BATCHED, "aten::affine_grid_generator")
+def affine_grid_generator(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The shape of the result is an argument."""
+    theta, (n, *shape), align = args
+    size = level.batch_size
+    theta = batched_front(theta, dims[0], size).flatten(0, 1)
+    return unfold(op(theta, [n * size, *shape], align), size, True), 0
