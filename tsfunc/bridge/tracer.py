@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-import optree
 import torch
 from torch._C import (
     DisableTorchFunctionSubclass,
@@ -69,8 +68,11 @@ class TracerLevel(Level):
         raise TypeError(f"{self.name}: {type(self).__name__} does not say how it lifts a tensor.")
 
     def sees_factories(self, random: bool) -> bool:
-        """Whether factory functions (random ones, or others) are this level's business."""
-        return random
+        """Whether factory functions (random ones, or others) are this level's business.
+
+        They are given to the innermost level that says yes.
+        """
+        return False
 
     def guard(self) -> AbstractContextManager[Any]:
         if self._restores:
@@ -110,12 +112,17 @@ class Tracer(torch.Tensor):
     dispatch_level: TracerLevel
 
     @classmethod
-    def make(cls, like: torch.Tensor, level: TracerLevel) -> Any:
-        """A tracer that looks like a tensor of that shape, type and device."""
+    def make(cls, like: torch.Tensor, level: TracerLevel, **attributes: Any) -> Any:
+        """A tracer that looks like a tensor of that shape, type and device.
+
+        The attributes, by name, are what it stands for.
+        """
         tracer = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, like.stride(), dtype=like.dtype, device=like.device
         )
         tracer.dispatch_level = level
+        for name, value in attributes.items():
+            setattr(tracer, name, value)
         return tracer
 
     @classmethod
@@ -171,8 +178,10 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     for value in values:
         if isinstance(value, Tracer):
             level: TracerLevel | None = value.dispatch_level
-        elif isinstance(value, list | tuple | dict):
-            level = innermost_level(optree.tree_leaves(value, none_is_leaf=True))  # type: ignore[arg-type]
+        elif isinstance(value, list | tuple):
+            level = innermost_level(value)
+        elif isinstance(value, dict):
+            level = innermost_level(list(value.values()))
         else:
             continue
         if level is not None and (found is None or level.depth > found.depth or not level.alive):
@@ -204,7 +213,7 @@ def door_1(
                 # A transform of torch.func inside of the level: it is to see the call first.
                 return _skip_one_hop_torch_function(func, types, args, kwargs)
             if not level.autograd:
-                if isinstance(func, OpOverload):
+                if isinstance(func, OpOverload) and not kwargs:
                     return operator_of(func).call(args, kwargs)
                 with without_autograd():
                     return _skip_one_hop_torch_function(func, types, args, kwargs)
@@ -262,6 +271,18 @@ def _detach(
     return value.cut()
 
 
+def _without_door_1(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """For Python methods whose call of the C method of the same name leads back to themselves."""
+    level = innermost_level((*args, *kwargs.values()))
+    with DisableTorchFunctionSubclass():
+        if level is None or level.autograd:
+            return func(*args, **kwargs)
+        with without_autograd():
+            return func(*args, **kwargs)
+
+
 def _require_grad(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -314,6 +335,7 @@ for _name in (
 METHODS[torch._VF._make_dual] = _make_dual
 METHODS[_T.detach] = METHODS[torch.detach] = _detach
 METHODS[_T.data.__get__] = _detach  # type: ignore[attr-defined]
+METHODS[_T.unflatten] = _without_door_1
 METHODS[_T.__repr__] = _show
 METHODS[_T.requires_grad_] = _require_grad
 METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
