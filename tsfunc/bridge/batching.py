@@ -47,6 +47,9 @@ class BatchLevel(TracerLevel):
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         return wrap(value, None, self)
 
+    def sees_factories(self, random: bool) -> bool:
+        return random
+
 
 class BatchTracer(Tracer):
     """A tensor of which there is one for each example, in a physical ``value``.

@@ -19,7 +19,8 @@ import torch
 
 from tsfunc.bridge.operators import operator_of, overload_of
 from tsfunc.bridge.torch_state import FACTORY_KEY_NAME, with_factory_key, without_factory_key
-from tsfunc.bridge.tracer import current_tracer_level
+from tsfunc.bridge.tracer import TracerLevel
+from tsfunc.dispatch import current_levels
 
 RANDOM = (
     "rand rand.generator randn randn.generator randint randint.generator randint.low "
@@ -70,12 +71,11 @@ def _kernel(overload: Any) -> Callable[..., Any]:
 
     def factory(*args: Any, **kwargs: Any) -> Any:
         op = operator_of(overload)
-        level = current_tracer_level()
-        if level is None or not level.sees_factories(random):
-            with without_factory_key():
-                return overload(*args, **kwargs)
         with without_factory_key():
-            return op.run_at(level, args, kwargs)
+            for level in reversed(current_levels()):
+                if isinstance(level, TracerLevel) and level.sees_factories(random):
+                    return op.run_at(level, args, kwargs)
+            return overload(*args, **kwargs)
 
     return factory
 

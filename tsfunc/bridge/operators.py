@@ -8,11 +8,16 @@ schema takes some arguments, as calling the packet would.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import _dispatch_has_kernel_for_dispatch_key, _jit_resolve_packet
+from torch._C import (
+    _dispatch_has_kernel,
+    _dispatch_has_kernel_for_dispatch_key,
+    _jit_resolve_packet,
+)
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.dispatch import DispatchKey, Operator, register
@@ -56,15 +61,18 @@ class TorchOperator(Operator):
 
 
 _by_overload: dict[OpOverload, TorchOperator] = {}
+_lock = threading.RLock()
 
 
 def operator_of(overload: OpOverload) -> TorchOperator:
     """The row of an overload, made when it is first asked for."""
     op = _by_overload.get(overload)
     if op is None:
-        found = find_operator(overload.name())
-        op = found if isinstance(found, TorchOperator) else TorchOperator(overload)
-        _by_overload[overload] = op
+        # Two threads may ask at once: one makes it, whole, before the other sees it.
+        with _lock:
+            found = find_operator(overload.name())
+            op = found if isinstance(found, TorchOperator) else TorchOperator(overload)
+            _by_overload[overload] = op
     return op
 
 
@@ -92,8 +100,13 @@ def _resolve(op: Any) -> Sequence[Operator] | None:
 
 
 def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
-    """The functional overloads of a packet; ``out=`` ones are derived from these."""
-    found = [operator_of(getattr(packet, name)) for name in packet.overloads()]
+    """The functional overloads of a packet; ``out=`` ones are derived from these.
+
+    TorchScript keeps overloads of its own in some packets (``aten::mul.left_t`` repeats a list),
+    which no call of torch's reaches.
+    """
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    found = [operator_of(one) for one in overloads if _dispatch_has_kernel(one.name())]
     kept = [op for op in found if not op.out_names]
     if not kept:
         raise DispatchError(f"{packet} has no overload that returns its result.")
@@ -104,10 +117,11 @@ def _choose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator
     """Of a packet's overloads the one whose schema takes the arguments, or None."""
     packet = op if isinstance(op, OpOverloadPacket) else getattr(torch.ops.aten, op.__name__)
     try:
-        chosen = _jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+        name = _jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     except RuntimeError:
         return None
-    return operator_of(getattr(packet, chosen))
+    overload = getattr(packet, name)
+    return operator_of(overload) if _dispatch_has_kernel(overload.name()) else None
 
 
 on_resolve(_resolve, _choose)
