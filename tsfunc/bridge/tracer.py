@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch._C import (
@@ -40,6 +40,7 @@ from tsfunc.dispatch import DispatchKey, Level, messages
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import EscapedTracerError
 
+T = TypeVar("T", bound="Tracer")
 NO_KWARGS: Final[Mapping[str, Any]] = {}
 
 
@@ -112,11 +113,30 @@ class Tracer(torch.Tensor):
     dispatch_level: TracerLevel
 
     @classmethod
-    def make(cls, like: torch.Tensor, level: TracerLevel, **attributes: Any) -> Any:
+    def make(
+        cls: type[T],
+        like: torch.Tensor | None = None,
+        level: Level | None = None,
+        **attributes: Any,
+    ) -> T:
         """A tracer that looks like a tensor of that shape, type and device.
 
-        The attributes, by name, are what it stands for.
+        Args:
+            like: by default the first of the attributes.
+            level: inside a kernel by default the level that it runs for.
+            attributes: what the tracer stands for.
+
+        Raises:
+            TypeError: there is nothing for it to look like, or no level for it to belong to.
         """
+        if like is None:
+            like = next(iter(attributes.values()), None)
+        level = level or tls.state.running
+        if not isinstance(like, torch.Tensor) or not isinstance(level, TracerLevel):
+            raise TypeError(
+                f"{cls.__name__}.make(): expected a tensor to look like, got {like!r}, and a "
+                f"TracerLevel, got {level!r}. Outside of a kernel give level=."
+            )
         tracer = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, like.stride(), dtype=like.dtype, device=like.device
         )
