@@ -9,6 +9,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     batched,
     convolution,
     ctc,
+    distances,
     dynamic,
     embedding,
     factories,

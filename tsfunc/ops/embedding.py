@@ -83,7 +83,8 @@ def embedding_bag(
         weight, indices.flatten(), bags, by_frequency, mode, False, scales, False, padding
     )
     out = out.unflatten(0, (size, count))
-    return _bag_results(size, count, p is not None, weight, (out, to_bag, sizes, largest))
+    own = p is not None and mode == 2
+    return _bag_results(size, count, own, weight, (out, to_bag, sizes, largest))
 
 
 def _bag_results(
@@ -101,4 +102,38 @@ def _bag_results(
         largest, dims[3] = largest.unflatten(0, (size, largest.shape[0] // size)), 0
         if own:
             largest = largest - offsets(largest, size, weight.shape[0] // size)
+            largest = largest.clamp(min=0)  # of bags without entries it is 0 in any table
     return (out, to_bag, sizes, largest), tuple(dims)
+
+
+@row(Category.FEATURE_BATCHED, "aten::_embedding_bag_backward")
+def embedding_bag_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Each entry's gradient is its bag's; for the largest, each bag's goes to one entry."""
+    grad, indices, bags, _, sizes, largest, count, by_frequency, mode, sparse = args[:10]
+    scales = args[10] if len(args) > 10 else None
+    padding = args[11] if len(args) > 11 else -1
+    if sparse or (by_frequency and mode != 0):
+        return NotImplemented
+    size = level.batch_size
+    grad = batched_front(grad, dims[0], size)
+    sizes = batched_front(sizes, dims[4], size)
+    if mode == 2:
+        largest = batched_front(largest, dims[5], size)
+        grad = grad.masked_fill((sizes == 0).unsqueeze(-1), 0)
+        out = grad.new_zeros((size, count, grad.shape[-1]))
+        return out.scatter_add(1, largest, grad), 0
+    indices = batched_front(indices, dims[1], size)
+    entries = torch.arange(indices.shape[1], device=indices.device).to(bags.dtype)
+    bags = batched_front(bags, dims[2], size).contiguous()
+    bag = torch.searchsorted(bags, entries.expand(indices.shape).contiguous(), right=True) - 1
+    if mode == 1:
+        grad = grad / sizes.clamp(min=1).unsqueeze(-1)
+    rows = grad.gather(1, bag.unsqueeze(-1).expand(*bag.shape, grad.shape[-1]))
+    if scales is not None:
+        rows = rows * batched_front(scales, dims[10], size).unsqueeze(-1)
+    dense = torch.ops.aten.embedding_dense_backward
+    return embedding_dense_backward(
+        dense, level, (0, 0), (rows, indices, count, padding, by_frequency), {}
+    )

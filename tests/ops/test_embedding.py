@@ -1,0 +1,39 @@
+"""Bags of embeddings and their gradients against the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tsfunc.ops  # noqa: F401  (declares rows)
+from tests.ops.harness import check
+
+aten = torch.ops.aten
+
+
+def rand(*shape: int) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.rand(shape, dtype=torch.float64, generator=seeded)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("padding", [-1, 3])
+def test_embedding_bag(mode: int, padding: int) -> None:
+    weight, index = rand(6, 4), torch.tensor([1, 3, 2, 0, 5, 4])
+    bags = torch.tensor([0, 2, 5])
+    rest = (False, mode, False, None, False, padding)
+    choices = [(1,)] if padding >= 0 else [(0,), (1,), (0, 1)]
+    assert check(aten._embedding_bag.default, weight, index, bags, *rest, choices=choices)
+    scales = rand(6)
+    if mode == 0:
+        rest = (False, mode, False, scales, False, padding)
+        assert check(aten._embedding_bag.default, weight, index, bags, *rest, choices=[(1, 3)])
+    else:
+        scales = None
+    out, to_bag, sizes, largest = aten._embedding_bag(weight, index, bags, *rest)
+    backward = aten._embedding_bag_backward.default
+    args = (rand(*out.shape), index, bags, to_bag, sizes, largest, 6, False, mode, False)
+    if to_bag.numel() == 0:
+        to_bag = torch.tensor([0, 0, 1, 1, 1, 2])
+        args = (*args[:3], to_bag, *args[4:])
+    assert check(backward, *args, scales, padding, choices=[(0,)])

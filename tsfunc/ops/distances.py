@@ -1,0 +1,81 @@
+"""Distances between the rows of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+def _lined_up(level: BatchLevel, dims: Dims, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The batch dim first, and as many dims in each."""
+    top = max(logical_rank(x, d) for x, d in zip(tensors, dims, strict=True))
+    return [
+        unit_dims(batched_front(x, d, level.batch_size), 1, top - logical_rank(x, d))
+        for x, d in zip(tensors, dims, strict=True)
+    ]
+
+
+@row(Category.FIXED, "aten::_cdist_forward", "aten::cdist")
+def cdist(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Leading dims broadcast."""
+    x, y = _lined_up(level, dims[:2], args[:2])
+    return op(x, y, *args[2:]), 0
+
+
+@row(Category.FIXED, "aten::_euclidean_dist")
+def euclidean_dist(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Leading dims must be the same."""
+    x, y = _lined_up(level, dims, args)
+    lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    return op(x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])), 0
+
+
+@row(Category.FIXED, "aten::_cdist_backward")
+def cdist_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The result has the shape of the first matrix."""
+    grad, x, y, p, distances = args
+    whole = batched_front(x, dims[1], level.batch_size)
+    tensors = _lined_up(level, (*dims[:3], dims[4]), (grad, x, y, distances))
+    grad, x, y, distances = (t.contiguous() for t in tensors)
+    return op(grad, x, y, p, distances).reshape(whole.shape), 0
+
+
+@row(Category.FIXED, "aten::_pdist_forward")
+def pdist(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Those above the diagonal, of the distances between all rows."""
+    x = front(args[0], dims[0])
+    p = args[1] if len(args) > 1 else 2.0
+    above = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
+    return torch.cdist(x, x, p)[:, above[0], above[1]], 0
+
+
+@row(Category.FIXED, "aten::_pdist_backward")
+def pdist_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """cdist's, for gradients and distances that are the same on both sides of the diagonal."""
+    grad, x, p, distances = args
+    size = level.batch_size
+    x = batched_front(x, dims[1], size).contiguous()
+    n = x.shape[1]
+    i, j = torch.triu_indices(n, n, 1, device=x.device)
+    square = []
+    for values, at in ((grad, dims[0]), (distances, dims[3])):
+        half = values.new_zeros((size, n, n))
+        half[:, i, j] = batched_front(values, at, size)
+        square.append(half + half.mT)
+    return torch.ops.aten._cdist_backward(square[0], x, x, p, square[1]), 0
