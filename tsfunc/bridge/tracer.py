@@ -318,7 +318,8 @@ def _make_dual(
 ) -> Any:
     """Somebody else's forward mode: the level's calls must pass through autograd from now on."""
     level = innermost_level(args)
-    if level is not None:
+    # What a transform of torch.func inside of the level makes is not for the level to wrap.
+    if level is not None and (_functorch.maybe_current_level() or 0) <= level.functorch_depth:
         level.autograd += 1
         level.forward += 1
         args = _lifted(args, level)
