@@ -1,24 +1,30 @@
 """Factory and random functions, which have no tensor by which a level could be found.
 
-NOTE [the factory key] in ``torch_state`` says how they are met. While a level is active the
+NOTE [the factory keys] in ``torch_state`` says how they are met. While a level is active the
 kernels here send such a call to the innermost level of the thread: a random function of a vmap
 gets its row's rule (which heeds ``randomness``), a factory in a trace is recorded.
 
-Private names used here (torch 2.11 to 2.13): ``torch.library`` itself is public; the key it is
-asked to register for is torch's disused ``VmapMode``.
+Private names used here (torch 2.11 to 2.13): ``torch.library`` itself is public; the keys it is
+asked to register for are torch's disused ``VmapMode`` and ``TESTING_ONLY_GenericMode``.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tsfunc.bridge.operators import operator_of, overload_of
-from tsfunc.bridge.torch_state import FACTORY_KEY_NAME, with_factory_key, without_factory_key
+from tsfunc.bridge.torch_state import (
+    FACTORY_KEY_NAME,
+    RANDOM_KEY_NAME,
+    with_factory_key,
+    with_random_key,
+    without_factory_keys,
+)
 from tsfunc.bridge.tracer import TracerLevel
 from tsfunc.dispatch import current_levels
 
@@ -42,27 +48,30 @@ FACTORIES = (
     "kaiser_window.periodic kaiser_window.beta lift_fresh"
 ).split()
 
-_library: torch.library.Library | None = None
+_libraries: dict[str, list[torch.library.Library]] = {}
 _lock = threading.Lock()
 
 
-def _install() -> None:
-    """Registers the kernels; once a process."""
-    global _library
+def _install(key: str, names: Sequence[str]) -> None:
+    """Registers the kernels for a key; once a process."""
     with _lock:
-        if _library is not None:
+        if key in _libraries:
             return
         library = torch.library.Library("aten", "IMPL")
+        every = torch.library.Library("_", "IMPL")
         with warnings.catch_warnings():
             # torch has kernels of its own for the disused key, which only raise.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
             warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
-            library.impl("_efficientzerotensor", _zero_tangent, FACTORY_KEY_NAME)
-            for name in (*RANDOM, *FACTORIES):
+            if key == RANDOM_KEY_NAME:
+                library.impl("_efficientzerotensor", _zero_tangent, key)
+            else:
+                every.fallback(torch.library.fallthrough_kernel, key)
+            for name in names:
                 overload = overload_of(f"aten::{name}")
                 if overload is not None:
-                    library.impl(name, _kernel(overload), FACTORY_KEY_NAME)
-        _library = library
+                    library.impl(name, _kernel(overload), key)
+        _libraries[key] = [library, every]
 
 
 def _kernel(overload: Any) -> Callable[..., Any]:
@@ -71,7 +80,7 @@ def _kernel(overload: Any) -> Callable[..., Any]:
 
     def factory(*args: Any, **kwargs: Any) -> Any:
         op = operator_of(overload)
-        with without_factory_key():
+        with without_factory_keys():
             for level in reversed(current_levels()):
                 if isinstance(level, TracerLevel) and level.sees_factories(random):
                     return op.run_at(level, args, kwargs)
@@ -88,8 +97,15 @@ def _zero_tangent(*args: Any, **kwargs: Any) -> Any:
 _RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}
 
 
+def watching_random() -> Any:
+    """Context manager: random functions reach the active levels."""
+    if RANDOM_KEY_NAME not in _libraries:
+        _install(RANDOM_KEY_NAME, RANDOM)
+    return with_random_key()
+
+
 def watching_factories() -> Any:
-    """Context manager: factory and random functions reach the active levels."""
-    if _library is None:
-        _install()
+    """Context manager: factory functions that are not random reach the active levels."""
+    if FACTORY_KEY_NAME not in _libraries:
+        _install(FACTORY_KEY_NAME, FACTORIES)
     return with_factory_key()

@@ -32,13 +32,18 @@ from torch._C import DispatchKey as TorchKey
 
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
 
-# NOTE [the factory key]
+# NOTE [the factory keys]
 # Random and factory functions have no tensor argument by which a level could be found. While a
 # level is active that must see them, a key that torch itself has no more use for is in the
 # thread-local include set: Python kernels registered for it see just the operators that they
-# are registered for, and all others pass it at no cost. torch.vmap has a key of its own.
-FACTORY_KEY_NAME = "VmapMode"
-FACTORY_KEY = _parse_dispatch_key(FACTORY_KEY_NAME)
+# are registered for, and all others pass it at no cost. There are two such keys, since C++ makes
+# small tensors of its own in many operators (``x * 2`` makes a scalar): a vmap must see the
+# random functions only, a trace all of them. torch.vmap has a key of its own.
+RANDOM_KEY_NAME = "VmapMode"
+FACTORY_KEY_NAME = "TESTING_ONLY_GenericMode"
+_RANDOM_KEY = _parse_dispatch_key(RANDOM_KEY_NAME)
+_FACTORY_KEY = _parse_dispatch_key(FACTORY_KEY_NAME)
+_BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 
 
 class TorchState:
@@ -95,17 +100,22 @@ def without_autograd() -> Any:
     return _ExcludeDispatchKeyGuard(AUTOGRAD)
 
 
+def with_random_key() -> Any:
+    """Context manager: random functions reach the kernels of ``factories``."""
+    return _IncludeDispatchKeyGuard(_RANDOM_KEY)
+
+
 def with_factory_key() -> Any:
-    """Context manager: factory and random functions reach the kernels of ``factories``."""
-    return _IncludeDispatchKeyGuard(FACTORY_KEY)
+    """Context manager: other factory functions reach the kernels of ``factories``."""
+    return _IncludeDispatchKeyGuard(_FACTORY_KEY)
 
 
-def without_factory_key() -> Any:
+def without_factory_keys() -> Any:
     """Context manager: factory and random functions are torch's own."""
-    return _ExcludeDispatchKeyGuard(DispatchKeySet(FACTORY_KEY))
+    return _ExcludeDispatchKeyGuard(_BOTH_KEYS)
 
 
 def outside_all_levels() -> Any:
     """Context manager: torch's thread-local sets as if no level were active here."""
-    include = _dispatch_tls_local_include_set().remove(FACTORY_KEY)
+    include = _dispatch_tls_local_include_set().remove(_RANDOM_KEY).remove(_FACTORY_KEY)
     return _ForceDispatchKeyGuard(include, _dispatch_tls_local_exclude_set())

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.operators import TorchOperator
-from tsfunc.bridge.torch_state import without_factory_key
+from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import METHODS, Tracer, TracerLevel, metadata, written
 from tsfunc.dispatch import (
     DispatchKey,
@@ -68,7 +68,7 @@ class TraceLevel(TracerLevel):
         self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
     ) -> torch.Tensor:
         """A fake tensor of the example's type and device."""
-        with without_factory_key(), self.fake:
+        with without_factory_keys(), self.fake:
             return torch.empty_strided(
                 shape, strides, dtype=example.dtype, device=example.device
             )

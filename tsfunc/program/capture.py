@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge import torch_state
-from tsfunc.bridge.factories import watching_factories
+from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.symbols import Symbols, size_node
 from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.dispatch import state
@@ -82,7 +82,7 @@ def _trace(
 ) -> Any:
     """Runs the function on traced tensors; what it returns."""
     traced = list(flat)
-    with level, watching_factories():
+    with level, watching_random(), watching_factories():
         tracers = [_input(level, spec, symbols) for spec in inputs]
         level.sizes = symbols.as_nodes(level.graph, _size_nodes(level, inputs, tracers, bounds))
         for spec, tracer in zip(inputs, tracers, strict=True):

@@ -63,18 +63,19 @@ def level_of(values: Any) -> TracerLevel | None:
 def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
     """The leaves of a pytree, all of which must be tensors, and its structure."""
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    if not leaves:
-        raise RuntimeError(f"{api}: Expected {what} to contain at least one Tensor.")
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            raise RuntimeError(f"{api}: Expected {what} to only contain Tensors, got {type(leaf)}")
+            raise ValueError(
+                f"{api}: Expected {what} to only contain Tensors. Thing passed to transform API "
+                f"must be Tensor, got {type(leaf)}"
+            )
     return leaves, spec
 
 
 def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:
     """The leaves of what a function returned, all of which must be tensors."""
     leaves, spec = optree.tree_flatten(out, none_is_leaf=True)
-    if not leaves:
+    if out is None or not leaves:
         raise RuntimeError(
             f"{api}: Expected f to be a function that has non-empty output (got output = {out})"
         )

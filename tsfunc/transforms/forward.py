@@ -16,7 +16,7 @@ import optree
 import torch
 
 from tsfunc.bridge import autograd
-from tsfunc.bridge.factories import watching_factories
+from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.grad_level import GradLevel, unwrapped
 from tsfunc.bridge.tracer import TracerLevel
@@ -113,7 +113,7 @@ def _jvp(
     if not autograd.forward_in_use(level):
         return _push(func, flat, directions, spec, level, strict, has_aux)
     own = GradLevel("jvp")
-    with own, watching_factories():
+    with own, watching_random():
         found = _push(func, flat, directions, spec, own, strict, has_aux)
     return optree.tree_map(
         lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, found, none_is_leaf=True

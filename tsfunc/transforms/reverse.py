@@ -200,7 +200,7 @@ def _check_scalar(api: str, out: Any) -> torch.Tensor:
         )
     if out.dim() != 0:
         raise RuntimeError(
-            f"{api}: Expected f(*args) to return a scalar tensor, got tensor with {out.dim()} "
+            f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} "
             f"dims. Maybe you wanted to use the vjp or jacrev APIs instead?"
         )
     return out
@@ -236,7 +236,7 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
-        grads, _, aux = _value_and_grad("grad(f)(*args)", func, argnums, has_aux, args, kwargs)
+        grads, _, aux = _value_and_grad("in grad: grad_and_value(f)(*args)", func, argnums, has_aux, args, kwargs)
         return (grads, aux) if has_aux else grads
 
     return gradient

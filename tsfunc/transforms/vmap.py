@@ -17,7 +17,7 @@ import torch
 
 from tsfunc.bridge import hot
 from tsfunc.bridge.batching import HOT, BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.factories import watching_factories
+from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.tracer import Tracer
 
@@ -217,7 +217,7 @@ def _run(
     if not HOT:
         hot.fill()
     level = BatchLevel(size, spec.randomness, f"vmap({spec.name})")
-    with level, watching_factories():
+    with level, watching_random():
         inputs = [
             value if dim is None else wrap(value, dim, level)
             for value, dim in zip(flat, at, strict=True)
