@@ -22,6 +22,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     losses,
     n_dimensional,
     random,
+    recurrent,
     reductions,
     sorting,
     tensor_iterator,

@@ -1,0 +1,196 @@
+"""Recurrent layers: whole-layer kernels of the CPU, and fused cells of GPUs.
+
+NOTE [an LSTM layer and its gradient]
+While all examples share the weights, examples are more sequences of one call. Where they do not,
+or where each is to have its own gradients of the weights, the layer is written out: all products
+that do not wait for the step before are one, over all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import align, batched_at, batched_front
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+LSTM = 2  # the kernel's number for this kind of layer
+
+
+def _gates(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """``x`` (batch, steps, N, features) times the weights (batch, 4 * hidden, features)."""
+    weight, *biases = weights
+    out: Tensor = x.flatten(1, 2).matmul(weight.mT).unflatten(1, x.shape[1:3])
+    for bias in biases:
+        out = out + bias[:, None, None]
+    return out
+
+
+def _activate(gates: Tensor) -> list[Tensor]:
+    i, f, g, o = gates.chunk(4, -1)
+    return [i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()]
+
+
+def _layer(
+    x: Tensor, weights: Sequence[Tensor], h: Tensor, c: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All steps; every tensor has the batch dim first."""
+    gates = _gates(x, (weights[0], *weights[2:]))
+    steps = range(x.shape[1])
+    out: list[Any] = [None] * x.shape[1]
+    for t in reversed(steps) if reverse else steps:
+        i, f, g, o = _activate(gates[:, t] + h.matmul(weights[1].mT))
+        c = f * c + i * g
+        h = o * c.tanh()
+        out[t] = h
+    return torch.stack(out, 1), h, c
+
+
+@row(Category.BATCHED, "aten::mkldnn_rnn_layer")
+def layer(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """See NOTE [an LSTM layer and its gradient]."""
+    x, *weights, h, c, reverse, batch_sizes, mode, _, _, biased = args[:13]
+    size = level.batch_size
+    if batch_sizes or mode != LSTM:
+        return NotImplemented
+    if all(d is None for d in dims[1:5]):
+        x = batched_at(x, dims[0], size, 1).flatten(1, 2).contiguous()
+        h, c = (batched_front(v, d, size).flatten(0, 1) for v, d in ((h, dims[5]), (c, dims[6])))
+        out, h, c, memory = op(x, *weights, h.contiguous(), c.contiguous(), *args[7:])
+        n = h.shape[0] // size
+        h, c = (v.unflatten(0, (size, n)) for v in (h, c))
+        return (out.unflatten(1, (size, n)), h, c, memory), (1, 0, 0, None)
+    tensors = [batched_front(v, d, size) for v, d in zip(args[:7], dims[:7], strict=True)]
+    weights = tensors[1:5] if biased else tensors[1:3]
+    out, h, c = _layer(tensors[0], weights, tensors[5], tensors[6], reverse)
+    return (out, h, c, x.new_empty((0,), dtype=torch.uint8)), (0, 0, 0, None)
+
+
+def _cells(gates: Sequence[Tensor], c: Tensor) -> Tensor:
+    """The state of the cell before the first step and after each."""
+    i, f, g, _ = gates
+    states = [c]
+    for t in range(i.shape[1]):
+        states.append(f[:, t] * states[-1] + i[:, t] * g[:, t])
+    return torch.stack(states, 1)
+
+
+def _gate_grads(
+    gates: Sequence[Tensor], cells: Tensor, weight: Tensor, grads: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Back through the steps: the gradients of all gates, and of the first state."""
+    i, f, g, o = gates
+    grad_out, dh, dc = grads
+    shaped = cells.tanh()[:, 1:]
+    slope = o * (1 - shaped * shaped)
+    found: list[Any] = [None] * i.shape[1]
+    for t in reversed(range(i.shape[1])):
+        dh = dh if grad_out is None else dh + grad_out[:, t]
+        dc = dc + dh * slope[:, t]
+        it, ft, gt, ot = i[:, t], f[:, t], g[:, t], o[:, t]
+        parts = (
+            dc * gt * it * (1 - it),
+            dc * cells[:, t] * ft * (1 - ft),
+            dc * it * (1 - gt * gt),
+            dh * shaped[:, t] * ot * (1 - ot),
+        )
+        found[t] = torch.cat(parts, -1)
+        dc = dc * ft
+        dh = found[t].matmul(weight)
+    return torch.stack(found, 1), dh, dc
+
+
+@row(Category.BATCHED, "aten::mkldnn_rnn_layer_backward")
+def layer_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """See NOTE [an LSTM layer and its gradient]. The gates are worked out again."""
+    reverse, mode, _, _, biased, _, _, batch_sizes = args[13:21]
+    if batch_sizes or mode != LSTM:
+        return NotImplemented
+    size = level.batch_size
+    full: list[Any] = [
+        None if v is None else batched_front(v, d, size)
+        for v, d in zip(args[:13], dims[:13], strict=True)
+    ]
+    x, w, u, b1, b2, h, c, out, _, _, grad_out, grad_h, grad_c = full
+    if reverse:
+        x, out = x.flip(1), out.flip(1)
+        grad_out = None if grad_out is None else grad_out.flip(1)
+    before = torch.cat((h.unsqueeze(1), out[:, :-1]), 1)
+    gates = _gates(x, (w, b1, b2) if biased else (w,)) + _gates(before, (u,))
+    active = _activate(gates)
+    zeros = torch.zeros_like(h)
+    grads = (grad_out, *(zeros if g is None else g for g in (grad_h, grad_c)))
+    dgates, dh, dc = _gate_grads(active, _cells(active, c), u, grads)
+    rows = dgates.flatten(1, 2)
+    dx = rows.matmul(w).unflatten(1, x.shape[1:3])
+    dw, du = (rows.mT.matmul(v.flatten(1, 2)) for v in (x, before))
+    db = rows.sum(1)
+    return (dx.flip(1) if reverse else dx, dw, du, db, db, dh, dc), 0
+
+
+def _with_bias(
+    x: Tensor, at: int | None, bias: Tensor | None, p: int | None, size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Gates with examples as more samples. Biases of each example's own are added at once."""
+    if bias is not None and p is not None:
+        (x, bias), at = align((x, bias), (at, p))
+        x, bias = x + bias, None
+    return batched_front(x, at, size).flatten(0, 1).contiguous(), bias
+
+
+def _split(x: Tensor | None, size: int) -> Tensor | None:
+    return None if x is None else x.unflatten(0, (size, x.shape[0] // size))
+
+
+@row(Category.BATCHED, "aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell")
+def fused_cell(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Examples are more samples."""
+    size = level.batch_size
+    biases, places = [*args[3:], None, None][:2], [*dims[3:], None, None][:2]
+    if (places[0] is None) != (places[1] is None):  # the kernel takes both or none
+        places = [0, 0]
+        biases = [batched_front(b, d, size) for b, d in zip(biases, [*dims[3:]], strict=True)]
+    x, b = _with_bias(args[0], dims[0], biases[0], places[0], size)
+    y, d = _with_bias(args[1], dims[1], biases[1], places[1], size)
+    state = batched_front(args[2], dims[2], size).flatten(0, 1).contiguous()
+    return tuple(_split(o, size) for o in op(x, y, state, b, d)), 0
+
+
+@row(Category.BATCHED, "aten::_thnn_fused_lstm_cell_backward_impl")
+def fused_lstm_cell_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The bias' gradient is the gates', summed for each example by itself."""
+    size = level.batch_size
+    tensors = [
+        None if v is None else batched_front(v, d, size).flatten(0, 1).contiguous()
+        for v, d in zip(args[:5], dims[:5], strict=True)
+    ]
+    gates, state, _ = (_split(o, size) for o in op(*tensors, False))
+    assert gates is not None
+    return (gates, state, gates.sum(1) if args[5] else None), 0
+
+
+@row(Category.BATCHED, "aten::_thnn_fused_gru_cell_backward")
+def fused_gru_cell_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As for the LSTM cell, with a bias for each of the gates' two parts."""
+    size = level.batch_size
+    tensors = [
+        batched_front(v, d, size).flatten(0, 1).contiguous()
+        for v, d in zip(args[:2], dims[:2], strict=True)
+    ]
+    x, y, state, _, _ = (_split(o, size) for o in op(*tensors, False))
+    assert x is not None and y is not None
+    biases = (x.sum(1), y.sum(1)) if args[2] else (None, None)
+    return (x, y, state, *biases), 0
