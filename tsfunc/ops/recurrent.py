@@ -49,6 +49,12 @@ def _layer(
     return torch.stack(out, 1), h, c
 
 
+def _state(x: Tensor, at: int | None, size: int) -> Tensor:
+    """(batch, N, hidden) of a state, which may have a dim of size 1 for its one layer."""
+    x = batched_front(x, at, size)
+    return x.squeeze(1) if x.dim() == 4 else x
+
+
 @row(Category.BATCHED, "aten::mkldnn_rnn_layer")
 def layer(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -60,15 +66,20 @@ def layer(
         return NotImplemented
     if all(d is None for d in dims[1:5]):
         x = batched_at(x, dims[0], size, 1).flatten(1, 2).contiguous()
-        h, c = (batched_front(v, d, size).flatten(0, 1) for v, d in ((h, dims[5]), (c, dims[6])))
-        out, h, c, memory = op(x, *weights, h.contiguous(), c.contiguous(), *args[7:])
-        n = h.shape[0] // size
-        h, c = (v.unflatten(0, (size, n)) for v in (h, c))
-        return (out.unflatten(1, (size, n)), h, c, memory), (1, 0, 0, None)
-    tensors = [batched_front(v, d, size) for v, d in zip(args[:7], dims[:7], strict=True)]
-    weights = tensors[1:5] if biased else tensors[1:3]
-    out, h, c = _layer(tensors[0], weights, tensors[5], tensors[6], reverse)
-    return (out, h, c, x.new_empty((0,), dtype=torch.uint8)), (0, 0, 0, None)
+        states = [_state(v, d, size).flatten(0, 1) for v, d in ((h, dims[5]), (c, dims[6]))]
+        out, *states, memory = op(x, *weights, *(s.contiguous() for s in states), *args[7:])
+        n = out.shape[1] // size
+        out, at = out.unflatten(1, (size, n)), 1
+        states = [s.unflatten(0, (size, n)) for s in states]
+    else:
+        x, *weights = [batched_front(v, d, size) for v, d in zip(args[:5], dims[:5], strict=True)]
+        states = [_state(v, d, size) for v, d in ((h, dims[5]), (c, dims[6]))]
+        weights = weights if biased else weights[:2]
+        out, *states = _layer(x, weights, states[0], states[1], reverse)
+        at, memory = 0, x.new_empty((0,), dtype=torch.uint8)
+    if h.dim() - (dims[5] is not None) == 3:
+        states = [s.unsqueeze(1) for s in states]
+    return (out, *states, memory), (at, 0, 0, None)
 
 
 def _cells(gates: Sequence[Tensor], c: Tensor) -> Tensor:
@@ -119,6 +130,10 @@ def layer_backward(
         for v, d in zip(args[:13], dims[:13], strict=True)
     ]
     x, w, u, b1, b2, h, c, out, _, _, grad_out, grad_h, grad_c = full
+    shape = h.shape
+    h, c, grad_h, grad_c = (
+        v.squeeze(1) if v is not None and v.dim() == 4 else v for v in (h, c, grad_h, grad_c)
+    )
     if reverse:
         x, out = x.flip(1), out.flip(1)
         grad_out = None if grad_out is None else grad_out.flip(1)
@@ -132,7 +147,7 @@ def layer_backward(
     dx = rows.matmul(w).unflatten(1, x.shape[1:3])
     dw, du = (rows.mT.matmul(v.flatten(1, 2)) for v in (x, before))
     db = rows.sum(1)
-    return (dx.flip(1) if reverse else dx, dw, du, db, db, dh, dc), 0
+    return (dx.flip(1) if reverse else dx, dw, du, db, db, dh.view(shape), dc.view(shape)), 0
 
 
 def _with_bias(
