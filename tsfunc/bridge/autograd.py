@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import optree
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Variable, forward_ad
@@ -46,6 +47,19 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
         if not fresh.requires_grad:
             fresh.requires_grad_()
     return fresh
+
+
+def out_of_inference(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call under ``no_grad`` instead of inference mode, in which nothing can be recorded."""
+    with torch.inference_mode(False), torch.no_grad():
+        args, kwargs = optree.tree_map(_not_inference, (args, kwargs), none_is_leaf=True)
+        return call(*args, **kwargs)
+
+
+def _not_inference(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_inference():
+        return value.clone()
+    return value
 
 
 @contextmanager
@@ -111,7 +125,7 @@ def backward(
         for out, ct in zip(outputs, cotangents, strict=True)
         if out.requires_grad
     ]
-    if not kept:
+    if not kept or not inputs:
         return [None] * len(inputs)
     engine: Any = Variable._execution_engine
     return list(

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
@@ -50,15 +51,17 @@ class State:
         self.levels = levels
         self.running = running
         self.everywhere = everywhere
-        self._below: dict[int, State] = {}
+        self._below: dict[int, State] | None = None
 
     def below(self, bit: int) -> State:
         """This state with the given bit and all higher ones excluded; what a kernel runs under."""
-        state = self._below.get(bit)
+        known = self._below
+        if known is None:
+            known = self._below = {}
+        state = known.get(bit)
         if state is None:
             mask = self.mask & ((1 << bit) - 1)
-            state = State(self.include, mask, self.levels, None, self.everywhere)
-            self._below[bit] = state
+            state = known[bit] = State(self.include, mask, self.levels, None, self.everywhere)
         return state
 
 
@@ -208,6 +211,12 @@ _NOTHING_TO_RESTORE: Final = nullcontext()
 L = TypeVar("L", bound="Level")
 
 
+@lru_cache(maxsize=1024)
+def _masks(depth: int, priority: int) -> tuple[int, int]:
+    """The bit of a level's key, and all bits from the level inward."""
+    return 1 << (depth * WIDTH + priority), -1 << (depth * WIDTH)
+
+
 class Level:
     """An active transform: one more level of a key, on top of those active where it is made.
 
@@ -230,21 +239,21 @@ class Level:
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         captured = tls.state
         self.key = key
-        self.depth = len(captured.levels) + 1
-        self.bits = 1 << (self.depth * WIDTH + key.priority)
+        self.depth = depth = len(captured.levels) + 1
+        self.bits, inward = _masks(depth, key.priority)
         self.alive = True
         self.outer = captured
         # Levels from here inward are new: a mask that a running kernel has put on them goes.
         everywhere = captured.everywhere
-        mask = captured.mask | (-1 << (self.depth * WIDTH))
-        if everywhere:
-            mask = captured.mask | ((-1 << (self.depth * WIDTH)) & ~everywhere)
+        mask = captured.mask
+        if mask != -1:
+            mask |= inward & ~everywhere if everywhere else inward
         include = captured.include | self.bits if modal else captured.include
         self.inner = State(include, mask, (*captured.levels, self), None, everywhere)
         self.name = name or key.name
         self._site = _user_code(sys._getframe(1))
         self._kernel_states: dict[int, State] = {}
-        self._restores = tuple(capture() for capture in _captures)
+        self._restores = tuple([capture() for capture in _captures]) if _captures else ()
         self._entered = False
 
     def __enter__(self: L) -> L:

@@ -59,12 +59,24 @@ def jvp(
     """
     if (other := delegate("jvp")) is not None:
         return other(func, primals, tangents, strict=strict, has_aux=has_aux)
+    if torch.is_inference_mode_enabled():
+        return autograd.out_of_inference(
+            jvp, func, primals, tangents, strict=strict, has_aux=has_aux
+        )
     flat, directions, spec = _match(primals, tangents)
     try:
         return _jvp(func, flat, directions, spec, strict, has_aux)
     except NotImplementedError as error:
         if "forward AD" not in str(error):
             raise
+    except RuntimeError as error:
+        if "Nested forward mode AD is not supported" not in str(error):
+            raise
+        raise RuntimeError(
+            "tsfunc.jvp: forward mode of somebody else (torch.func.jvp, torch.func.jacfwd, "
+            "torch.autograd.forward_ad) was entered inside of tsfunc's, and torch has one level "
+            "of it only. Use tsfunc.jvp, tsfunc.jacfwd or tsfunc.hessian inside as well."
+        ) from error
     return _by_double_backward(func, flat, directions, spec, has_aux)
 
 

@@ -63,8 +63,9 @@ def jacrev(
         the argument's (a tuple for a tuple of ``argnums``); with ``has_aux`` ``(jacobian, aux)``.
 
     Raises:
-        ValueError: ``chunk_size`` is not positive.
-        RuntimeError: ``argnums`` name no argument; an argument or output is no real tensor.
+        ValueError: ``chunk_size`` is not positive; an argument to differentiate by is no tensor.
+        RuntimeError: ``argnums`` name no argument; an argument is not real, an output no real
+            tensor.
 
     Example:
         >>> import torch

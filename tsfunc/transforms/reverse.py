@@ -36,7 +36,7 @@ from tsfunc.transforms.arguments import (
 class Recorded:
     """A function run once with its graph kept: outputs, and what pulls cotangents back."""
 
-    __slots__ = ("differentiable", "inputs", "level", "outer_grad", "outputs")
+    __slots__ = ("differentiable", "inputs", "level", "outer_grad", "outer_inputs", "outputs")
 
     def __init__(
         self,
@@ -50,16 +50,24 @@ class Recorded:
         self.outputs = outputs
         self.level = level
         self.outer_grad = outer_grad
-        self.differentiable = outer_grad and (
-            outer_inputs or autograd.reaches_other_leaves(outputs, inputs, level)
+        self.outer_inputs = outer_inputs
+        self.differentiable = outer_grad and self.depends_on_others()
+
+    def depends_on_others(self) -> bool:
+        """Whether somebody outside differentiates by what the outputs depend on."""
+        return self.outer_inputs or autograd.reaches_other_leaves(
+            self.outputs, self.inputs, self.level
         )
 
     def pull(self, cotangents: Sequence[torch.Tensor], *, retain: bool) -> list[torch.Tensor]:
         """A cotangent for each input; zeros where no output depends on it."""
         level = self.level
         lifted = [autograd.lift(ct, level) for ct in cotangents]
-        create = self.differentiable or (
-            torch.is_grad_enabled() and any(autograd.requires_grad(ct, level) for ct in lifted)
+        # The grad mode of the pull decides: vjp and its pullback may be called under two.
+        create = torch.is_grad_enabled() and (
+            self.differentiable
+            or any(autograd.requires_grad(ct, level) for ct in lifted)
+            or (not self.outer_grad and self.depends_on_others())
         )
         with autograd.recording(level) if create else torch.no_grad():
             found = autograd.backward(
@@ -108,7 +116,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         primal's structure. It can be called any number of times.
 
     Raises:
-        RuntimeError: a primal or an output is not a tensor; the cotangents do not fit.
+        RuntimeError: an output is not a tensor; the cotangents do not fit.
+        ValueError: a primal is not a tensor.
 
     Example:
         >>> import torch
@@ -121,6 +130,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """
     if (other := delegate("vjp")) is not None:
         return other(func, *primals, has_aux=has_aux)
+    if torch.is_inference_mode_enabled():
+        return autograd.out_of_inference(vjp, func, *primals, has_aux=has_aux)
     flat, spec = flatten_tensors("vjp(f, *primals)", "primals", primals)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
@@ -220,8 +231,8 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
         ``(gradient, aux)``.
 
     Raises:
-        RuntimeError: ``argnums`` name no argument, an argument is no tensor, the result is not
-            a scalar tensor.
+        RuntimeError: ``argnums`` name no argument; the result is not a scalar tensor.
+        ValueError: an argument to differentiate by is no tensor.
 
     Example:
         >>> import torch
@@ -236,6 +247,8 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            return autograd.out_of_inference(gradient, *args, **kwargs)
         grads, _, aux = _value_and_grad("in grad: grad_and_value(f)(*args)", func, argnums, has_aux, args, kwargs)
         return (grads, aux) if has_aux else grads
 
@@ -258,6 +271,8 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad_and_value")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            return autograd.out_of_inference(gradient, *args, **kwargs)
         grads, value, aux = _value_and_grad(
             "grad_and_value(f)(*args)", func, argnums, has_aux, args, kwargs
         )

@@ -16,12 +16,14 @@ import optree
 import torch
 
 from tsfunc.bridge import hot
+from tsfunc.bridge.autograd import out_of_inference
 from tsfunc.bridge.batching import HOT, BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.tracer import Tracer
 
 InDims = Any
+InTree = Any  # the structure of the inputs, or, where they are tensors alone, how many
 OutDims = Any
 
 
@@ -38,6 +40,11 @@ class _Spec:
     @property
     def name(self) -> str:
         return name_of(self.func)
+
+    @functools.cached_property
+    def label(self) -> str:
+        """What errors call an active one."""
+        return f"vmap({self.name})"
 
     def call(self, *, out: bool = False) -> str:
         """The call as the user wrote it, for messages."""
@@ -106,10 +113,18 @@ def vmap(
         if (other := delegate("vmap")) is not None:
             mapped = other(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
             return mapped(*args, **kwargs)
-        flat, tree = optree.tree_flatten(args, none_is_leaf=True)
+        if torch.is_inference_mode_enabled():
+            return out_of_inference(vmapped, *args, **kwargs)
+        for arg in args:
+            if not isinstance(arg, torch.Tensor):
+                flat, tree = optree.tree_flatten(args, none_is_leaf=True)
+                break
+        else:
+            # Tensors alone are flat already; their number is all there is to their structure.
+            flat, tree = args, len(args)
         dims = plans.get(tree)
         if dims is None:
-            dims = plans[tree] = _match_in_dims(spec, args, tree)
+            dims = plans[tree] = _match_in_dims(spec, args)
         at, size = _mapped(spec, flat, dims)
         if spec.chunk_size is not None and spec.chunk_size < size:
             return _chunked(spec, flat, at, size, tree, kwargs)
@@ -119,8 +134,9 @@ def vmap(
     return functools.wraps(func)(vmapped) if hasattr(func, "__name__") else vmapped
 
 
-def _match_in_dims(spec: _Spec, args: Any, tree: optree.PyTreeSpec) -> Sequence[int | None]:
+def _match_in_dims(spec: _Spec, args: Any) -> Sequence[int | None]:
     """An entry of ``in_dims`` for each flattened input."""
+    tree = optree.tree_structure(args, none_is_leaf=True)
     if not isinstance(spec.in_dims, int | tuple):
         raise ValueError(
             f"{spec.call()}: expected `in_dims` to be int or a (potentially nested) tuple "
@@ -209,20 +225,24 @@ def _run(
     flat: Sequence[Any],
     at: Sequence[int | None],
     size: Any,
-    tree: optree.PyTreeSpec,
+    tree: InTree,
     kwargs: dict[str, Any],
     out_plans: dict[Any, Sequence[int | None]],
 ) -> Any:
     """One vmapped call, all examples at once."""
     if not HOT:
         hot.fill()
-    level = BatchLevel(size, spec.randomness, f"vmap({spec.name})")
+    level = BatchLevel(size, spec.randomness, spec.label)
     with level, watching_random():
-        inputs = [
+        inputs: Any = [
             value if dim is None else wrap(value, dim, level)
             for value, dim in zip(flat, at, strict=True)
         ]
-        out = spec.func(*optree.tree_unflatten(tree, inputs), **kwargs)
+        if not isinstance(tree, int):
+            inputs = optree.tree_unflatten(tree, inputs)
+        out = spec.func(*inputs, **kwargs)
+    if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:
+        return _result(spec, out, spec.out_dims, level)
     leaves, out_tree = optree.tree_flatten(out, none_is_leaf=True)
     dims = out_plans.get(out_tree)
     if dims is None:
@@ -299,7 +319,7 @@ def _chunked(
     flat: Sequence[Any],
     at: Sequence[int | None],
     size: int,
-    tree: optree.PyTreeSpec,
+    tree: InTree,
     kwargs: dict[str, Any],
 ) -> Any:
     """Runs ``chunk_size`` examples at a time and puts the results together."""
