@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tsfunc.ops  # noqa: F401  (declares rows)
-from tests.ops.harness import check
+from tests.ops.harness import Level, check, compare
+from tsfunc.ops.registry import find
 
 aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ def test_embedding_bag(mode: int, padding: int) -> None:
     weight, index = rand(6, 4), torch.tensor([1, 3, 2, 0, 5, 4])
     bags = torch.tensor([0, 2, 5])
     rest = (False, mode, False, None, False, padding)
-    choices = [(1,)] if padding >= 0 else [(0,), (1,), (0, 1)]
+    choices = [(0,), (1,), (0, 1)]
     assert check(aten._embedding_bag.default, weight, index, bags, *rest, choices=choices)
     scales = rand(6)
     if mode == 0:
@@ -37,3 +38,27 @@ def test_embedding_bag(mode: int, padding: int) -> None:
         to_bag = torch.tensor([0, 0, 1, 1, 1, 2])
         args = (*args[:3], to_bag, *args[4:])
     assert check(backward, *args, scales, padding, choices=[(0,)])
+    scales_backward = aten._embedding_bag_per_sample_weights_backward.default
+    if mode == 0:
+        args = (rand(*out.shape), weight, index, bags, to_bag, mode, padding)
+        assert check(scales_backward, *args, choices=[(0,), (1,), (2,), (0, 1, 2)])
+
+
+def test_last_offset() -> None:
+    weight, index = rand(6, 4), torch.tensor([1, 3, 2, 0, 5, 4])
+    whole = torch.tensor([0, 2, 5, 6])
+    found = find("aten::_embedding_bag")
+    assert found is not None and found.rule is not None
+    indices = torch.stack([index, index.flip(0)])
+    options = (False, 1, False, None, True)
+    op = aten._embedding_bag.default
+    args = [weight, indices, whole, *options]
+    outs, dims = found.rule(op, Level(2), [None, 0, None], args, {})
+    expected = [op(weight, i, whole, *options)[:1] for i in indices]
+    compare(outs[:1], dims[:1], expected, "bags")
+
+
+def test_renorm_writes_the_rows_looked_up() -> None:
+    choices = [(0,), (0, 1)]
+    args = (rand(6, 4), torch.tensor([1, 3]), 0.5, 2.0)
+    assert check(aten.embedding_renorm_.default, *args, choices=choices)

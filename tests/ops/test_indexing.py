@@ -106,6 +106,7 @@ def test_masked_scatter() -> None:
         assert check(op, rand(2, 4), mask, rand(3, 4))
         assert check(op, rand(2, 4), mask.view(2, 2).repeat(1, 2), rand(8))
     assert check(aten.masked_scatter_backward.default, rand(4), mask, [3, 2])
+    assert check(aten.masked_scatter_backward.default, rand(2, 4), mask, [2, 4])
 
 
 INDEX_CASES = [

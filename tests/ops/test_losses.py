@@ -87,6 +87,12 @@ def test_margin_losses(reduction: int, lead: tuple[int, ...]) -> None:
     assert check(backward, grad, x, labels, reduction, is_target, choices=choices)
 
 
+def test_margin_losses_of_one_number() -> None:
+    assert check(aten.multi_margin_loss.default, rand(), torch.tensor(0), choices=[(0,)])
+    forward = aten.multilabel_margin_loss_forward.default
+    assert check(forward, rand(), torch.tensor(0), 1, choices=[(0,)])
+
+
 def test_ctc_loss() -> None:
     x = rand(6, 2, 5).log_softmax(-1)
     targets = ints(4, 2, 3) + 1
@@ -100,4 +106,5 @@ def test_ctc_loss() -> None:
     flat = torch.tensor([1, 2, 3, 4, 1, 2])
     assert check(forward, x, flat, *lengths, 0, True, choices=[(0,), (1,), (0, 1)])
     tensors = (torch.tensor([6, 6]), torch.tensor([3, 3]))
-    assert check(aten._ctc_loss.Tensor, x, targets, *tensors, choices=[(0,), (1,), (0, 1)])
+    choices = [(0,), (1,), (0, 1), (3,), (0, 2, 3)]
+    assert check(aten._ctc_loss.Tensor, x, targets, *tensors, choices=choices)

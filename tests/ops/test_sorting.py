@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tsfunc.ops  # noqa: F401  (declares rows)
-from tests.ops.harness import Level, check
+from tests.ops.harness import Level, check, plan, run_plan
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.registry import find
 
@@ -73,3 +73,14 @@ def test_repeat_interleave_of_known_size() -> None:
     assert found is not None and found.rule is not None
     with pytest.raises(DataDependentError, match="output_size"):
         found.rule(aten.repeat_interleave.Tensor, Level(), [0], [counts.expand(3, 3)], {})
+
+
+@pytest.mark.parametrize("size", [1, 3, 9])
+def test_nonzero_of_known_size(size: int) -> None:
+    x = torch.tensor([[0, 1, 2], [3, 0, 4]])
+    row, op = find("aten::nonzero_static"), aten.nonzero_static.default
+    assert row is not None
+    for value in (x, x[0], torch.tensor(1.0)):
+        for fill in (-1, 7):
+            made = plan([value], {(0, None): value.dim()}, 3)
+            assert run_plan(row, op, made, {"size": size, "fill_value": fill}, "nonzero_static")

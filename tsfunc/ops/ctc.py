@@ -31,8 +31,6 @@ def ctc_loss(
     lengths = [_lengths(level, n, d) for n, d in zip(lengths, dims[2:4], strict=True)]
     if x.dim() - (dims[0] is not None) == 2:
         return NotImplemented  # one sequence, without a dim for sequences
-    if isinstance(lengths[1], Tensor) and dims[3] is not None:
-        return NotImplemented  # the longest target, which sizes the second result, may differ
     out = op(
         _sequences(level, x, dims[0], 1), _sequences(level, targets, dims[1], 0),
         *lengths, *args[4:],

@@ -89,3 +89,26 @@ def repeat_interleave(
     ends = front(args[0], dims[0]).cumsum(1)
     places = torch.arange(count, device=ends.device).expand(ends.shape[0], count)
     return torch.searchsorted(ends, places, right=True).to(args[0].dtype), 0
+
+
+@row(Category.DYNAMIC, "aten::nonzero_static")
+def nonzero_static(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Each place that is not zero goes to the line of its ordinal; the rest fall off the end."""
+    x = front(args[0], dims[0]) != 0
+    size, fill = kwargs["size"], kwargs.get("fill_value", -1)
+    flat = x.reshape(x.shape[0], -1)
+    order = flat.cumsum(1) - 1
+    order = torch.where(flat, order, size).clamp(max=size)
+    lines = order.new_full((x.shape[0], size + 1), -1)
+    places = torch.arange(flat.shape[1], device=x.device).expand(flat.shape)
+    lines = lines.scatter(1, order, places)[:, :size]
+    columns = []
+    rest = lines
+    for extent in reversed(x.shape[1:]):
+        columns.append(torch.where(lines < 0, fill, rest % extent))
+        rest = rest // extent
+    if not columns:
+        return lines.new_empty((x.shape[0], size, 0)), 0
+    return torch.stack(columns[::-1], -1), 0

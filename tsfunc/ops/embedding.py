@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, front
+from tsfunc.ops.dims import batched_front, front, refuse_inplace
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
 
 
@@ -67,14 +67,18 @@ def embedding_bag(
     given = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
     weight, indices, bags, by_frequency, mode, sparse, scales, last, padding = given
     p, q, r = dims[:3]
-    if sparse or last or (padding >= 0 and p is not None):
+    if sparse:
         return NotImplemented
     size = level.batch_size
     s = dims[6] if len(dims) > 6 else None
     indices, bags = batched_front(indices, q, size), batched_front(bags, r, size)
+    if last:  # it is the end of the last bag, which goes without saying
+        bags = bags[:, :-1]
     if p is not None:
         weight = front(weight, p)
-        indices = indices + offsets(indices, size, weight.shape[1])
+        own_table = indices + offsets(indices, size, weight.shape[1])
+        # What is padding in any table is so in the first one.
+        indices = torch.where(indices == padding, padding, own_table) if padding >= 0 else own_table
         weight = weight.flatten(0, 1)
     count, entries = bags.shape[1], indices.shape[1]
     bags = (bags + offsets(bags, size, entries)).flatten()
@@ -106,6 +110,15 @@ def _bag_results(
     return (out, to_bag, sizes, largest), tuple(dims)
 
 
+def _bag_rows(grad: Tensor, bags: Tensor, indices: Tensor) -> Tensor:
+    """For each entry its bag's row of ``grad``."""
+    entries = torch.arange(indices.shape[1], device=indices.device).to(bags.dtype)
+    entries = entries.expand(indices.shape).contiguous()
+    bag = torch.searchsorted(bags.contiguous(), entries, right=True) - 1
+    bag = bag.clamp(max=grad.shape[1] - 1)
+    return grad.gather(1, bag.unsqueeze(-1).expand(*bag.shape, grad.shape[-1]))
+
+
 @row(Category.FEATURE_BATCHED, "aten::_embedding_bag_backward")
 def embedding_bag_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -118,22 +131,51 @@ def embedding_bag_backward(
         return NotImplemented
     size = level.batch_size
     grad = batched_front(grad, dims[0], size)
-    sizes = batched_front(sizes, dims[4], size)
+    sizes = batched_front(sizes, dims[4], size)[:, : grad.shape[1]]
     if mode == 2:
-        largest = batched_front(largest, dims[5], size)
+        largest = batched_front(largest, dims[5], size)[:, : grad.shape[1]]
         grad = grad.masked_fill((sizes == 0).unsqueeze(-1), 0)
         out = grad.new_zeros((size, count, grad.shape[-1]))
         return out.scatter_add(1, largest, grad), 0
     indices = batched_front(indices, dims[1], size)
-    entries = torch.arange(indices.shape[1], device=indices.device).to(bags.dtype)
-    bags = batched_front(bags, dims[2], size).contiguous()
-    bag = torch.searchsorted(bags, entries.expand(indices.shape).contiguous(), right=True) - 1
     if mode == 1:
         grad = grad / sizes.clamp(min=1).unsqueeze(-1)
-    rows = grad.gather(1, bag.unsqueeze(-1).expand(*bag.shape, grad.shape[-1]))
+    rows = _bag_rows(grad, batched_front(bags, dims[2], size), indices)
     if scales is not None:
         rows = rows * batched_front(scales, dims[10], size).unsqueeze(-1)
     dense = torch.ops.aten.embedding_dense_backward
     return embedding_dense_backward(
         dense, level, (0, 0), (rows, indices, count, padding, by_frequency), {}
     )
+
+
+@row(Category.FEATURE_BATCHED, "aten::_embedding_bag_per_sample_weights_backward")
+def embedding_bag_scales_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The product of each entry's row and its bag's gradient."""
+    grad, weight, indices, bags = args[:4]
+    padding = args[6] if len(args) > 6 else -1
+    size = level.batch_size
+    indices = batched_front(indices, dims[2], size)
+    rows, at = embedding(torch.ops.aten.embedding, level, (dims[1], 0), (weight, indices), {})
+    rows = rows.movedim(at, 0)
+    bags = batched_front(bags, dims[3], size)
+    out = (_bag_rows(batched_front(grad, dims[0], size), bags, indices) * rows).sum(-1)
+    return (out.masked_fill(indices == padding, 0) if padding >= 0 else out), 0
+
+
+@row(Category.FEATURE_BATCHED, "aten::embedding_renorm_")
+def embedding_renorm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Writes the rows that are looked up."""
+    weight, indices, *rest = args
+    if dims[0] is None:
+        refuse_inplace(op)
+    table = front(weight, dims[0])
+    indices = batched_front(indices, dims[1], level.batch_size)
+    flat = table.flatten(0, 1)
+    op(flat, (indices + offsets(indices, level.batch_size, table.shape[1])).contiguous(), *rest)
+    table.copy_(flat.view(table.shape))
+    return weight, dims[0]

@@ -277,8 +277,10 @@ def masked_scatter_backward(
     """The gradients at the mask's places, in order; what is elsewhere falls off the end."""
     grad, mask, sizes = args
     size = level.batch_size
-    grad = batched_front(grad, dims[0], size).reshape(size, -1)
-    mask = batched_front(mask, dims[1], size).reshape(size, -1)
+    top = max(logical_rank(grad, dims[0]), logical_rank(mask, dims[1]))
+    grad = place(batched_front(grad, dims[0], size), 0, top)
+    mask = place(batched_front(mask, dims[1], size), 0, top)
+    grad, mask = (v.reshape(size, -1) for v in torch.broadcast_tensors(grad, mask))
     count = 1
     for extent in sizes:
         count = count * extent

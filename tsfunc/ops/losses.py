@@ -143,7 +143,9 @@ def nll_loss_backward(
 def _folded(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
     """Examples as more samples, of which a value without a dim for them has one."""
     x = batched_front(x, at, size)
-    return x.flatten(0, 1) if lead else x
+    if lead > 0:
+        return x.flatten(0, 1)
+    return x.unsqueeze(1) if lead < 0 else x
 
 
 @row(Category.BATCHED, "aten::multi_margin_loss")
@@ -159,7 +161,7 @@ def multi_margin_loss(
     x = _folded(x, dims[0], level.batch_size, lead)
     target = batched_front(target, dims[1], level.batch_size).flatten()
     out = op(x, target, p, margin, weight, NONE)
-    return reduced(out.unflatten(0, (level.batch_size, -1)) if lead else out, 0, reduction)
+    return reduced(out.unflatten(0, (level.batch_size, -1)) if lead > 0 else out, 0, reduction)
 
 
 @row(Category.BATCHED, "aten::multi_margin_loss_backward")
@@ -172,9 +174,8 @@ def multi_margin_loss_backward(
     if len(dims) > 5 and dims[5] is not None:
         return NotImplemented
     size = level.batch_size
-    rank = logical_rank(x, dims[1])
     whole = batched_front(x, dims[1], size)
-    x = whole.flatten(0, 1) if rank > 1 else whole
+    x = _folded(x, dims[1], size, whole.dim() - 2)
     target = batched_front(target, dims[2], size).flatten()
     out = op(_sample_grads(grad, dims[0], whole, reduction), x, target, p, margin, weight, NONE)
     return out.view(whole.shape), 0
@@ -200,7 +201,7 @@ def multilabel_margin_loss_forward(
     lead = whole.dim() - 2
     x, target = (_folded(v, d, size, lead) for v, d in zip(args[:2], dims[:2], strict=True))
     out, is_target = op(x, target, NONE)
-    out = reduced(out.view(whole.shape[:2]) if lead else out, 0, args[2])[0]
+    out = reduced(out.view(whole.shape[:2]) if lead > 0 else out, 0, args[2])[0]
     return (out, is_target.view(whole.shape)), 0
 
 
