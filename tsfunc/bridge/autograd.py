@@ -111,6 +111,27 @@ def reaches_other_leaves(
     return False
 
 
+def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the outputs carry tangents, or depend on what a level outside differentiates by.
+
+    Some backward formulas (of ``linalg.det``, for one) use saved values that have no derivative
+    of their own, unless grad mode says that they will be differentiated again.
+    """
+    with DisableTorchFunctionSubclass():
+        forward = forward_ad._current_level >= 0
+        for out in outputs:
+            if forward and forward_ad.unpack_dual(out).tangent is not None:
+                return True
+            value = getattr(out, "value", None) if isinstance(out, Tracer) else None
+            while isinstance(value, torch.Tensor):
+                if value.requires_grad:
+                    return True
+                if forward and forward_ad.unpack_dual(value).tangent is not None:
+                    return True
+                value = getattr(value, "value", None) if isinstance(value, Tracer) else None
+    return False
+
+
 def backward(
     outputs: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor],

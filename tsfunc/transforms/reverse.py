@@ -69,14 +69,16 @@ class Recorded:
             or any(autograd.requires_grad(ct, level) for ct in lifted)
             or (not self.outer_grad and self.depends_on_others())
         )
-        with autograd.recording(level) if create else torch.no_grad():
+        again = create or autograd.differentiated_outside(self.outputs)
+        with autograd.recording(level) if again else torch.no_grad():
             found = autograd.backward(
-                self.outputs, lifted, self.inputs, create_graph=create, retain_graph=retain
+                self.outputs, lifted, self.inputs, create_graph=again, retain_graph=retain
             )
-            return [
+            pulled = [
                 torch.zeros_like(x) if g is None else g
                 for g, x in zip(found, self.inputs, strict=True)
             ]
+        return [autograd.detached(g) for g in pulled] if again and not create else pulled
 
     def released(self, value: Any) -> Any:
         """A value of the recorded run, for the outside: without this run's own graph."""
