@@ -149,7 +149,7 @@ def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     if not batched or level.autograd or not level.alive:
         return NotImplemented
     state = tls.state
-    if state.include or maybe_functorch_level() is not None:
+    if state.include or state.excluded or maybe_functorch_level() is not None:
         return NotImplemented
     tls.state = level.outer
     try:

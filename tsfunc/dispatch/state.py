@@ -32,11 +32,11 @@ _PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
 class State:
     """The include set, the mask of what is not excluded, and the active levels of a thread.
 
-    ``mask`` lacks what was excluded by the user and what a running kernel has put on; the bits
-    in ``everywhere`` are of the first kind, and hold for levels yet to come too.
+    ``mask`` lacks what the user has excluded and what a running kernel has put on. The first
+    kind is in ``excluded`` too: it goes on to hold at levels that are entered later.
     """
 
-    __slots__ = ("_below", "everywhere", "include", "levels", "mask", "running")
+    __slots__ = ("_below", "excluded", "include", "levels", "mask", "running")
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class State:
         mask: int,
         levels: tuple[Level, ...],
         running: Level | None = None,
-        everywhere: int = 0,
+        excluded: int = 0,
     ) -> None:
         self.include = include
         self.mask = mask
         self.levels = levels
         self.running = running
-        self.everywhere = everywhere
+        self.excluded = excluded
         self._below: dict[int, State] | None = None
 
     def below(self, bit: int) -> State:
@@ -61,7 +61,7 @@ class State:
         state = known.get(bit)
         if state is None:
             mask = self.mask & ((1 << bit) - 1)
-            state = known[bit] = State(self.include, mask, self.levels, None, self.everywhere)
+            state = known[bit] = State(self.include, mask, self.levels, None, self.excluded)
         return state
 
 
@@ -139,7 +139,7 @@ def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     """
     bits = DispatchKeySet(*keys).bits
     old = tls.state
-    tls.state = State(old.include | bits, old.mask, old.levels, old.running, old.everywhere)
+    tls.state = State(old.include | bits, old.mask, old.levels, old.running, old.excluded)
     try:
         yield
     finally:
@@ -160,16 +160,15 @@ def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
         ...     print(Trace in dispatch.excluded())
         True
     """
-    everywhere = bits = 0
+    bits = 0
     for key in keys:
         if isinstance(key, DispatchKey):
-            everywhere |= _EVERY_LEVEL << key.priority
+            bits |= _EVERY_LEVEL << key.priority
         else:
             bits |= bits_of(key)
     old = tls.state
-    mask = old.mask & ~(bits | everywhere)
-    everywhere |= old.everywhere
-    tls.state = State(old.include, mask, old.levels, old.running, everywhere)
+    mask = old.mask & ~bits
+    tls.state = State(old.include, mask, old.levels, old.running, old.excluded | bits)
     try:
         yield
     finally:
@@ -244,12 +243,12 @@ class Level:
         self.alive = True
         self.outer = captured
         # Levels from here inward are new: a mask that a running kernel has put on them goes.
-        everywhere = captured.everywhere
+        excluded = captured.excluded
         mask = captured.mask
         if mask != -1:
-            mask |= inward & ~everywhere if everywhere else inward
+            mask |= inward & ~excluded if excluded else inward
         include = captured.include | self.bits if modal else captured.include
-        self.inner = State(include, mask, (*captured.levels, self), None, everywhere)
+        self.inner = State(include, mask, (*captured.levels, self), None, excluded)
         self.name = name or key.name
         self._site = _user_code(sys._getframe(1))
         self._kernel_states: dict[int, State] = {}
@@ -290,7 +289,7 @@ class Level:
         if state is None:
             outer = self.outer
             mask = outer.mask & ((1 << bit) - 1)
-            state = State(outer.include, mask, outer.levels, self, outer.everywhere)
+            state = State(outer.include, mask, outer.levels, self, outer.excluded)
             self._kernel_states[bit] = state
         return state
 
