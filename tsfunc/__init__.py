@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tsfunc import dispatch, errors
+from tsfunc.bridge import custom_function
 from tsfunc.bridge.tracer import Tracer, TracerLevel
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
@@ -11,6 +12,8 @@ from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
 from tsfunc.transforms.specialize import specialize
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Dim, MetaTensorType
+
+custom_function.install()
 
 __version__ = "0.1.0"
 
