@@ -9,7 +9,8 @@ the graph of the levels outside.
 
 Private names used here (torch 2.11 to 2.13): ``Variable._execution_engine`` runs a backward pass
 without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` says whether a dual level
-is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``; ``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
+is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``;
+``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tsfunc.bridge.tracer import (
 )
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.state import tls
-from tsfunc.errors import MissingRuleError, SlowFallbackWarning
+from tsfunc.errors import DataDependentError, MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.registry import Rule
 
 maybe_functorch_level = _functorch.maybe_current_level
@@ -82,6 +82,27 @@ class BatchTracer(Tracer):
 
     def cut(self) -> BatchTracer:
         return wrap(self.value.detach(), self.bdim, self.dispatch_level)
+
+    def read(self, name: str) -> Any:
+        if self.bdim is None:
+            return getattr(self.value, name)()
+        level = self.dispatch_level.name
+        ways = (
+            "Write the choice with torch.where, or other tensor operations, or take the value "
+            "out of the function."
+        )
+        if name in ("__bool__", "is_nonzero"):
+            raise DataDependentError(
+                f"{level}: It looks like you're attempting to use a Tensor in some data-dependent "
+                f"control flow. The value differs from example to example, so `if`, `while` and "
+                f"`and` can't go one way for all. {ways}"
+            )
+        called = ".item()" if name in ("__int__", "__float__", "__index__") else f".{name}()"
+        raise DataDependentError(
+            f"vmap: It looks like you're calling {called} on a Tensor inside of {level}. We don't "
+            f"support vmap over calling {called} on a Tensor: its value differs from example to "
+            f"example. {ways}"
+        )
 
     def describe(self) -> str:
         level = self.dispatch_level

@@ -109,9 +109,9 @@ def _differentiated_outside(arg: Any) -> bool:
         while isinstance(value, torch.Tensor):
             if value.requires_grad:
                 return True
-            if forward_ad._current_level >= 0:
-                if forward_ad.unpack_dual(value).tangent is not None:
-                    return True
+            forward = forward_ad._current_level >= 0
+            if forward and forward_ad.unpack_dual(value).tangent is not None:
+                return True
             value = value.value if isinstance(value, BatchTracer | GradTracer) else None
     return False
 

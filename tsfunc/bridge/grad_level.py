@@ -43,6 +43,9 @@ class GradTracer(Tracer):
     def cut(self) -> GradTracer:
         return _wrap(self.value.detach(), self.dispatch_level)  # type: ignore[arg-type]
 
+    def read(self, name: str) -> Any:
+        return getattr(self.value, name)()
+
     def describe(self) -> str:
         return f"GradTracer(level {self.dispatch_level.depth}, value=\n{self.value!r})"
 

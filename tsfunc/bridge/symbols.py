@@ -124,7 +124,18 @@ class Symbols:
         }
         node = sympy_interp(PythonReferenceAnalysis, values, expr).node
         node.meta["expr"] = self.spell(expr)
+        node.meta["value"] = self._evaluator(expr)
         return node
+
+    def _evaluator(self, expr: Any) -> Any:
+        """A function from the sizes of the named dims to the number that an expression is."""
+        names = self._names
+
+        def value(sizes: Mapping[str, int]) -> Any:
+            found = expr.subs({symbol: sizes[name] for symbol, name in names.items()})
+            return int(found) if found.is_integer else float(found)
+
+        return value
 
 
 def _line(frame: Any) -> str:

@@ -38,7 +38,7 @@ from tsfunc.bridge.torch_state import (
 )
 from tsfunc.dispatch import DispatchKey, Level, messages
 from tsfunc.dispatch.state import tls
-from tsfunc.errors import EscapedTracerError
+from tsfunc.errors import DataDependentError, EscapedTracerError
 
 T = TypeVar("T", bound="Tracer")
 NO_KWARGS: Final[Mapping[str, Any]] = {}
@@ -173,6 +173,13 @@ class Tracer(torch.Tensor):
         """
         raise TypeError(f"{type(self).__name__} does not say what detach() does.")
 
+    def read(self, name: str) -> Any:
+        """What a method gives that returns data as Python or NumPy values (``bool``, ``item``)."""
+        raise DataDependentError(
+            f"{self.dispatch_level.name}: {name} needs the data of a tensor that stands for "
+            f"others. Use tensor operations instead."
+        )
+
     def describe(self) -> str:
         """What ``repr`` shows of it."""
         return f"{type(self).__name__}({self.dispatch_level.name}, shape={tuple(self.shape)})"
@@ -291,6 +298,17 @@ def _detach(
     return value.cut()
 
 
+def _read(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    value = args[0]
+    if not isinstance(value, Tracer):
+        return metadata(func, types, args, kwargs)
+    if not value.dispatch_level.alive:
+        refuse_escaped(func, value.dispatch_level)
+    return value.read(func.__name__)
+
+
 def _without_door_1(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -356,6 +374,12 @@ for _name in (
 METHODS[torch._VF._make_dual] = _make_dual
 METHODS[_T.detach] = METHODS[torch.detach] = _detach
 METHODS[_T.data.__get__] = _detach  # type: ignore[attr-defined]
+for _name in (
+    "__bool__ __int__ __float__ __index__ __complex__ __array__ item tolist numpy "
+    "is_nonzero"
+).split():
+    METHODS[getattr(_T, _name)] = _read
+METHODS[torch.is_nonzero] = _read
 METHODS[_T.unflatten] = _without_door_1
 METHODS[_T.__repr__] = _show
 METHODS[_T.requires_grad_] = _require_grad

@@ -7,7 +7,8 @@ autograd is outside of the level, so composite operators stay whole, and a progr
 differentiable, vmappable and traceable again.
 
 Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-which runs operators on shapes, and the errors for results that depend on data.
+which runs operators on shapes, and the errors for results that depend on data;
+``DisableTorchFunction`` keeps function modes out of what kernels do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import optree
 import torch
 import torch.fx
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import METHODS, Tracer, TracerLevel, metadata, written
 from tsfunc.dispatch import (
@@ -100,8 +102,13 @@ class TraceTracer(Tracer):
 
     def cut(self) -> TraceTracer:
         level = self.dispatch_level
-        node = level.graph.call_function(torch.ops.aten.detach.default, (self.node,))
+        detach = torch.ops.aten.detach.default
+        node = level.graph.call_function(detach, (self.node,))
+        node.meta["op"] = operator_of(detach)
         return _wrap(self.value, node, level, False)
+
+    def read(self, name: str) -> Any:
+        raise DataDependentError(_data_dependent(name, self.dispatch_level))
 
     def describe(self) -> str:
         level = self.dispatch_level
@@ -151,10 +158,10 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
 
     values, named = optree.tree_map(fake, (tuple(args), dict(kwargs)), none_is_leaf=True)  # type: ignore[arg-type]
     try:
-        with level.fake:
+        with DisableTorchFunction(), level.fake:
             return op.native(*values, **named)
     except DataDependentOutputException:
-        raise DataDependentError(_data_dependent(op, level)) from None
+        raise DataDependentError(_data_dependent(op.name, level)) from None
     except DynamicOutputShapeException:
         raise DataDependentError(
             f"{level.name}: the shape of what {op.name} returns depends on its data, which a "
@@ -163,9 +170,9 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
         ) from None
 
 
-def _data_dependent(op: Operator, level: TraceLevel) -> str:
+def _data_dependent(name: str, level: TraceLevel) -> str:
     return (
-        f"{level.name}: a traced tensor was used as a Python number or bool ({op.name}), but a "
+        f"{level.name}: a traced tensor was used as a Python number or bool ({name}), but a "
         f"trace has no data: `if`, `while`, int(), float(), .item() and .tolist() on it can't be "
         f"served. Write the choice with torch.where, or make the value an argument that is no "
         f"tensor, which is burnt in."
@@ -262,7 +269,8 @@ class Lifting(TorchFunctionMode):
 
     def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if isinstance(value, Tracer) else self.level.lift(value)
+            own = isinstance(value, Tracer) and value.dispatch_level in current_levels()
+            return value if own else self.level.lift(value)
         if type(value) in (list, tuple):
             return type(value)(self._lifted(item) for item in value)
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,7 @@ def _size_nodes(
             if isinstance(dim, Dim) and dim.name in bounds and dim.name not in nodes:
                 nodes[dim.name] = size_node(level.graph, tracer.node, i)
                 nodes[dim.name].meta["expr"] = dim.name
+                nodes[dim.name].meta["value"] = operator.itemgetter(dim.name)
     return nodes
 
 
@@ -172,4 +174,4 @@ def _finish(
     }
     positions = tuple(spec.position for spec in inputs)
     source, run = generate(name, graph, positions, lifted)
-    return Program(name, graph, positions, tuple(lifted.values()), out_tree, source, run)
+    return Program(name, graph, positions, lifted, out_tree, source, run)

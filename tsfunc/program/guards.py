@@ -97,7 +97,7 @@ def _dim(k: int, dim: Any, bound: set[str], bounds: Any) -> list[str]:
         return [f"if s[{k}] != {dim.name}: return False"]
     bound.add(dim.name)
     limits = bounds[dim.name]
-    lines = [f"{dim.name} = s[{k}]", f"if {dim.name} < {max(2, limits.min or 2)}: return False"]
+    lines = [f"{dim.name} = s[{k}]", f"if {dim.name} < {max(2, limits.min or 0)}: return False"]
     if limits.max is not None:
         lines.append(f"if {dim.name} > {limits.max}: return False")
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ class Program:
         graph: its operators, as a torch.fx graph; an input for each tensor among the call's
             flattened arguments, in order.
         inputs: where each of the graph's inputs stands among the flattened arguments.
-        lifted: the tensors from outside of the function that it reads, at every call anew.
+        lifted: the tensors from outside of the function that it reads, at every call anew, by
+            the names that the graph and the source have for them.
         out_tree: the structure of what it returns.
         source: the Python it runs as.
         run: takes the flattened arguments and returns the flattened results.
@@ -33,7 +34,7 @@ class Program:
     name: str
     graph: torch.fx.Graph
     inputs: tuple[int, ...]
-    lifted: tuple[torch.Tensor, ...]
+    lifted: Mapping[str, torch.Tensor]
     out_tree: optree.PyTreeSpec
     source: str
     run: Callable[[Sequence[Any]], Sequence[Any]]
@@ -41,6 +42,10 @@ class Program:
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Runs it on flattened arguments, and gives the results their structure."""
         return optree.tree_unflatten(self.out_tree, self.run(flat))
+
+    def tensor(self, node: torch.fx.Node) -> torch.Tensor:
+        """The tensor from outside that a ``get_attr`` node stands for."""
+        return self.lifted[str(node.target)]
 
     def __str__(self) -> str:
         return self.source

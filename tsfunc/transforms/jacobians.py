@@ -110,7 +110,8 @@ def jacrev(
 def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Rows that stand for the entries of all outputs, an output each, in its shape."""
     parts = rows.split([out.numel() for out in outs], dim=0)
-    return [part.reshape(*out.shape, *rows.shape[1:]) for part, out in zip(parts, outs, strict=True)]
+    rest = rows.shape[1:]
+    return [part.reshape(*out.shape, *rest) for part, out in zip(parts, outs, strict=True)]
 
 
 def jacfwd(

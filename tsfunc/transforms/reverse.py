@@ -251,7 +251,8 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
             return other(func, argnums, has_aux)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return autograd.out_of_inference(gradient, *args, **kwargs)
-        grads, _, aux = _value_and_grad("in grad: grad_and_value(f)(*args)", func, argnums, has_aux, args, kwargs)
+        api = "in grad: grad_and_value(f)(*args)"
+        grads, _, aux = _value_and_grad(api, func, argnums, has_aux, args, kwargs)
         return (grads, aux) if has_aux else grads
 
     return gradient

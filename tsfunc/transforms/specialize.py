@@ -8,6 +8,7 @@ program is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from tsfunc.bridge.tracing import tracing_here
 from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.program import Program, capture
 from tsfunc.program.capture import InputSpec
+from tsfunc.program.equal import same_program
 from tsfunc.program.guards import Guard, generate_guard
 from tsfunc.program.reads import Read, reads_of, unchanged
 from tsfunc.transforms.vmap import name_of
@@ -55,6 +57,7 @@ class _Entry:
     ambient: tuple[Any, ...]
     reads: list[Read]
     reason: str
+    signature: Any
 
 
 def _ambient() -> tuple[Any, ...]:
@@ -114,16 +117,52 @@ class Specialized:
         if tracing_here():
             return self.func(*args, **kwargs)
         self._misses += 1
+        trace = functools.partial(capture, self.func, self.name, flat, tree)
         inputs, bounds = _describe(flat, places, contract, bindings)
-        program = capture(self.func, self.name, flat, tree, inputs, bounds)
-        if not any(isinstance(value, Tracer) for value in program.lifted):
-            guard = generate_guard(flat, inputs, bounds)
-            reason = self._reason(inputs, flat)
-            self._entries.insert(
-                0, _Entry(program, tree, guard, ambient, reads_of(self.func), reason)
-            )
-            del self._entries[self.max_programs :]
+        known = self._known(flat, tree, ambient, inputs)
+        program = known or trace(inputs, bounds)
+        sizes = bindings.sizes if bindings is not None else {}
+        small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
+        if small:
+            # NOTE [sizes 0 and 1] in program/equal
+            if known is None:
+                self._keep(program, flat, tree, ambient, inputs, bounds)
+            inputs = [_fixed(spec, small) for spec in inputs]
+            bounds = {name: dim for name, dim in bounds.items() if name not in small}
+            fixed = trace(inputs, bounds)
+            if not (set(sizes) == set(small) and same_program(program, fixed, sizes)):
+                program = fixed
+        self._keep(program, flat, tree, ambient, inputs, bounds)
         return program(flat)
+
+    def _keep(
+        self,
+        program: Program,
+        flat: Sequence[Any],
+        tree: optree.PyTreeSpec,
+        ambient: Any,
+        inputs: Sequence[InputSpec],
+        bounds: Mapping[str, Dim],
+    ) -> None:
+        """Puts a program first among the entries, with the calls that it may answer."""
+        if any(isinstance(value, Tracer) for value in program.lifted.values()):
+            return  # it belongs to an outer transform that is active now, and ends with it
+        guard = generate_guard(flat, inputs, bounds)
+        reads = reads_of(self.func)
+        reason = "; ".join(f"{spec.name}: {_short(spec)}" for spec in inputs)
+        signature = _signature(flat, tree, ambient, inputs)
+        self._entries.insert(0, _Entry(program, tree, guard, ambient, reads, reason, signature))
+        del self._entries[self.max_programs :]
+
+    def _known(
+        self, flat: Sequence[Any], tree: Any, ambient: Any, inputs: Sequence[InputSpec]
+    ) -> Program | None:
+        """The symbolic program for such a call, if another size of it was seen before."""
+        signature = _signature(flat, tree, ambient, inputs)
+        for entry in self._entries:
+            if entry.signature == signature and unchanged(entry.reads):
+                return entry.program
+        return None
 
     def _bind(
         self, args: Any, kwargs: Any, count: int, tree: optree.PyTreeSpec, flat: Sequence[Any]
@@ -160,12 +199,6 @@ class Specialized:
             )
         return None, None
 
-    def _reason(self, inputs: Sequence[InputSpec], flat: Sequence[Any]) -> str:
-        shown = ", ".join(
-            f"{spec.name}: {_short(spec)}" for spec in inputs
-        )
-        return f"{'first call' if not self._entries else 'other arguments'}: {shown}"
-
     @property
     def program(self) -> Program:
         """The program that was used last."""
@@ -178,13 +211,13 @@ class Specialized:
     @property
     def programs(self) -> tuple[Program, ...]:
         """All programs, the most recently used first."""
-        return tuple(entry.program for entry in self._entries)
+        return tuple(dict.fromkeys(entry.program for entry in self._entries))
 
     def cache_info(self) -> CacheInfo:
         """How many calls found a program, and why each program was made."""
         reasons = tuple(entry.reason for entry in self._entries)
         return CacheInfo(
-            self._hits, self._misses, len(self._entries), self.max_programs, reasons
+            self._hits, self._misses, len(self.programs), self.max_programs, reasons
         )
 
     def cache_clear(self) -> None:
@@ -196,7 +229,7 @@ class Specialized:
         return self if instance is None else functools.partial(self, instance)
 
     def __repr__(self) -> str:
-        return f"<specialized {self.name}, {len(self._entries)} programs>"
+        return f"<specialized {self.name}, {len(self.programs)} programs>"
 
 
 @dataclass(frozen=True)
@@ -217,16 +250,10 @@ def _describe(
     contract: CompiledDescriptors | None,
     bindings: Bindings | None,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
-    """The tensors among the arguments, and the named dims that stay symbolic.
-
-    A named dim whose size is 0 or 1 in this call is fixed: operators treat these sizes apart
-    (broadcasting, emptiness), so such calls have a program of their own.
-    """
+    """The tensors among the arguments, and the named dims."""
     bounds: dict[str, Dim] = {}
     if contract is not None and bindings is not None:
-        bounds = {
-            name: contract.dims[name] for name, size in bindings.sizes.items() if size > 1
-        }
+        bounds = {name: contract.dims[name] for name in bindings.sizes}
     inputs = []
     used: set[str] = set()
     taken: set[str] = set()
@@ -235,7 +262,7 @@ def _describe(
             continue
         path = places[i]
         forms = bindings.dims(path) if bindings is not None else None
-        dims = _dims(value, forms, bindings.sizes if bindings is not None else {}, bounds)
+        dims = _dims(value, forms, bounds)
         used.update(dim.name for dim in dims if isinstance(dim, Dim))
         inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
     return inputs, {name: dim for name, dim in bounds.items() if name in used}
@@ -244,7 +271,6 @@ def _describe(
 def _dims(
     value: torch.Tensor,
     forms: Sequence[DimForm] | None,
-    sizes: Mapping[str, int],
     bounds: Mapping[str, Dim],
 ) -> tuple[DimForm, ...]:
     found: list[DimForm] = []
@@ -256,6 +282,31 @@ def _dims(
         else:
             found.append(size)
     return tuple(found)
+
+
+def _fixed(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
+    """The input with the sizes of some named dims taken from the call."""
+    dims: list[DimForm] = []
+    for size, dim in zip(spec.example.shape, spec.dims, strict=True):
+        names = dim.names if isinstance(dim, DimExpr) else ()
+        named = isinstance(dim, Dim) and dim.name in small
+        dims.append(size if named or any(name in small for name in names) else dim)
+    return dataclasses.replace(spec, dims=tuple(dims))
+
+
+def _signature(
+    flat: Sequence[Any], tree: optree.PyTreeSpec, ambient: Any, inputs: Sequence[InputSpec]
+) -> Any:
+    """What calls have in common that differ in nothing but the sizes of named dims."""
+    leaves: list[Any] = [
+        (type(value), repr(value) if isinstance(value, int | float | str) else id(value))
+        for value in flat
+    ]
+    for spec in inputs:
+        x = spec.example
+        shape = tuple(str(dim) for dim in spec.dims)
+        leaves[spec.position] = (shape, x.dtype, x.device, x.requires_grad, x.is_contiguous())
+    return tree, ambient, tuple(leaves)
 
 
 def _input_name(path: Sequence[Any], taken: set[str]) -> str:
