@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tsfunc.ops  # noqa: F401  (declares rows)
-from tests.ops.harness import check
+from tests.ops.harness import Level, check, compare
+from tsfunc.ops.registry import find
 
 aten = torch.ops.aten
 
@@ -45,3 +46,29 @@ def test_flash_kernel_of_the_cpu(causal: bool, shape: tuple[int, ...] | None) ->
     choices = [(0,), (1,), (0, 1, 2, 3, 4, 5), (2, 3)]
     args = (rand(*out.shape), q, k, v, out, sums, 0.0, causal)
     assert check(backward, *args, choices=choices, **kwargs)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (4, 1, 5, 5), (1, 2, 5, 5)])
+@pytest.mark.parametrize("queries", [None, 0])
+def test_masks_of_each_example(shape: tuple[int, ...], queries: int | None) -> None:
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    q, k, v = rand(3, 4, 2, 5, 8), rand(4, 2, 5, 8), rand(4, 2, 5, 8) * 3
+    q = q if queries == 0 else q[0]
+    masks = rand(3, *shape).movedim(0, -1).contiguous()
+    dims = [queries, None, None, None, None, {"attn_mask": len(shape)}]
+    forward, backward = find(op.name()), find(back.name())
+    assert forward is not None and forward.rule is not None
+    assert backward is not None and backward.rule is not None
+    outs, at = forward.rule(op, Level(), dims, [q, k, v, 0.0, False], {"attn_mask": masks})
+    grad = rand(4, 2, 5, 8)
+    dims = [None, queries, None, None, 0, 0, None, None, {"attn_mask": len(shape)}]
+    args = [grad, q, k, v, *outs, 0.0, False]
+    grads, grads_at = backward.rule(back, Level(), dims, args, {"attn_mask": masks})
+    expected, expected_grads = [], []
+    for i in range(3):
+        one, mask = (q[i] if queries == 0 else q), masks[..., i]
+        expected.append(op(one, k, v, 0.0, False, attn_mask=mask))
+        expected_grads.append(back(grad, one, k, v, *expected[-1], 0.0, False, attn_mask=mask))
+    compare(outs, at, expected, "forward")
+    compare(grads, grads_at, expected_grads, "backward")

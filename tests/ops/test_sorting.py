@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tsfunc.ops  # noqa: F401  (declares rows)
-from tests.ops.harness import Level, check, plan, run_plan
+from tests.ops.harness import Level, check, compare, plan, run_plan
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.registry import find
 
@@ -84,3 +84,16 @@ def test_nonzero_of_known_size(size: int) -> None:
         for fill in (-1, 7):
             made = plan([value], {(0, None): value.dim()}, 3)
             assert run_plan(row, op, made, {"size": size, "fill_value": fill}, "nonzero_static")
+
+
+@pytest.mark.parametrize("sequences", [None, 0])
+def test_sorters_given_by_keyword(sequences: int | None) -> None:
+    op, row = aten.searchsorted.Tensor, find("aten::searchsorted.Tensor")
+    assert row is not None and row.rule is not None
+    x = rand(3, 5) if sequences == 0 else rand(5).expand(3, 5)
+    order, values = x.argsort(1), rand(3, 2)
+    args = [x if sequences == 0 else x[0], values]
+    dims = [sequences, 0, {"sorter": 0}]
+    out, at = row.rule(op, Level(), dims, args, {"sorter": order})
+    expected = [op(x[i].contiguous(), values[i], sorter=order[i]) for i in range(3)]
+    compare(out, at, expected, "sorter")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
 
@@ -78,10 +79,15 @@ def attention(
     return (out.squeeze(1) if rank == 2 else out), 0
 
 
+def _sample_count(x: Tensor, at: int | None) -> Any:
+    return x.shape[1 if at == 0 else 0]
+
+
 def _with_mask(
     level: BatchLevel, kwargs: Mapping[str, Any], dims: Dims, args: Sequence[Any], n: Any
 ) -> dict[str, Any]:
-    mask = _mask(kwargs.get("attn_mask"), None, level.batch_size, n, 4)
+    at = keyword_dim(dims, args, "attn_mask")
+    mask = _mask(kwargs.get("attn_mask"), at, level.batch_size, n, 4)
     return {**kwargs, "attn_mask": mask}
 
 
@@ -92,7 +98,7 @@ def flash_cpu(
     """Returns the logarithm of the sums too, for the backward pass."""
     _refuse_dropout(op, level, args[3] if len(args) > 3 else 0.0)
     size = level.batch_size
-    n = args[0].shape[1 if dims[0] == 0 else 0]
+    n = _sample_count(args[0], dims[0])
     tensors = [_samples(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True)]
     out = op(*tensors, *args[3:], **_with_mask(level, kwargs, dims, args, n))
     return tuple(_split(o, size) for o in out), 0
@@ -104,10 +110,19 @@ def flash_cpu_backward(
 ) -> Any:
     """Folded as the forward pass is."""
     size = level.batch_size
-    n = args[1].shape[1 if dims[1] == 0 else 0]
+    n = _sample_count(args[1], dims[1])
     tensors = [_samples(x, d, size) for x, d in zip(args[:6], dims[:6], strict=True)]
     out = op(*tensors, *args[6:], **_with_mask(level, kwargs, dims, args, n))
     return tuple(_split(o, size) for o in out), 0
+
+
+takes_keywords(
+    [
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    ],
+    "attn_mask",
+)
 
 
 def _bias(x: Tensor | None, at: int | None, size: int) -> Tensor | None:

@@ -87,7 +87,7 @@ def repeat_interleave(
     if count is None:
         refuse_dynamic(op, "Give repeat_interleave an output_size that holds for all examples")
     ends = front(args[0], dims[0]).cumsum(1)
-    places = torch.arange(count, device=ends.device).expand(ends.shape[0], count)
+    places = torch.arange(count, device=ends.device).expand(ends.shape[0], count).contiguous()
     return torch.searchsorted(ends, places, right=True).to(args[0].dtype), 0
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import batched_front, front, logical_rank, physical_dim, wrap
+from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
 
 ND = Category.N_DIMENSIONAL
@@ -51,16 +52,18 @@ def topk(
 
 
 def _search(
-    sequence: Tensor, p: int | None, x: Tensor, q: int | None, size: int, kwargs: Mapping[str, Any]
-) -> tuple[Tensor, int | None]:
+    sequence: Tensor, p: int | None, x: Tensor, q: int | None, size: int, kwargs: Mapping[str, Any],
+    s: int | None = None,
+) -> tuple[Tensor, int | None]:  # fmt: skip
     """searchsorted: one sequence for all values, or one for each line of them."""
     sorter = kwargs.get("sorter")
     rank = logical_rank(sequence, p)
-    if p is None and rank == 1:
-        return torch.searchsorted(sequence, x, **kwargs), q
+    if p is None and s is None and rank == 1:
+        # Contiguous, or torch would warn of the copy.
+        return torch.searchsorted(sequence, x.contiguous(), **kwargs), q
     sequence, x = batched_front(sequence, p, size), batched_front(x, q, size)
     if sorter is not None:
-        kwargs = {**kwargs, "sorter": sorter.expand(size, *sorter.shape).contiguous()}
+        kwargs = {**kwargs, "sorter": batched_front(sorter, s, size).contiguous()}
     shape = x.shape
     if rank == 1:
         x = x.reshape(size, -1)
@@ -73,7 +76,11 @@ def searchsorted(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Sequences with dims before the last one pair off with the values' lines."""
-    return _search(args[0], dims[0], args[1], dims[1], level.batch_size, kwargs)
+    s = keyword_dim(dims, args, "sorter")
+    return _search(args[0], dims[0], args[1], dims[1], level.batch_size, kwargs, s)
+
+
+takes_keywords(["aten::searchsorted.Tensor", "aten::searchsorted.Scalar"], "sorter")
 
 
 @row(ND, "aten::searchsorted.Scalar")
@@ -83,7 +90,8 @@ def searchsorted_number(
     """One number, looked up in each example's sequence."""
     x = torch.as_tensor(args[1], device=args[0].device)
     x = x.to(torch.get_default_dtype()) if isinstance(args[1], float) else x
-    return _search(args[0], dims[0], x, None, level.batch_size, kwargs)
+    s = keyword_dim(dims, args, "sorter")
+    return _search(args[0], dims[0], x, None, level.batch_size, kwargs, s)
 
 
 @row(ND, "aten::bucketize.Tensor")
@@ -92,7 +100,7 @@ def bucketize(
 ) -> Any:
     """searchsorted, the other way round."""
     if dims[1] is None:
-        return op(*args, **kwargs), dims[0]
+        return op(args[0].contiguous(), args[1], **kwargs), dims[0]
     return _search(args[1], dims[1], args[0], dims[0], level.batch_size, kwargs)
 
 
