@@ -1,0 +1,59 @@
+"""What the documentation shows runs: the README's snippets, and each docstring's example."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import tsfunc
+
+ROOT = Path(__file__).parents[2]
+MODULES = [m.name for m in pkgutil.walk_packages(tsfunc.__path__, "tsfunc.")]
+
+
+def test_readme_snippets_run_in_order() -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(snippets) >= 2
+    scope: dict[str, object] = {}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), scope)
+
+
+@pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
+def test_links_of_the_docs_lead_somewhere(path: str) -> None:
+    text = (ROOT / "docs" / path).read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"`((?:bridge|ops|program|transforms|types|dispatch)/[\w/]*)", text):
+        assert list((ROOT / "tsfunc").glob(f"{name}*")), name
+    notes = "\n".join(p.read_text() for p in (ROOT / "tsfunc").rglob("*.py"))
+    for note in re.findall(r"NOTE \[[^\]]+\]", text):
+        assert note in notes, note
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    failed, _ = doctest.testmod(module, extraglobs={"torch": __import__("torch")}, optionflags=options)
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", [n for n in tsfunc.__all__ if callable(getattr(tsfunc, n))])
+def test_public_functions_say_what_they_do(name: str) -> None:
+    doc = getattr(tsfunc, name).__doc__
+    assert doc and len(doc) > 60
