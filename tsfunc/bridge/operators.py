@@ -21,6 +21,8 @@ from torch._C import (
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.dispatch import DispatchKey, Operator, register
+from tsfunc.dispatch.arguments import keys_of_arguments
+from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.table import find_operator, on_resolve
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
@@ -58,6 +60,16 @@ class TorchOperator(Operator):
             and arguments[0].alias_info is not None
             and arguments[0].alias_info.is_write
         )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As user code calls it: where a level records autograd on its values, that goes first.
+
+        Inside of that level's own kernel it has gone already.
+        """
+        level = keys_of_arguments(args, kwargs)[1]
+        if level is not None and getattr(level, "autograd", False) and level.bits & tls.state.mask:
+            return self.overload(*args, **kwargs)
+        return self.call(args, kwargs, restore=True)
 
 
 _by_overload: dict[OpOverload, TorchOperator] = {}

@@ -386,7 +386,7 @@ def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if args and isinstance(args[0], DispatchKeySet):
         return operator_for(op, args[1:], kwargs).redispatch(*args, **kwargs)
-    return operator_for(op, args, kwargs).call(args, kwargs, restore=True)
+    return operator_for(op, args, kwargs)(*args, **kwargs)
 
 
 def _run_native(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

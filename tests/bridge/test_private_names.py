@@ -1,0 +1,148 @@
+"""Every private name of torch's that the bridge uses is there.
+
+The names are read off the bridge's own source, so that none is forgotten: imports of private
+modules or names, attribute chains that start at something imported from torch, and private
+attributes of torch's objects (``OpOverload._schema``), which are read off a value.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from tests.test_imports import dotted_name, imported, is_private, torch_names
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BRIDGE = ROOT / "tsfunc" / "bridge"
+
+Source = tuple[str, str]  # a file's name and its text
+
+# What has the private attributes that are read off values; one is added here when needed.
+HOLDERS: dict[str, Callable[[], Any]] = {
+    "OpOverload": lambda: torch.ops.aten.sin.default,
+    "OpOverloadPacket": lambda: torch.ops.aten.sin,
+    "Tensor": lambda: torch.ones(1),
+}
+
+
+def sources() -> list[Source]:
+    return [(file.name, file.read_text()) for file in sorted(BRIDGE.glob("*.py"))]
+
+
+def named(source: Source) -> Iterator[tuple[str, str]]:
+    """Each private dotted name that a file uses, and the line."""
+    file, text = source
+    tree = ast.parse(text)
+    names = torch_names(tree)
+    for line, name in imported("tsfunc.bridge", tree):
+        if is_private(name):
+            yield name, f"{file}:{line}"
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            found = dotted_name(node, names)
+            if found is not None and is_private(found):
+                yield found, f"{file}:{node.lineno}"
+
+
+def own_names(texts: list[str]) -> set[str]:
+    """What the bridge itself gives private names to: functions, classes, attributes, slots."""
+    found: set[str] = set()
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)  # in __slots__
+    return found
+
+
+def read_off_values(source: Source, own: set[str]) -> Iterator[tuple[str, str]]:
+    """Each private attribute that is read off a value and is none of our own, and the line."""
+    file, text = source
+    tree = ast.parse(text)
+    names = torch_names(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+            continue
+        private = node.attr.startswith("_") and not node.attr.startswith("__")
+        if private and node.attr not in own and dotted_name(node, names) is None:
+            yield node.attr, f"{file}:{node.lineno}"
+
+
+def collected(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, where in pairs:
+        found.setdefault(name, []).append(where)
+    return dict(sorted(found.items()))
+
+
+ALL = sources()
+OURS = own_names([file.read_text() for file in sorted((ROOT / "tsfunc").rglob("*.py"))])
+NAMES = collected(pair for source in ALL for pair in named(source))
+ATTRIBUTES = collected(pair for source in ALL for pair in read_off_values(source, OURS))
+
+
+def missing(dotted: str, where: list[str]) -> str | None:
+    """What to say of a name that torch does not have; None where it does."""
+    parts = dotted.split(".")
+    value: Any = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], start=2):
+        if not hasattr(value, part):
+            try:
+                value = importlib.import_module(".".join(parts[:i]))
+                continue
+            except ImportError:
+                return (
+                    f"torch {torch.__version__} has no {'.'.join(parts[:i])}, which "
+                    f"tsfunc/bridge uses as {dotted}: {', '.join(where)}"
+                )
+        value = getattr(value, part)
+    return None
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_a_private_name_is_there(name: str) -> None:
+    message = missing(name, NAMES[name])
+    assert message is None, message
+
+
+@pytest.mark.parametrize("name", list(ATTRIBUTES))
+def test_a_private_attribute_is_there(name: str) -> None:
+    assert any(hasattr(make(), name) for make in HOLDERS.values()), (
+        f"torch {torch.__version__} has no .{name} on any of {', '.join(HOLDERS)}, which "
+        f"tsfunc/bridge reads: {', '.join(ATTRIBUTES[name])}"
+    )
+
+
+def test_names_are_found() -> None:
+    assert "torch._C._ForceDispatchKeyGuard" in NAMES
+    assert "torch.Tensor._make_wrapper_subclass" in NAMES
+    assert "torch.autograd.forward_ad._current_level" in NAMES
+    assert "_schema" in ATTRIBUTES
+    assert hasattr(forward_ad, "_current_level")
+
+
+def test_a_name_that_is_gone_is_told_with_the_file_that_uses_it() -> None:
+    source = ("doors.py", "import torch\nfrom torch._C import _Gone\ntorch._C._Gone()\n")
+    ((name, where),) = collected(named(source)).items()
+    message = missing(name, where)
+    assert message is not None
+    assert "has no torch._C._Gone, which tsfunc/bridge uses" in message
+    assert message.endswith("doors.py:2, doors.py:3")
+    assert missing("torch._gone_room.name", ["a.py:1"]) is not None
+    assert missing("torch._subclasses.fake_tensor.FakeTensorMode", ["a.py:1"]) is None
+
+
+def test_an_attribute_of_a_value_is_found_and_our_own_is_not() -> None:
+    source = ("doors.py", "def f(op, level):\n    op._schema\n    level._ours\n    op.__name__\n")
+    assert list(read_off_values(source, {"_ours"})) == [("_schema", "doors.py:2")]
