@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tsfunc import dispatch, errors
 from tsfunc.bridge import custom_function
+from tsfunc.bridge import indexing as _indexing  # noqa: F401 - registers what door 1 answers
+from tsfunc.bridge import methods as _methods  # noqa: F401 - the same
 from tsfunc.bridge.tracer import Tracer, TracerLevel
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev

@@ -1,7 +1,7 @@
-"""What door 1 answers for tracers in Python's own protocols: copies, arrays, storages.
+"""What door 1 answers for tracers in Python's own protocols: copies and storages.
 
-A tracer has no storage. What asks for one (``data_ptr``, ``numpy``, ``tolist``, pickling) would
-see memory that is not there, so it is refused here, by name and with a way out.
+A tracer has no storage. What asks for one (``data_ptr``, ``x.data = y``) would see memory that is
+not there, so it is refused here, by name and with a way out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.tracer import METHODS, Method, Tracer, metadata, refuse_escaped
-from tsfunc.errors import DataDependentError
 
 _T = torch.Tensor
 
@@ -32,22 +31,6 @@ def _copy(
 def _shallow_copy(self: Tracer) -> torch.Tensor:
     """``copy.copy``: another object for the same values."""
     return self.view(self.shape)
-
-
-def _refuse_python_value(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    value = args[0]
-    if not isinstance(value, Tracer):
-        return metadata(func, types, args, kwargs)
-    level = value.dispatch_level
-    if not level.alive:
-        refuse_escaped(func, level)
-    raise DataDependentError(
-        f"{func.__name__}() was asked of a value of {level.name}, which stands for others and has "
-        f"none that Python could see. Stay with torch operations inside, or call "
-        f"{func.__name__}() on the transform's result."
-    )
 
 
 def _refuse_storage(
@@ -80,11 +63,8 @@ def _named(refuse: Method, name: str) -> Method:
 
 
 METHODS[_T.__deepcopy__] = _copy
-for _name in ("numpy", "tolist", "__array__", "__dlpack__"):
-    METHODS[getattr(_T, _name)] = _refuse_python_value
-METHODS[torch._C._to_dlpack] = _refuse_python_value
 for _name in (
-    "data_ptr untyped_storage storage _typed_storage share_memory_ set_ apply_ map_ __reduce_ex__"
+    "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ set_ apply_ map_"
 ).split():
     METHODS[getattr(_T, _name)] = _refuse_storage
 METHODS[_T.data.__set__] = _named(_refuse_storage, "x.data = ...")  # type: ignore[attr-defined]

@@ -230,7 +230,9 @@ def door_1(
     """User code calls ``func`` on a tracer."""
     method = METHODS.get(func)
     if method is not None:
-        return method(func, types, args, kwargs)
+        out = method(func, types, args, kwargs)
+        if out is not NotImplemented:
+            return out
     if isinstance(func, _C_TYPES):
         level = innermost_level((*args, *kwargs.values()))
         if level is not None:
