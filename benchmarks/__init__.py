@@ -1,0 +1,1 @@
+"""Timings of tsfunc beside torch.func, in one run: ``python -m benchmarks``."""

@@ -1,0 +1,106 @@
+"""``python -m benchmarks``: every benchmark, or those whose names contain a word.
+
+python -m benchmarks                       all, as a table
+python -m benchmarks gradients             those with "gradients" in their names
+python -m benchmarks --repeats 5           quicker, less exact
+python -m benchmarks --markdown            the table as docs/benchmarks.md has it
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks import cold, gradients, operators, specializing, vmapping
+from benchmarks.cold import Cold
+from benchmarks.timing import Case, Timing
+
+COLUMNS = ("what, and the ways", "time", "ratio", "aim")
+
+
+def readable(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def rows_of(case: Case | Cold, timings: Mapping[str, Timing | str]) -> Iterator[list[str]]:
+    """A row a way: its name, time, ratio to the base, and the ratio that is aimed for."""
+    for way, timing in timings.items():
+        aim = f"{case.goals[way]:g}" if way in case.goals else ""
+        if isinstance(timing, str):
+            yield [f"{way}: {timing}", "failed", "", aim]
+        else:
+            yield [way, readable(timing.seconds), f"{timing.ratio:.2f}", aim]
+
+
+def all_cases() -> Iterator[Case | Cold]:
+    for topic in (vmapping, gradients, operators, specializing):
+        yield from topic.cases()
+    yield from cold.cases()
+
+
+def print_markdown(results: Sequence[tuple[str, list[list[str]]]]) -> None:
+    print("|", " | ".join(COLUMNS), "|\n|---|--:|--:|--:|")
+    for name, rows in results:
+        print(f"| **{name}** | | | |")
+        for row in rows:
+            print("|", " | ".join(row), "|")
+
+
+def print_table(results: Sequence[tuple[str, list[list[str]]]]) -> None:
+    title = f"torch {torch.__version__}, Python {platform.python_version()}, one thread"
+    table = Table(*COLUMNS, title=title, box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for name, rows in results:
+        table.add_row(f"[bold]{escape(name)}[/]")
+        for way, *figures in rows:
+            table.add_row(f"  {escape(way)}", *figures)
+        table.add_section()
+    Console().print(table)
+
+
+def settle_memory() -> None:
+    """Has the C library keep what tensors of up to 32 MB free, as it does in a long-lived process.
+
+    Until a block of some size was once freed, each new one is mapped afresh, and its first use
+    costs more than the arithmetic; which sizes these are depends on all that ran before.
+    """
+    torch.zeros(32 * 2**20 - 2**12, dtype=torch.uint8)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("word", nargs="?", default="", help="run what has this in its name")
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    settle_memory()
+
+    chosen = [case for case in all_cases() if args.word in case.name]
+    results, failed = [], False
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
+        for case in progress.track(chosen, description="measuring"):
+            timings = case.measure(args.repeats)
+            results.append((case.name, list(rows_of(case, timings))))
+            failed |= any(isinstance(timing, str) for timing in timings.values())
+    (print_markdown if args.markdown else print_table)(results)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

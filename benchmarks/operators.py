@@ -1,0 +1,56 @@
+"""What one operator costs inside vmap, by each of the ways on which it can be met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import Case
+from benchmarks.ways import ways
+
+COUNT = 100  # operators in a call: the share of the call itself is small
+
+
+def sines(x: Tensor) -> Tensor:
+    """Met at the first door: the rule is found by ``torch.sin`` itself."""
+    for _ in range(COUNT):
+        x = torch.sin(x)
+    return x
+
+
+def flips(x: Tensor) -> Tensor:
+    """Met at the second door: the operator arrives from C++ with its schema."""
+    for _ in range(COUNT):
+        x = torch.flip(x, (0,))
+    return x
+
+
+def mapped(function: Callable[..., Any], transforms: ModuleType) -> Callable[..., Any]:
+    result: Callable[..., Any] = transforms.vmap(function)
+    return result
+
+
+def mapped_grad(transforms: ModuleType) -> Callable[..., Any]:
+    """Autograd records each operator on tracers, and its backward formula is dispatched too."""
+    result: Callable[..., Any] = transforms.vmap(transforms.grad(lambda x: sines(x).sum()))
+    return result
+
+
+def cases() -> Iterator[Case]:
+    x = torch.randn(3, 4)
+    for name, function in (("first", sines), ("second", flips)):
+        yield Case(
+            f"one operator in vmap, by the {name} door",
+            ways(partial(mapped, function), x, specialized=False) | {"plain": partial(function, x)},
+            per=COUNT,
+        )
+    yield Case(
+        "one operator in vmap of grad, with its backward",
+        ways(mapped_grad, x, specialized=False),
+        per=COUNT,
+    )

@@ -1,0 +1,97 @@
+"""Paired timing: ways of doing one thing, checked to agree, then timed in turns.
+
+What else the machine does drifts over seconds, so absolute figures of two runs can't be compared.
+Here every repeat times each way once, in blocks of a few milliseconds, every other repeat in the
+opposite order; a ratio is the median of the repeats' own ratios.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds for one operation, and how many times the base's: medians over the repeats."""
+
+    seconds: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing done in several ways.
+
+    Attributes:
+        name: what is done.
+        calls: the ways, by name; they return the same.
+        base: the way that ratios are to.
+        goals: the ratios that are aimed for.
+        per: how many operations one call does; times are given for one.
+    """
+
+    name: str
+    calls: Mapping[str, Call]
+    base: str = "torch.func"
+    goals: Mapping[str, float] = field(default_factory=dict)
+    per: int = 1
+
+    def failures(self) -> dict[str, str]:
+        """The ways that raise or do not agree with the base, and what is wrong with them."""
+        expected = self.calls[self.base]()
+        found = {}
+        for name, call in self.calls.items():
+            try:
+                torch.testing.assert_close(call(), expected, rtol=1e-4, atol=1e-5)
+            except Exception as e:
+                found[name] = f"{type(e).__name__}: {e}".splitlines()[0]
+        return found
+
+    def measure(self, repeats: int, block_seconds: float = 0.01) -> dict[str, Timing | str]:
+        """Times each way that is right, and says what is wrong with the others.
+
+        The garbage collector is left on, as it is for users.
+        """
+        failures = self.failures()
+        calls = {name: call for name, call in self.calls.items() if name not in failures}
+        counts = {name: calls_per_block(call, block_seconds) for name, call in calls.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        gc.collect()
+        for repeat in range(repeats):
+            for name in calls if repeat % 2 == 0 else reversed(calls):
+                seconds[name].append(block(calls[name], counts[name]) / self.per)
+        return {**medians(seconds, self.base), **failures}
+
+
+def block(call: Call, count: int) -> float:
+    """Seconds a call, over ``count`` calls."""
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
+
+
+def calls_per_block(call: Call, block_seconds: float) -> int:
+    """How many calls fill a block, after two that warm up."""
+    block(call, 2)
+    return max(1, round(block_seconds / block(call, 3)))
+
+
+def medians(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, Timing]:
+    """Over repeats in which every way was timed once."""
+    return {
+        name: Timing(
+            statistics.median(times),
+            statistics.median(t / b for t, b in zip(times, seconds[base], strict=True)),
+        )
+        for name, times in seconds.items()
+    }

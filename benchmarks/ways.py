@@ -1,0 +1,29 @@
+"""The same function by tsfunc, by torch.func, and specialized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import tsfunc
+from benchmarks.timing import Call
+
+OURS = "tsfunc"
+SPECIALIZED = "tsfunc, specialized"
+TORCH_FUNC = "torch.func"
+
+
+def ways(
+    make: Callable[[ModuleType], Callable[..., Any]], *args: Any, specialized: bool = True
+) -> dict[str, Call]:
+    """Calls with ``args`` of what ``make`` builds from the transforms of each library."""
+    ours = make(tsfunc)
+    calls: dict[str, Call] = {TORCH_FUNC: partial(make(torch.func), *args)}
+    calls[OURS] = partial(ours, *args)
+    if specialized:
+        calls[SPECIALIZED] = partial(tsfunc.specialize(ours), *args)
+    return calls
