@@ -1,9 +1,10 @@
 """What the arguments of a call contribute to its key set.
 
 Looked at are the arguments themselves and what is in lists, tuples, dicts and every other
-pytree that optree knows in its global namespace (``namespace=""``). A value speaks for itself by one of two attributes, of its class or
-its own: ``dispatch_level``, the :class:`Level` that it is a value of, or ``dispatch_keys``, a
-:class:`DispatchKeySet`. A plain tensor stands for its backend, all else for nothing.
+pytree that optree knows in its global namespace (``namespace=""``). A value speaks for itself
+by one of two attributes, of its class or its own: ``dispatch_level``, the :class:`Level` that it
+is a value of, or ``dispatch_keys``, a :class:`DispatchKeySet`. A plain tensor stands for its
+backend, all else for nothing.
 """
 
 from __future__ import annotations

@@ -203,10 +203,6 @@ class Operator:
         """What stands in the table for a key: cell, then row, then column."""
         return self._cells.get(key) or self._catch_all or _columns.get(key)
 
-    def has_cell(self, key: DispatchKey) -> bool:
-        """Whether a kernel is registered for just this operator and key, or for its row."""
-        return key in self._cells or self._catch_all is not None
-
 
 def level_at(depth: int, inner: Level | None, state: State) -> Level | None:
     """The level at a depth: outside of ``inner``, on whichever thread, or else active here."""
@@ -277,11 +273,6 @@ def _changed(op: Operator, key: DispatchKey | None) -> None:
 def find_operator(name: str) -> Operator | None:
     """The operator of that name, if it has been made."""
     return _operators.get(name)
-
-
-def _forget_choices() -> None:
-    for op in _operators.values():
-        op._cache.clear()
 
 
 def _refuse_duplicate(what: str, old: Entry | None, site: str) -> None:
@@ -359,7 +350,8 @@ def register_fallback(key: DispatchKey, kernel: Any = None) -> Any:
     with _lock:
         _refuse_duplicate(f"register_fallback({key})", _columns.get(key), site)
         _columns[key] = Entry(kernel, True, "column", site)
-        _forget_choices()
+        for op in _operators.values():
+            op._cache.clear()
     return kernel
 
 
