@@ -64,8 +64,12 @@ def _named(refuse: Method, name: str) -> Method:
 
 METHODS[_T.__deepcopy__] = _copy
 for _name in (
-    "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ set_ apply_ map_"
+    "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ apply_ map_"
 ).split():
     METHODS[getattr(_T, _name)] = _refuse_storage
 METHODS[_T.data.__set__] = _named(_refuse_storage, "x.data = ...")  # type: ignore[attr-defined]
+# It meets no door 1.
+Tracer.set_ = lambda self, *args, **kwargs: _refuse_storage(  # type: ignore[assignment]
+    _T.set_, (), (self, *args), kwargs
+)
 Tracer.__copy__ = _shallow_copy  # type: ignore[attr-defined]

@@ -1,0 +1,79 @@
+"""Comparisons that the tests of the transforms share: with torch.func, and with a Python loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import optree
+import torch
+import torch.func
+
+import tsfunc
+
+# Loads torch's forward formulas; torch.func lets the warning of torch.jit.script through.
+tsfunc.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
+
+Api = ModuleType | Any  # tsfunc, or torch.func
+
+
+def leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, none_is_leaf=True)  # type: ignore[no-any-return]
+
+
+def same(got: Any, want: Any, **tolerance: float) -> None:
+    """Two pytrees have one structure and the same tensors in it."""
+    structure = optree.tree_structure
+    assert structure(got, none_is_leaf=True) == structure(want, none_is_leaf=True)
+    for g, w in zip(leaves(got), leaves(want), strict=True):
+        if isinstance(w, torch.Tensor):
+            assert type(g) is torch.Tensor or isinstance(g, torch.nn.Parameter)
+            torch.testing.assert_close(g, w, **tolerance)
+        else:
+            assert g == w
+
+
+def as_torch_func(build: Callable[[Api], Any], **tolerance: float) -> Any:
+    """What is built from tsfunc's transforms is what torch.func's give."""
+    torch.manual_seed(0)
+    want = build(torch.func)
+    torch.manual_seed(0)
+    got = build(tsfunc)
+    same(got, want, **tolerance)
+    return got
+
+
+def loop(
+    func: Callable[..., Any], size: int, in_dims: Any = 0, out_dims: Any = 0
+) -> Callable[..., Any]:
+    """The plain meaning of vmap: the function on each example, and the results stacked."""
+
+    def looped(*args: Any) -> Any:
+        dims = optree.broadcast_prefix(
+            (in_dims,) * len(args) if isinstance(in_dims, int) else in_dims,
+            args,
+            is_leaf=lambda d: d is None,
+            none_is_leaf=True,
+        )
+        flat, tree = optree.tree_flatten(args, none_is_leaf=True)
+        outs = []
+        for i in range(size):
+            one = [x if d is None else x.select(d, i) for x, d in zip(flat, dims, strict=True)]
+            outs.append(func(*optree.tree_unflatten(tree, one)))
+        to = optree.broadcast_prefix(
+            out_dims, outs[0], is_leaf=lambda d: d is None, none_is_leaf=True
+        )
+        parts = zip(*[leaves(out) for out in outs], strict=True)
+        stacked = [
+            part[0] if d is None else stack(part, d) for part, d in zip(parts, to, strict=True)
+        ]
+        spec = optree.tree_structure(outs[0], none_is_leaf=True)
+        return optree.tree_unflatten(spec, stacked)
+
+    return looped
+
+
+def stack(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    rank = parts[0].dim() + 1
+    return torch.stack(list(parts), dim % rank)

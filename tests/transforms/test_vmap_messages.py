@@ -1,0 +1,200 @@
+"""Each message that vmap can raise, word by word where torch.func's users match it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import vmap
+
+X = torch.ones(3, 4)
+
+
+def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x
+
+
+MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: vmap(torch.sin, randomness="some"),
+        RuntimeError,
+        "Only allowed values for randomness are 'error', 'different', or 'same'. Got some",
+    ),
+    (
+        lambda: vmap(torch.sin, chunk_size=0),
+        ValueError,
+        "vmap: chunk_size should be None or greater than 0. (got 0)",
+    ),
+    (
+        lambda: vmap(torch.sin, chunk_size=-2),
+        ValueError,
+        "chunk_size should be None or greater than 0. (got -2)",
+    ),
+    (lambda: vmap(lambda: X)(), ValueError, "vmap(<lambda>)(<inputs>): got no inputs."),
+    (lambda: vmap(torch.sin)(input=X), ValueError, "got no inputs"),
+    (
+        lambda: vmap(torch.add, in_dims=[0, 0])(X, X),
+        ValueError,
+        "vmap(add, in_dims=[0, 0], ...)(<inputs>): expected `in_dims` to be int or a "
+        "(potentially nested) tuple matching the structure of inputs, got: <class 'list'>.",
+    ),
+    (
+        lambda: vmap(torch.sin, in_dims="0")(X),
+        ValueError,
+        "expected `in_dims` to be int or a (potentially nested) tuple",
+    ),
+    (
+        lambda: vmap(torch.sin, in_dims=None)(X),
+        ValueError,
+        "expected `in_dims` to be int or a (potentially nested) tuple",
+    ),
+    (
+        lambda: vmap(torch.add, in_dims=(0,))(X, X),
+        ValueError,
+        "vmap(add, in_dims=(0,), ...)(<inputs>): in_dims is not compatible with the structure of "
+        "`inputs`. in_dims has structure",
+    ),
+    (
+        lambda: vmap(torch.sin, in_dims=([0],))(X),
+        ValueError,
+        "in_dims is not compatible with the structure of `inputs`",
+    ),
+    (
+        lambda: vmap(torch.sin, in_dims=(0.5,))(X),
+        ValueError,
+        "Got in_dim=0.5 for an input but in_dim must be either an integer dimension or None.",
+    ),
+    (
+        lambda: vmap(torch.mul, in_dims=(0, 0))(X, 3),
+        ValueError,
+        "vmap(mul, in_dims=(0, 0), ...)(<inputs>): Got in_dim=0 for an input but the input is of "
+        "type <class 'int'>. We cannot vmap over non-Tensor arguments, please use None as the "
+        "respective in_dim",
+    ),
+    (
+        lambda: vmap(torch.sin, in_dims=2)(X),
+        ValueError,
+        "vmap(sin, in_dims=2, ...)(<inputs>): Got in_dim=2 for some input, but that input is a "
+        "Tensor of dimensionality 2 so expected in_dim to satisfy -2 <= in_dim < 2.",
+    ),
+    (
+        lambda: vmap(torch.sin, in_dims=-3)(X),
+        ValueError,
+        "Got in_dim=-3 for some input, but that input is a Tensor of dimensionality 2",
+    ),
+    (lambda: vmap(torch.sin)(torch.ones(())), ValueError, "a Tensor of dimensionality 0"),
+    (
+        lambda: vmap(torch.add)(X, torch.ones(2, 4)),
+        ValueError,
+        "Expected all tensors to have the same size in the mapped dimension, got sizes [3, 2] "
+        "for the mapped dimension",
+    ),
+    (
+        lambda: vmap(torch.sin, in_dims=(None,))(X),
+        ValueError,
+        "Expected at least one Tensor to vmap over",
+    ),
+    (
+        lambda: vmap(torch.sin, out_dims="0")(X),
+        ValueError,
+        "vmap(sin, ..., out_dims=0): `out_dims` must be an int, None or a python collection of "
+        "ints representing where in the outputs the vmapped dimension should appear.",
+    ),
+    (
+        lambda: vmap(torch.sin, out_dims=0.5)(X),
+        ValueError,
+        "`out_dims` must be an int, None or a python collection of ints",
+    ),
+    (
+        lambda: vmap(pair, out_dims=(0, "a"))(X),
+        ValueError,
+        "`out_dims` must be an int, None or a python collection of ints",
+    ),
+    (
+        lambda: vmap(torch.sin, out_dims=(0, 0))(X),
+        ValueError,
+        "vmap(sin, ..., out_dims=(0, 0))(<inputs>): out_dims is not compatible with the structure "
+        "of `outputs`. out_dims has structure",
+    ),
+    (
+        lambda: vmap(pair, out_dims=(0, 0, 0))(X),
+        ValueError,
+        "out_dims is not compatible with the structure of `outputs`",
+    ),
+    (
+        lambda: vmap(pair, out_dims={"a": 0})(X),
+        ValueError,
+        "out_dims is not compatible with the structure of `outputs`",
+    ),
+    (
+        lambda: vmap(torch.sin, out_dims=2)(X),
+        IndexError,
+        "vmap(sin, ..., out_dims=2)(<inputs>): Dimension out of range (expected to be in range of "
+        "[-2, 1], but got 2)",
+    ),
+    (
+        lambda: vmap(torch.sin, out_dims=-3)(X),
+        IndexError,
+        "Dimension out of range (expected to be in range of [-2, 1], but got -3)",
+    ),
+    (
+        lambda: vmap(lambda x: 3.5)(X),
+        ValueError,
+        "vmap(<lambda>, ...): `<lambda>` must only return Tensors, got type <class 'float'>. Did "
+        "you mean to set the `out_dims=` argument to None for this output?",
+    ),
+    (lambda: vmap(lambda x: (x, 3))(X), ValueError, "got type <class 'int'>"),
+    (lambda: vmap(lambda x: None)(X), ValueError, "got type <class 'NoneType'>"),
+    (
+        lambda: vmap(torch.sin, out_dims=None)(X),
+        ValueError,
+        "vmap(sin, ...): `sin` can not return a BatchedTensor when out_dim is None",
+    ),
+    (
+        lambda: vmap(functools.partial(torch.add, X))(3),
+        ValueError,
+        "vmap(functools.partial(add, ...), in_dims=0, ...)(<inputs>): Got in_dim=0",
+    ),
+    (
+        lambda: vmap(torch.nn.Linear(4, 2), in_dims=3)(X),
+        ValueError,
+        "vmap(Linear(in_features=4, out_features=2, bias=True), in_dims=3, ...)",
+    ),
+    (
+        lambda: vmap(lambda x: x.sum().backward())(X),
+        RuntimeError,
+        "backward() was called inside of vmap(<lambda>)",
+    ),
+    (
+        lambda: vmap(lambda x: x.sum().item())(X),
+        RuntimeError,
+        "It looks like you're calling .item() on a Tensor",
+    ),
+    (
+        lambda: vmap(lambda x: x.nonzero())(X),
+        RuntimeError,
+        "vmap: We do not support batching operators that can output dynamic shape",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), MESSAGES, ids=range(len(MESSAGES)))
+def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_a_failed_call_leaves_nothing_behind() -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        vmap(vmap(fails))(torch.ones(2, 3))
+    assert torch.equal(vmap(vmap(torch.sin))(X), X.sin())
+    assert torch.rand(2).shape == (2,)
