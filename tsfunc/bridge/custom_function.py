@@ -27,7 +27,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _functorch
 from torch.autograd import Function, forward_ad
 
-from tsfunc.bridge.batching import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
@@ -205,9 +205,7 @@ class _Mapped:
         """Calls a function on tracers of a vmap of its own, with that vmap's level."""
         outer = self.outer
         with using(outer.outer):
-            level = BatchLevel(
-                outer.batch_size, outer.randomness, f"vmap of {self.cls.__name__}"
-            )
+            level = BatchLevel(outer.batch_size, outer.randomness, f"vmap of {self.cls.__name__}")
             with level, watching_random():
                 inputs = [
                     wrap(v, dim, level) if dim is not None and isinstance(v, torch.Tensor) else v

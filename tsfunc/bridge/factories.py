@@ -25,7 +25,7 @@ from tsfunc.bridge.torch_state import (
     with_random_key,
     without_factory_keys,
 )
-from tsfunc.bridge.tracer import TracerLevel
+from tsfunc.bridge.tracer import TracerLevel, innermost_level
 from tsfunc.dispatch import current_levels
 
 RANDOM = (
@@ -81,8 +81,11 @@ def _kernel(overload: Any) -> Callable[..., Any]:
     def factory(*args: Any, **kwargs: Any) -> Any:
         op = operator_of(overload)
         with without_factory_keys():
+            given = innermost_level((*args, *kwargs.values()))
             for level in reversed(current_levels()):
                 if isinstance(level, TracerLevel) and level.sees_factories(random):
+                    if given is not None and given.depth >= level.depth:
+                        break  # its tracers lead to the level, by way of their autograd
                     return op.run_at(level, args, kwargs)
             return overload(*args, **kwargs)
 

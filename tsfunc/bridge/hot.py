@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batching import HOT
+from tsfunc.bridge.batch_tracer import HOT
 from tsfunc.dispatch import DispatchKey, Operator
 from tsfunc.dispatch.table import on_register
 from tsfunc.ops import all_rows, find

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C import DispatchKey as TorchKey
 from torch._C import (
     DispatchKeySet,
     _current_graph_task_id,
@@ -28,7 +29,6 @@ from torch._C import (
     _IncludeDispatchKeyGuard,
     _parse_dispatch_key,
 )
-from torch._C import DispatchKey as TorchKey
 
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
 

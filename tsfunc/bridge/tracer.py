@@ -10,8 +10,8 @@ autograd engine call. It looks the operator's row up and dispatches.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
-``__torch_function__`` check, once; ``_C.DisableTorchFunctionSubclass`` does so for a block; ``_C._DisableTorchDispatch`` has C++ treat
-a tracer as any tensor.
+``__torch_function__`` check, once; ``_C.DisableTorchFunctionSubclass`` does so for a block;
+``_C._DisableTorchDispatch`` has C++ treat a tracer as any tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch._C import (
     _functorch,
     _skip_one_hop_torch_function,
 )
-
 from torch._ops import OpOverload
 
 from tsfunc.bridge.operators import TorchOperator, operator_of
@@ -233,6 +232,13 @@ def door_1(
         out = method(func, types, args, kwargs)
         if out is not NotImplemented:
             return out
+    return into_torch(func, types, args, kwargs)
+
+
+def into_torch(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The way from door 1 into torch, past this check once, and past autograd if it can be."""
     if isinstance(func, _C_TYPES):
         level = innermost_level((*args, *kwargs.values()))
         if level is not None:
@@ -377,8 +383,7 @@ METHODS[torch._VF._make_dual] = _make_dual
 METHODS[_T.detach] = METHODS[torch.detach] = _detach
 METHODS[_T.data.__get__] = _detach  # type: ignore[attr-defined]
 for _name in (
-    "__bool__ __int__ __float__ __index__ __complex__ __array__ item tolist numpy "
-    "is_nonzero"
+    "__bool__ __int__ __float__ __index__ __complex__ __array__ item tolist numpy is_nonzero"
 ).split():
     METHODS[getattr(_T, _name)] = _read
 METHODS[torch.is_nonzero] = _read

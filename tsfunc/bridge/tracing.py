@@ -71,9 +71,7 @@ class TraceLevel(TracerLevel):
     ) -> torch.Tensor:
         """A fake tensor of the example's type and device."""
         with without_factory_keys(), self.fake:
-            return torch.empty_strided(
-                shape, strides, dtype=example.dtype, device=example.device
-            )
+            return torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
 
     def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
         """A new input of the graph that looks like the fake value."""
@@ -117,9 +115,7 @@ class TraceTracer(Tracer):
         return f"TraceTracer(%{self.node.name} of {level.name}, {self.value!r})"
 
 
-def _wrap(
-    value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
-) -> TraceTracer:
+def _wrap(value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> TraceTracer:
     tracer: TraceTracer = TraceTracer.make(value, level)
     tracer.value = value
     tracer.node = node

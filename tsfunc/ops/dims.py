@@ -172,11 +172,15 @@ def op_name(op: Any) -> str:
     return str(name()) if callable(name) else str(getattr(op, "__name__", op))
 
 
+class InplaceRefused(RuntimeError):
+    """Batched values were to be written into a tensor that is not batched."""
+
+
 def refuse_inplace(op: Any) -> NoReturn:
     """Raises the error for writing batched values into a tensor that is not batched."""
     name = op_name(op)
     base = name.removeprefix("aten::").partition(".")[0]
-    raise RuntimeError(
+    raise InplaceRefused(
         f"vmap: {name} writes batched values in place into a tensor that is not batched over "
         "this vmap (it was made outside, or without a batched input). Use the out-of-place "
         f"{base.rstrip('_')} instead, or make the tensor from a batched one (for instance "

@@ -179,7 +179,7 @@ def _with_unmapped_aux(
 
 
 def _unbatched(value: Any) -> Any:
-    from tsfunc.bridge.batching import BatchTracer
+    from tsfunc.bridge.batch_tracer import BatchTracer
 
     if isinstance(value, BatchTracer) and not value.dispatch_level.alive:
         return value.value if value.bdim is None else value.value.select(value.bdim, 0)

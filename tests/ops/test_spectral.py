@@ -1,0 +1,41 @@
+"""Fourier transforms under vmap are those of each example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tsfunc import grad, vmap
+
+TRANSFORMS: list[Callable[..., Any]] = [
+    torch.fft.fft,
+    torch.fft.ifft,
+    torch.fft.rfft,
+    torch.fft.ihfft,
+    torch.fft.irfft,
+    torch.fft.hfft,
+    torch.fft.fft2,
+    torch.fft.rfft2,
+    torch.fft.irfft2,
+    torch.fft.fftn,
+]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
+def test_each_example_is_transformed(transform: Callable[..., Any], at: int) -> None:
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    want = torch.stack([transform(x.select(at, i)) for i in range(x.shape[at])])
+    torch.testing.assert_close(vmap(transform, in_dims=at)(x), want)
+
+
+def test_per_example_gradients() -> None:
+    def power(x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(x).abs().square().sum()
+
+    x = torch.randn(3, 6, dtype=torch.float64)
+    want = torch.stack([torch.func.grad(power)(row) for row in x])
+    torch.testing.assert_close(vmap(grad(power))(x), want)

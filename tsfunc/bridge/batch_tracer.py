@@ -1,0 +1,245 @@
+"""Batched tensors: the level of an active vmap, its tracers, and door 1 for hot calls.
+
+Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
+without storage; ``_functorch.maybe_current_level`` says whether torch.func is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import _functorch
+
+from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.tracer import (
+    NO_KWARGS,
+    Tracer,
+    TracerLevel,
+    door_1,
+    refuse_escaped,
+    written,
+)
+from tsfunc.dispatch import DispatchKey, Operator
+from tsfunc.dispatch.state import tls
+from tsfunc.errors import DataDependentError
+from tsfunc.ops.registry import Rule
+
+maybe_functorch_level = _functorch.maybe_current_level
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class BatchLevel(TracerLevel):
+    """An active vmap."""
+
+    __slots__ = ("batch_size", "randomness")
+
+    def __init__(self, batch_size: int, randomness: str, name: str) -> None:
+        super().__init__(DispatchKey.Batch, name)
+        self.batch_size = batch_size
+        self.randomness = randomness
+
+    def lift(self, value: torch.Tensor) -> torch.Tensor:
+        return wrap(value, None, self)
+
+    def sees_factories(self, random: bool) -> bool:
+        return random
+
+
+class BatchTracer(Tracer):
+    """A tensor of which there is one for each example, in a physical ``value``.
+
+    ``bdim`` is the dim of ``value`` that holds the examples, or None where all are the same.
+    """
+
+    __slots__ = ("bdim", "owned", "value")
+
+    value: torch.Tensor
+    owned: bool
+    bdim: int | None
+    dispatch_level: BatchLevel
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not kwargs:
+            rule = HOT.get(func)
+            if rule is not None:
+                out = _hot_call(rule, func, args)
+                if out is not NotImplemented:
+                    return out
+            return door_1(func, types, args, NO_KWARGS)
+        return door_1(func, types, args, kwargs)
+
+    def cut(self) -> BatchTracer:
+        return wrap(self.value.detach(), self.bdim, self.dispatch_level)
+
+    def read(self, name: str) -> Any:
+        if self.bdim is None:
+            return getattr(self.value, name)()
+        level = self.dispatch_level.name
+        ways = (
+            "Write the choice with torch.where, or other tensor operations, or take the value "
+            "out of the function."
+        )
+        if name in ("__bool__", "is_nonzero"):
+            raise DataDependentError(
+                f"{level}: It looks like you're attempting to use a Tensor in some data-dependent "
+                f"control flow. The value differs from example to example, so `if`, `while` and "
+                f"`and` can't go one way for all. {ways}"
+            )
+        called = ".item()" if name in ("__int__", "__float__", "__index__") else f".{name}()"
+        raise DataDependentError(
+            f"vmap: It looks like you're calling {called} on a Tensor inside of {level}. We don't "
+            f"support vmap over calling {called} on a Tensor: its value differs from example to "
+            f"example. {ways}"
+        )
+
+    def describe(self) -> str:
+        level = self.dispatch_level
+        if not level.alive:
+            return f"BatchTracer(of {level.name}, which has ended)"
+        what = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
+        return f"BatchTracer(level {level.depth} of {level.name}, {what}, value=\n{self.value!r})"
+
+
+# Callables that a rule takes as they are, with values in place of tracers (``bridge/hot.py``).
+HOT: dict[Any, Rule] = {}
+
+
+def wrap(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> BatchTracer:
+    """The tracer for a physical value."""
+    if bdim is None:
+        shape: Any = value.shape
+        strides = None if value.is_contiguous() else value.stride()
+    else:
+        shape = value.shape
+        # With the batch outermost in a contiguous value, the examples are contiguous too.
+        if bdim == 0 and value.is_contiguous():
+            shape, strides = shape[1:], None
+        else:
+            shape = shape[:bdim] + shape[bdim + 1 :]
+            steps = value.stride()
+            strides = steps[:bdim] + steps[bdim + 1 :]
+    # By position, which is parsed in less time: no storage offset and no memory format.
+    tracer: Any = _make_wrapper(
+        BatchTracer, shape, strides, None, None, value.dtype, torch.strided, value.device
+    )
+    tracer.value = value
+    tracer.bdim = bdim
+    tracer.dispatch_level = level
+    return tracer  # type: ignore[no-any-return]
+
+
+# What a hot call may have beside batched tensors; anything else takes the way through C++.
+_PLAIN = frozenset({int, float, bool, complex, type(None), torch.Tensor, torch.nn.Parameter})
+
+
+def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Door 1 without C++: NotImplemented where the call is not of the plain kind."""
+    level: Any = None
+    batched = False
+    values = []
+    dims = []
+    for arg in args:
+        kind = type(arg)
+        if kind is BatchTracer:
+            if level is None:
+                level = arg.dispatch_level
+            elif arg.dispatch_level is not level:
+                return NotImplemented
+            bdim = arg.bdim
+            if bdim is not None:
+                batched = True
+            values.append(arg.value)
+            dims.append(bdim)
+        elif kind in _PLAIN:
+            values.append(arg)
+            dims.append(None)
+        else:
+            return NotImplemented
+    if not batched or level.autograd or not level.alive:
+        return NotImplemented
+    state = tls.state
+    if state.include or state.excluded or maybe_functorch_level() is not None:
+        return NotImplemented
+    tls.state = level.outer
+    try:
+        out = rule(func, level, dims, values, NO_KWARGS)
+    finally:
+        tls.state = state
+    if out is NotImplemented:
+        return out
+    return wrap(out[0], out[1], level)
+
+
+def unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:
+    """The value and the batch dim of an argument; lists are looked through."""
+    if isinstance(arg, BatchTracer):
+        if arg.dispatch_level is level:
+            return arg.value, arg.bdim
+        if arg.dispatch_level.depth >= level.depth:
+            refuse_escaped("an operator", arg.dispatch_level)
+    elif isinstance(arg, list | tuple):
+        pairs = [unwrap(item, level) for item in arg]
+        if any(isinstance(item, Tracer) for item in arg):
+            dims = [dim for _, dim in pairs]
+            values = [value for value, _ in pairs]
+            return values, dims if any(dim is not None for dim in dims) else None
+    return arg, None
+
+
+def rewrap(
+    op: Operator,
+    level: BatchLevel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    out: Any,
+    out_dims: Any,
+) -> Any:
+    """Tracers for a rule's results; what an in-place operator returns is its argument itself."""
+    if isinstance(out, torch.Tensor):
+        if isinstance(op, TorchOperator) and op.inplace:
+            args[0].bdim = out_dims
+            return written(op, args, kwargs)
+        tracer = wrap(out, out_dims, level)
+        if isinstance(op, TorchOperator):
+            if op.is_view:
+                disown(args)
+            else:
+                tracer.owned = True
+        return tracer
+    if isinstance(out, list | tuple):
+        view = isinstance(op, TorchOperator) and op.is_view
+        if view:
+            disown(args)
+        every = not isinstance(out_dims, list | tuple)
+        wrapped = [
+            _rewrap_one(item, out_dims if every else out_dims[i], level, not view)
+            for i, item in enumerate(out)
+        ]
+        return wrapped if isinstance(out, list) else tuple(wrapped)
+    return out
+
+
+def _rewrap_one(item: Any, dim: Any, level: BatchLevel, owned: bool) -> Any:
+    if isinstance(item, torch.Tensor):
+        tracer = wrap(item, dim, level)
+        tracer.owned = owned
+        return tracer
+    if isinstance(item, list | tuple):
+        return [_rewrap_one(part, dim, level, owned) for part in item]
+    return item
+
+
+def disown(args: Sequence[Any]) -> None:
+    """A view was taken: its base can't be replaced (NOTE [writing into what was made inside])."""
+    for arg in args:
+        if isinstance(arg, BatchTracer):
+            arg.owned = False
