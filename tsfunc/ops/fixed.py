@@ -57,7 +57,7 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor,
             top = max(rank, other)
             return _lead(x, p, rank, top).matmul(_lead(y, q, other, top)), 0
         if rank == 2:
-            return front(x, p).bmm(front(y, q)), 0
+            return _product(front(x, p), front(y, q)), 0
         return front(x, p).matmul(front(y, q)), 0
     if p is not None:
         if other == 2:
@@ -72,6 +72,17 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor,
     size, columns = y.shape[q], y.shape[-2 if q == other else -1]
     out = x.matmul(y.movedim(q, -2).flatten(-2))
     return out.unflatten(-1, (size, columns)), out.dim() - 1
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """``bmm``; of columns with rows by broadcasting, which takes a third of the time.
+
+    That is the gradient of a layer's weights for one example.
+    """
+    columns, rows = x.shape[2], y.shape[1]
+    if type(columns) is int and columns == 1 and rows == 1 and x.dtype is not torch.bool:
+        return x * y
+    return x.bmm(y)
 
 
 def matmul(
