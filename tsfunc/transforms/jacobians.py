@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from tsfunc.transforms.arguments import (
     check_argnums,
     chosen_arguments,
     flatten_tensors,
+    like,
     refuse_complex,
     with_chosen,
 )
@@ -30,7 +30,7 @@ def _bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         size = x.numel()
         basis = torch.zeros(total, size, dtype=x.dtype, device=x.device)
         basis.diagonal(-start).fill_(1)
-        bases.append(basis.view(total, *x.shape))
+        bases.append(basis.view([total, *x.shape]))
         start += size
     return bases
 
@@ -79,7 +79,7 @@ def jacrev(
     if chunk_size is not None and chunk_size <= 0:
         raise ValueError("jacrev: `chunk_size` should be greater than 0.")
 
-    @functools.wraps(func) if hasattr(func, "__name__") else _same
+    @like(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         primals, chosen = _pick("jacrev", args, argnums)
         flat, spec = flatten_tensors("jacrev", "the differentiated arguments", primals)
@@ -111,7 +111,7 @@ def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.
     """Rows that stand for the entries of all outputs, an output each, in its shape."""
     parts = rows.split([out.numel() for out in outs], dim=0)
     rest = rows.shape[1:]
-    return [part.reshape(*out.shape, *rest) for part, out in zip(parts, outs, strict=True)]
+    return [part.reshape([*out.shape, *rest]) for part, out in zip(parts, outs, strict=True)]
 
 
 def jacfwd(
@@ -135,7 +135,7 @@ def jacfwd(
     As ``torch.func.jacfwd`` and ``jax.jacfwd``.
     """
 
-    @functools.wraps(func) if hasattr(func, "__name__") else _same
+    @like(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         primals, chosen = _pick("jacfwd", args, argnums)
         flat, spec = flatten_tensors("jacfwd", "the differentiated arguments", primals)
@@ -190,7 +190,7 @@ def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> lis
     """Columns that stand for the entries of all inputs, an input each, in its shape."""
     parts = columns.split([x.numel() for x in inputs], dim=-1)
     return [
-        part.reshape(*columns.shape[:-1], *x.shape) for part, x in zip(parts, inputs, strict=True)
+        part.reshape([*columns.shape[:-1], *x.shape]) for part, x in zip(parts, inputs, strict=True)
     ]
 
 
@@ -211,7 +211,3 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
     As ``torch.func.hessian`` and ``jax.hessian``.
     """
     return jacfwd(jacrev(func, argnums), argnums)
-
-
-def _same(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
