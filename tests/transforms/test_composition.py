@@ -54,9 +54,9 @@ NESTINGS: dict[str, Build] = {
     "vmap(vmap(grad))": lambda T: T.vmap(T.vmap(T.grad(scalar)))(torch.stack([X, Y])),
     "grad(vmap)": lambda T: T.grad(lambda x: T.vmap(vector)(x).sum())(X),
     "grad(vmap(grad))": lambda T: T.grad(lambda x: T.vmap(T.grad(scalar))(x).pow(2).sum())(X),
-    "vmap(grad(vmap))": lambda T: T.vmap(
-        T.grad(lambda x: T.vmap(lambda a: a * a.sin())(x).sum())
-    )(X),
+    "vmap(grad(vmap))": lambda T: T.vmap(T.grad(lambda x: T.vmap(lambda a: a * a.sin())(x).sum()))(
+        X
+    ),
     "vmap(grad(grad))": lambda T: T.vmap(T.grad(lambda x: T.grad(scalar)(x).sum()))(X),
     "grad(grad(grad))": lambda T: T.grad(T.grad(T.grad(lambda x: x**5)))(S),
     "grad, five times": lambda T: T.grad(T.grad(T.grad(T.grad(T.grad(torch.sin)))))(S),
@@ -73,9 +73,7 @@ NESTINGS: dict[str, Build] = {
     "vmap(vmap(hessian))": lambda T: T.vmap(T.vmap(T.hessian(scalar)))(torch.stack([X, Y])),
     "vmap(jacfwd(hessian))": lambda T: T.vmap(T.jacfwd(T.hessian(scalar)))(X),
     "hessian(vmap)": lambda T: T.hessian(lambda x: T.vmap(vector)(x).sum())(X),
-    "grad(vmap(hessian))": lambda T: T.grad(
-        lambda x: T.vmap(T.hessian(scalar))(x).pow(2).sum()
-    )(X),
+    "grad(vmap(hessian))": lambda T: T.grad(lambda x: T.vmap(T.hessian(scalar))(x).pow(2).sum())(X),
     "vmap of a Laplacian": lambda T: T.vmap(lambda x: torch.trace(T.hessian(scalar)(x)))(X),
     "vmap of a divergence": lambda T: T.vmap(lambda x: torch.trace(T.jacrev(vector)(x)))(X),
     "vmap(jacfwd)": lambda T: T.vmap(T.jacfwd(vector))(X),
@@ -84,9 +82,7 @@ NESTINGS: dict[str, Build] = {
     "jacrev(vmap)": lambda T: T.jacrev(T.vmap(vector))(X),
     "jvp(grad)": lambda T: T.jvp(T.grad(scalar), (W,), (W * 2,)),
     "grad(jvp)": lambda T: T.grad(lambda x: T.jvp(vector, (x,), (W,))[1].sum())(W),
-    "grad(jvp) by the tangent": lambda T: T.grad(
-        lambda v: T.jvp(vector, (W,), (v,))[1].sum()
-    )(W),
+    "grad(jvp) by the tangent": lambda T: T.grad(lambda v: T.jvp(vector, (W,), (v,))[1].sum())(W),
     "jvp(jvp)": lambda T: T.jvp(lambda x: T.jvp(vector, (x,), (W,)), (W,), (W + 1,)),
     "jvp(jvp(jvp))": lambda T: T.jvp(
         lambda x: T.jvp(lambda y: T.jvp(vector, (y,), (W,)), (x,), (W,)), (W,), (W + 1,)
@@ -131,12 +127,8 @@ CLOSURES: dict[str, Build] = {
         lambda x: x * T.jvp(lambda y: x * y, (S,), (ONE,))[1], (S,), (ONE,)
     ),
     "d(x * y * y)/dy at y = x": lambda T: T.grad(lambda x: T.grad(lambda y: x * y * y)(x))(S),
-    "grad(jvp) at y = x": lambda T: T.grad(
-        lambda x: T.jvp(lambda y: x * y * y, (x,), (x,))[1]
-    )(S),
-    "jvp(grad) at y = x": lambda T: T.jvp(
-        lambda x: T.grad(lambda y: x * y * y)(x), (S,), (S,)
-    ),
+    "grad(jvp) at y = x": lambda T: T.grad(lambda x: T.jvp(lambda y: x * y * y, (x,), (x,))[1])(S),
+    "jvp(grad) at y = x": lambda T: T.jvp(lambda x: T.grad(lambda y: x * y * y)(x), (S,), (S,)),
     "two vmaps and two grads": lambda T: T.vmap(
         lambda a: T.grad(
             lambda x: (x * T.vmap(lambda b: T.grad(lambda y: x.sum() * y * b)(b))(W)).sum()
@@ -154,8 +146,10 @@ CLOSURES: dict[str, Build] = {
         )
     )(X),
     "one input, mapped in two ways": lambda T: T.grad(
-        lambda x: T.vmap(lambda a: a * x.sum())(x).sum()
-        + T.vmap(lambda a: a * x.prod(), in_dims=1)(x).sum()
+        lambda x: (
+            T.vmap(lambda a: a * x.sum())(x).sum()
+            + T.vmap(lambda a: a * x.prod(), in_dims=1)(x).sum()
+        )
     )(X),
     "outer grad by a closed-over value": lambda T: T.grad(
         lambda u: T.vmap(lambda a: T.grad(lambda z: (z * u).sin().sum())(a))(X).pow(2).sum()
@@ -176,9 +170,7 @@ CONSTANTS: dict[str, Build] = {
     "detach under jvp": lambda T: T.jvp(lambda a: a.detach() * a, (X,), (Y,)),
     "no_grad inside": lambda T: T.grad(partly_constant)(W),
     "no_grad inside vmap(grad)": lambda T: T.vmap(T.grad(partly_constant))(X),
-    "no_grad inside grad(vmap)": lambda T: T.grad(
-        lambda x: T.vmap(partly_constant)(x).sum()
-    )(X),
+    "no_grad inside grad(vmap)": lambda T: T.grad(lambda x: T.vmap(partly_constant)(x).sum())(X),
     "no_grad inside grad(vmap(grad))": lambda T: T.grad(
         lambda x: T.vmap(T.grad(partly_constant))(x).pow(2).sum()
     )(X),
@@ -195,9 +187,9 @@ CONSTANTS: dict[str, Build] = {
     "no_grad outside of vmap(grad)": lambda T: without_grad(T.vmap(T.grad(scalar)))(X),
     "no_grad outside of hessian": lambda T: without_grad(T.hessian(scalar))(X),
     "no_grad inside of jvp": lambda T: T.jvp(partly_constant, (W,), (W,)),
-    "no_grad inside of vmap(jvp)": lambda T: T.vmap(
-        lambda a: T.jvp(partly_constant, (a,), (W,))
-    )(X),
+    "no_grad inside of vmap(jvp)": lambda T: T.vmap(lambda a: T.jvp(partly_constant, (a,), (W,)))(
+        X
+    ),
     "no_grad inside and outside": lambda T: without_grad(
         T.grad(lambda x: (x**4 - without_grad(T.grad(lambda z: (z**3).sum()))(x)).sum())
     )(W),

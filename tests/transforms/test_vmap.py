@@ -90,7 +90,9 @@ def scale(value: Any) -> Any:
 def test_any_tree_with_any_dims(first: Any, rest: Any) -> None:
     args = (first[0], pair_tree(rest, 0))
     dims = (first[1], pair_tree(rest, 1))
-    same(vmap(lambda *a: scale(a), in_dims=dims)(*args), loop(lambda *a: scale(a), SIZE, dims)(*args))
+    same(
+        vmap(lambda *a: scale(a), in_dims=dims)(*args), loop(lambda *a: scale(a), SIZE, dims)(*args)
+    )
 
 
 @settings(max_examples=40)
@@ -167,9 +169,7 @@ CALLS: dict[str, Callable[[Api], Any]] = {
     ),
     "None as an output": lambda T: T.vmap(lambda x: (x, None), out_dims=(0, None))(X),
     "a number as an output": lambda T: T.vmap(lambda x: (x, 3), out_dims=(0, None))(X),
-    "a tensor from outside, not stacked": lambda T: T.vmap(
-        lambda x: (x, W), out_dims=(0, None)
-    )(X),
+    "a tensor from outside, not stacked": lambda T: T.vmap(lambda x: (x, W), out_dims=(0, None))(X),
     "a tensor from outside, stacked": lambda T: T.vmap(lambda x: W)(X),
     "the input itself": lambda T: T.vmap(lambda x: (x, x))(X),
     "keyword arguments": lambda T: T.vmap(lambda x, *, y: (x * y).sum())(X, y=W),

@@ -1,0 +1,164 @@
+"""jvp: as torch.func's, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwd
+import torch.func
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tsfunc
+from tests.transforms.support import Api, as_torch_func, same
+
+X = torch.arange(12.0).view(3, 4).sin()
+Y = X.cos()
+W = torch.arange(4.0).cos()
+
+CALLS: dict[str, Callable[[Api], Any]] = {
+    "one": lambda T: T.jvp(torch.sin, (X,), (Y,)),
+    "several": lambda T: T.jvp(lambda a, b: (a * b, a.sum()), (X, Y), (Y, X)),
+    "dicts": lambda T: T.jvp(
+        lambda d: {"o": d["a"] * d["b"]}, ({"a": X, "b": Y},), ({"a": Y, "b": X},)
+    ),
+    "the identity": lambda T: T.jvp(lambda a: a, (X,), (Y,)),
+    "a constant": lambda T: T.jvp(lambda a: W, (X,), (Y,)),
+    "partly a constant": lambda T: T.jvp(lambda a: (a * 2, W), (X,), (Y,)),
+    "detach": lambda T: T.jvp(lambda a: a.detach() * a, (X,), (Y,)),
+    "in place": lambda T: T.jvp(lambda a: a.clone().mul_(a), (X,), (Y,)),
+    "in place into zeros": lambda T: T.jvp(lambda a: torch.zeros(3, 4).copy_(a * a), (X,), (Y,)),
+    "has_aux": lambda T: T.jvp(lambda a: (a.sin(), {"k": a}), (X,), (Y,), has_aux=True),
+    "strict": lambda T: T.jvp(torch.sin, (X,), (Y,), strict=True),
+    "complex": lambda T: T.jvp(torch.exp, (torch.complex(X, Y),), (torch.complex(Y, X),)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_as_torch_func(name: str) -> None:
+    as_torch_func(CALLS[name])
+
+
+@settings(max_examples=30)
+@given(shape=st.lists(st.integers(1, 3), max_size=3))
+def test_it_is_the_jacobian_times_the_direction(shape: list[int]) -> None:
+    x, t = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+
+    def func(x: Tensor) -> Tensor:
+        return torch.tanh(x) * x.sum()
+
+    jacobian = torch.autograd.functional.jacobian(func, x)
+    rank = len(shape)
+    want = torch.tensordot(jacobian, t, dims=rank)
+    same(tsfunc.jvp(func, (x,), (t,)), (func(x), want))
+
+
+def test_without_a_forward_formula() -> None:
+    """Double backward stands in."""
+
+    def func(x: Tensor) -> Tensor:
+        return torch.igamma(torch.ones_like(x), x)  # 1 - exp(-x)
+
+    x, t = X.double().abs() + 0.1, Y.double()
+    out, tangent, aux = tsfunc.jvp(lambda x: (func(x), "aux"), (x,), (t,), has_aux=True)
+    same((out, tangent, aux), (1 - torch.exp(-x), torch.exp(-x) * t, "aux"))
+    same(tsfunc.vmap(lambda x, t: tsfunc.jvp(func, (x,), (t,))[1])(x, t), torch.exp(-x) * t)
+
+
+def test_the_auxiliary_part_is_anything() -> None:
+    assert tsfunc.jvp(lambda a: (a, "aux"), (X,), (Y,), has_aux=True)[2] == "aux"
+
+
+def test_results_carry_no_tangent() -> None:
+    out, tangent = tsfunc.jvp(torch.sin, (X,), (Y,))
+
+    with fwd.dual_level():
+        assert fwd.unpack_dual(out).tangent is None
+        assert fwd.unpack_dual(tangent).tangent is None
+
+
+def test_inside_of_ordinary_forward_mode() -> None:
+    with fwd.dual_level():
+        dual = fwd.make_dual(X, Y)
+        out, tangent = tsfunc.jvp(torch.sin, (dual,), (torch.ones_like(X),))
+        same(fwd.unpack_dual(tangent).primal, X.cos())
+        same(fwd.unpack_dual(tangent).tangent, -X.sin() * Y)
+        same(fwd.unpack_dual(out).tangent, X.cos() * Y)
+
+
+MESSAGES: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: tsfunc.jvp(torch.sin, [X], (Y,)),  # type: ignore[arg-type]
+        "jvp(f, primals, tangents): Expected primals to be a tuple. E.g. it should be valid to "
+        "call f(*primals).",
+    ),
+    (
+        lambda: tsfunc.jvp(torch.sin, (X,), (Y, Y)),
+        "Expected primals and tangents to have the same python structure. For example, if primals "
+        "is a tuple of 3 tensors, tangents also must be.",
+    ),
+    (
+        lambda: tsfunc.jvp(torch.sin, (1.0,), (1.0,)),
+        "jvp(f, primals, tangents): Expected primals to only contain Tensors, got <class 'float'>",
+    ),
+    (
+        lambda: tsfunc.jvp(torch.sin, (X,), (1.0,)),
+        "jvp(f, primals, tangents): Expected tangents to only contain Tensors, got <class 'float'",
+    ),
+    (lambda: tsfunc.jvp(lambda: X, (), ()), "Expected primals to contain at least one Tensor."),
+    (
+        lambda: tsfunc.jvp(torch.sin, (X,), (W,)),
+        "the tangent at flattened position 0 is torch.float32 of shape (4,), but its primal is "
+        "torch.float32 of shape (3, 4); they must be the same.",
+    ),
+    (
+        lambda: tsfunc.jvp(torch.sin, (X,), (Y.double(),)),
+        "the tangent at flattened position 0 is torch.float64",
+    ),
+    (
+        lambda: tsfunc.jvp(lambda x: (x, W), (X,), (Y,), strict=True),
+        "got an output which is independent of the inputs, and strict=True. This is not allowed.",
+    ),
+    (
+        lambda: tsfunc.jvp(torch.sin, (X,), (Y,), has_aux=True),
+        "jvp(f, primals, tangents): output of function f should be a tuple: (output, aux)",
+    ),
+    (
+        lambda: tsfunc.jvp(lambda x: None, (X,), (Y,)),
+        "jvp(f, primals, tangents): Expected f to be a function that has non-empty output",
+    ),
+    (
+        lambda: tsfunc.jvp(lambda x: (), (X,), (Y,)),
+        "jvp(f, primals, tangents): Expected f to be a function that has non-empty output",
+    ),
+    (
+        lambda: tsfunc.jvp(lambda x: 3, (X,), (Y,)),
+        "jvp(f, primals, tangents): expected f(*primals) to return only tensors, got unsupported "
+        "type <class 'int'>",
+    ),
+    (
+        lambda: tsfunc.jvp(lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1], (X,), (Y,)),
+        "tsfunc.jvp: forward mode of somebody else (torch.func.jvp, ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), MESSAGES, ids=range(len(MESSAGES)))
+def test_message(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        call()
+
+
+def test_a_failed_call_leaves_no_level_behind() -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        tsfunc.jvp(lambda x: tsfunc.jvp(fails, (x,), (x,)), (X,), (Y,))
+    assert fwd._current_level == -1
+    same(tsfunc.jvp(torch.sin, (X,), (Y,))[1], X.cos() * Y)

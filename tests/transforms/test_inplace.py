@@ -1,0 +1,153 @@
+"""Writes in place: to batched values, views of them, inputs; and those that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.func
+from torch import Tensor
+
+import tsfunc
+from tests.transforms.support import loop, same
+from tsfunc import vmap
+
+X = torch.arange(1.0, 25.0).view(3, 2, 4).sin()
+W = torch.arange(4.0).cos()
+
+
+def written(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def func(x: Tensor) -> Tensor:
+        y = x.clone()
+        change(y)
+        return y
+
+    return func
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "add_ a number": lambda y: y.add_(1),
+    "add_ one from outside": lambda y: y.add_(W),
+    "+=": lambda y: y.__iadd__(W),
+    "mul_ itself": lambda y: y.mul_(y),
+    "zero_": lambda y: y.zero_(),
+    "fill_": lambda y: y.fill_(2.0),
+    "fill_ with a batched one": lambda y: y.fill_(y.sum()),
+    "copy_": lambda y: y.copy_(W),
+    "clamp_": lambda y: y.clamp_(0.0),
+    "sqrt_": lambda y: y.abs_().sqrt_(),
+    "masked_fill_": lambda y: y.masked_fill_(y > 0, 0),
+    "scatter_": lambda y: y.scatter_(1, torch.tensor([[1], [0]]), 5.0),
+    "index_add_": lambda y: y.index_add_(0, torch.tensor([1]), W[None]),
+    "index_fill_": lambda y: y.index_fill_(1, torch.tensor([1, 3]), 4.0),
+    "an item": lambda y: y.__setitem__(0, 5.0),
+    "an item, batched": lambda y: y.__setitem__(0, y[1] * 2),
+    "a slice": lambda y: y.__setitem__((slice(None), slice(1, 3)), y[:, :2]),
+    "a mask": lambda y: y.__setitem__(y > 0, 0.0),
+    "indices": lambda y: y.__setitem__((torch.tensor([0, 1]), torch.tensor([1, 2])), W[:2]),
+    "an item added to": lambda y: y[0].add_(y[1].sum()),
+    "a view": lambda y: y[1:].mul_(2),
+    "a view of a view": lambda y: y[1:][..., 2].mul_(2),
+    "a transposed view": lambda y: y.T.add_(1),
+    "a diagonal": lambda y: y.diagonal().zero_(),
+    "a reshaped view": lambda y: y.view(-1)[::2].add_(y.sum()),
+    "one of several views": lambda y: y.unbind(0)[1].copy_(W),
+    "a split": lambda y: y.split(2, dim=1)[0].neg_(),
+    "unsqueeze_": lambda y: y.unsqueeze_(0),
+    "squeeze_": lambda y: y.unsqueeze_(1).squeeze_(1),
+    "transpose_": lambda y: y.transpose_(0, 1),
+    "t_": lambda y: y.t_(),
+    "add_ out of place afterwards": lambda y: torch.add(y, 1).mul_(3),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_written_in_place(name: str) -> None:
+    func = written(CHANGES[name])
+    same(vmap(func)(X), loop(func, 3)(X))
+    same(vmap(func, in_dims=2)(X.movedim(0, 2)), loop(func, 3)(X))
+    both = torch.stack([X, X + 1])
+    same(vmap(vmap(func))(both), loop(loop(func, 3), 2)(both))
+
+
+# torch's autograd itself refuses these.
+NOT_DIFFERENTIABLE = ("mul_ itself", "one of several views", "a split")
+
+
+@pytest.mark.parametrize("name", [n for n in CHANGES if n not in NOT_DIFFERENTIABLE])
+def test_differentiated(name: str) -> None:
+    func = written(CHANGES[name])
+    shape = vmap(func)(X)[0].shape
+    weights = torch.arange(float(shape.numel())).view(shape).cos()
+
+    def scalar(x: Tensor) -> Tensor:
+        return (func(x * 1.5) * weights).sum()
+
+    want = torch.stack([torch.func.grad(scalar)(x) for x in X])
+    same(vmap(tsfunc.grad(scalar))(X), want)
+    same(tsfunc.grad(lambda x: vmap(scalar)(x).sum())(X), want)
+
+
+def test_a_view_and_its_base_stay_one() -> None:
+    def func(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.clone()
+        view = y[1]
+        y.mul_(2)
+        view.add_(1)
+        y[1, 0] = 7
+        return y, view
+
+    same(vmap(func)(X), loop(func, 3)(X))
+
+
+def test_the_input_is_written() -> None:
+    x = X.clone()
+    out = vmap(lambda a: a.add_(1))(x)
+    same(x, X + 1)
+    same(out, X + 1)
+    vmap(lambda a: a.mul_(2), in_dims=1)(x)
+    same(x, (X + 1) * 2)
+    vmap(vmap(lambda a, b: a.copy_(b), in_dims=(0, None)), in_dims=(0, None))(x, W)
+    same(x, W.expand(3, 2, 4))
+
+
+def test_one_from_outside_written_with_no_batched_values() -> None:
+    w = W.clone()
+    vmap(lambda x: w.add_(1) * x)(X)
+    same(w, W + 1)
+
+
+def test_out_is_an_argument() -> None:
+    same(vmap(lambda x: torch.add(x, 1, out=torch.empty_like(x)))(X), X + 1)
+
+
+REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add_": lambda x, w: w.add_(x[0]),
+    "mul_": lambda x, w: w.mul_(x[0]),
+    "copy_": lambda x, w: w.copy_(x[0]),
+    "an item": lambda x, w: w.__setitem__(0, x[0, 0]),
+    "a slice": lambda x, w: w.__setitem__(slice(1, 3), x[0, :2]),
+    "masked_fill_": lambda x, w: w.masked_fill_(x[0] > 0, 0.0),
+    "index_add_": lambda x, w: w.index_add_(0, torch.tensor([1]), x[0, :1]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_from_outside_is_refused(name: str) -> None:
+    before = W.clone()
+    with pytest.raises(RuntimeError, match=r"not\s+batched") as caught:
+        vmap(REFUSED[name], in_dims=(0, None))(X, before)
+    assert "vmap: inplace arithmetic(self, *extra_args) is not possible because" in str(
+        caught.value
+    )
+    same(before, W)
+
+
+def test_an_outer_batch_is_not_the_inner_one() -> None:
+    """Batched over the outer vmap, the tensor has no place for the inner one's examples."""
+    x = torch.ones(3)
+    with pytest.raises(RuntimeError, match="inplace arithmetic"):
+        vmap(vmap(lambda a, b: a.add_(b), in_dims=(None, 0)))(x, torch.ones(3, 5))
+    same(x, torch.ones(3))

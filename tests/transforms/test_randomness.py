@@ -1,0 +1,134 @@
+"""``randomness``: refused, a draw for each example, or one for all; nested, chunked, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+import tsfunc
+from tests.transforms.support import same
+from tsfunc import vmap
+
+X = torch.arange(1.0, 31.0).view(5, 6) / 31
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: torch.rand(6),
+    "randn": lambda x: torch.randn(6),
+    "randint": lambda x: torch.randint(1000, (6,)),
+    "randperm": lambda x: torch.randperm(40),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "normal": lambda x: torch.normal(0.0, 1.0, (6,)),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(),
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "new_empty, normal_": lambda x: x.new_empty(6).normal_(),
+    "dropout": lambda x: nnf.dropout(x.new_ones(50)),
+    "dropout of one from outside": lambda x: nnf.dropout(torch.ones(50)),
+    "bernoulli": lambda x: torch.bernoulli(torch.full((50,), 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_refused(name: str) -> None:
+    with pytest.raises(
+        RuntimeError, match="vmap: called random operation while in randomness error mode"
+    ):
+        vmap(DRAWS[name])(X)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("name", DRAWS)
+def test_different(name: str, chunk_size: int | None) -> None:
+    out = vmap(DRAWS[name], randomness="different", chunk_size=chunk_size)(X)
+    for i in range(5):
+        for j in range(i):
+            assert not torch.equal(out[i], out[j])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("name", DRAWS)
+def test_same(name: str, chunk_size: int | None) -> None:
+    out = vmap(DRAWS[name], randomness="same", chunk_size=chunk_size)(X)
+    assert (out == out[0]).all()
+    assert (out != out.flatten()[0]).any()
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_the_seed_decides(randomness: str) -> None:
+    draw = vmap(lambda x: torch.rand(4) + x.sum(), randomness=randomness)
+    torch.manual_seed(3)
+    one = draw(X)
+    torch.manual_seed(3)
+    same(draw(X), one)
+    assert not torch.equal(draw(X), one)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), [("same", "same"), ("same", "different"), ("different", "same")]
+)
+def test_nested(outer: str, inner: str) -> None:
+    out = vmap(vmap(lambda x: torch.rand(()), randomness=inner), randomness=outer)(X)
+    assert bool((out == out[:1]).all()) is (outer == "same")
+    assert bool((out == out[:, :1]).all()) is (inner == "same")
+
+
+def test_each_level_may_refuse() -> None:
+    for outer, inner in (("error", "same"), ("same", "error"), ("error", "different")):
+        with pytest.raises(RuntimeError, match="randomness error mode"):
+            vmap(vmap(lambda x: torch.rand(()), randomness=inner), randomness=outer)(X)
+
+
+def test_what_draws_nothing_is_allowed() -> None:
+    same(vmap(lambda x: nnf.dropout(x, training=False))(X), X)
+    same(vmap(lambda x: torch.zeros(6) + x)(X), X)
+
+
+def test_a_generator_is_used() -> None:
+    def draw(x: Tensor) -> Tensor:
+        return torch.rand(6, generator=torch.Generator().manual_seed(1))
+
+    out = vmap(draw, randomness="same")(X)
+    same(out, torch.rand(6, generator=torch.Generator().manual_seed(1)).expand(5, 6))
+
+
+def test_in_place_on_one_from_outside() -> None:
+    w = torch.zeros(6)
+    with pytest.raises(RuntimeError, match="Cannot ask for different inplace randomness on an unb"):
+        vmap(lambda x: w.uniform_() + x, randomness="different")(X)
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        vmap(lambda x: w.uniform_() + x)(X)
+    same(w, torch.zeros(6))
+    out = vmap(lambda x: w.uniform_() + 0 * x, randomness="same")(X)
+    same(out, w.expand(5, 6))
+
+
+def test_a_distribution_for_each_example() -> None:
+    out: Any = vmap(lambda p: torch.bernoulli(p), randomness="different")(
+        torch.tensor([0.0, 1.0])[:, None].expand(2, 50)
+    )
+    same(out, torch.tensor([0.0, 1.0])[:, None].expand(2, 50))
+    with pytest.raises(RuntimeError, match="same randomness with a batched tensor input"):
+        vmap(lambda p: torch.multinomial(p, 2), randomness="same")(X)
+    assert vmap(lambda p: torch.multinomial(p, 2), randomness="different")(X).shape == (5, 2)
+
+
+def test_under_grad() -> None:
+    """The same mask in the forward and the backward pass."""
+
+    def func(x: Tensor) -> Tensor:
+        return nnf.dropout(x, 0.5).sum()
+
+    for randomness in ("different", "same"):
+        grads = vmap(tsfunc.grad(func), randomness=randomness)(torch.ones(5, 200))
+        assert set(grads.unique().tolist()) == {0.0, 2.0}
+        assert bool((grads == grads[0]).all()) is (randomness == "same")
+
+
+def test_outside_of_vmap_nothing_is_refused() -> None:
+    assert tsfunc.grad(lambda x: (x * torch.rand(6)).sum())(X[0]).shape == (6,)
+    assert tsfunc.jvp(lambda x: x * torch.rand(6), (X[0],), (X[0],))[1].shape == (6,)

@@ -1,0 +1,432 @@
+"""grad, grad_and_value, value_and_grad, vjp: as torch.func's, and what each of them refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.func
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tsfunc
+from tests.transforms.support import Api, as_torch_func, same
+
+X = torch.arange(12.0).view(3, 4).sin()
+Y = X.cos()
+W = torch.arange(4.0).cos()
+S = torch.tensor(0.7)
+
+
+def scalar(x: Tensor) -> Tensor:
+    return (x.sin() ** 2).sum()
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return (x.sin() * y**2).sum()
+
+
+def changed_in_place(x: Tensor) -> Tensor:
+    z = torch.zeros(4)
+    z.add_(x * x)
+    z[1:3] *= 2
+    return z.sum()
+
+
+def hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda g: g * 2)
+    return (x * x).sum()
+
+
+CALLS: dict[str, Callable[[Api], Any]] = {
+    "grad": lambda T: T.grad(scalar)(W),
+    "argnums": lambda T: T.grad(product, argnums=1)(X, Y),
+    "argnums from the end": lambda T: T.grad(product, argnums=-1)(X, Y),
+    "argnums, a tuple of one": lambda T: T.grad(product, argnums=(0,))(X, Y),
+    "argnums, a tuple": lambda T: T.grad(product, argnums=(1, 0))(X, Y),
+    "argnums, a tuple from the end": lambda T: T.grad(product, argnums=(0, -1))(X, Y),
+    "has_aux": lambda T: T.grad(lambda x: (scalar(x), {"a": x, "b": [x * 2]}), has_aux=True)(W),
+    "kwargs": lambda T: T.grad(product)(X, y=Y),
+    "a dict": lambda T: T.grad(lambda d: d["a"].sum() * d["b"][0].sum())({"a": X, "b": [Y, W]}),
+    "a complex input": lambda T: T.grad(lambda x: (x * x.conj()).real.sum())(torch.complex(W, W)),
+    "independent of the input": lambda T: T.grad(lambda x: torch.ones(()))(W),
+    "in place, inside": lambda T: T.grad(changed_in_place)(W),
+    "a hook": lambda T: T.grad(hooked)(W),
+    "a hook under vmap": lambda T: T.vmap(T.grad(hooked))(X),
+    "grad_and_value": lambda T: T.grad_and_value(scalar)(W),
+    "grad_and_value, argnums": lambda T: T.grad_and_value(product, argnums=(0, 1))(X, Y),
+    "grad_and_value, has_aux": lambda T: T.grad_and_value(
+        lambda x: (scalar(x), (x, x + 1)), has_aux=True
+    )(W),
+    "vjp": lambda T: (lambda out, pull: (out, pull(X)))(*T.vjp(torch.sin, X)),
+    "vjp, pulled twice": lambda T: (lambda out, pull: (pull(X), pull(Y)))(*T.vjp(torch.sin, X)),
+    "vjp, a tuple": lambda T: T.vjp(lambda x: (x.sin(), x.cos()), X)[1]((X, Y)),
+    "vjp, a list": lambda T: T.vjp(lambda x: [x.sin(), x.cos()], X)[1]([X, Y]),
+    "vjp, a dict": lambda T: T.vjp(lambda x: {"a": x.sin(), "b": (x.cos(),)}, X)[1](
+        {"a": X, "b": (Y,)}
+    ),
+    "vjp, several primals": lambda T: T.vjp(product, X, Y)[1](S),
+    "vjp, a dict of primals": lambda T: T.vjp(lambda d: d["a"] * d["b"], {"a": X, "b": Y})[1](X),
+    "vjp, has_aux": lambda T: (lambda out, pull, aux: (out, pull(X), aux))(
+        *T.vjp(lambda x: (x.sin(), {"a": x}), X, has_aux=True)
+    ),
+    "vjp of the identity": lambda T: T.vjp(lambda x: x, X)[1](Y),
+    "vjp of a constant": lambda T: T.vjp(lambda x: Y, X)[1](Y),
+    "vjp, one output twice": lambda T: T.vjp(lambda x: (x, x), X)[1]((X, Y)),
+    "vjp without primals": lambda T: T.vjp(lambda: X)[1](X),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_as_torch_func(name: str) -> None:
+    as_torch_func(CALLS[name])
+
+
+@settings(max_examples=30)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_any_argnums(shapes: list[list[int]], data: st.DataObject) -> None:
+    """The gradients that plain autograd has of each argument that is named."""
+    count = len(shapes)
+    chosen = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True))
+    argnums = tuple(data.draw(st.sampled_from([n, n - count])) for n in chosen)
+    args = [torch.randn(shape) for shape in shapes]
+
+    def func(*xs: Tensor) -> Tensor:
+        total = sum((x.sin().sum() for x in xs), torch.zeros(()))
+        return total**2
+
+    leaf = [x.clone().requires_grad_() for x in args]
+    want = torch.autograd.grad(func(*leaf), [leaf[n] for n in chosen])
+    same(tsfunc.grad(func, argnums=argnums)(*args), want)
+    assert not any(g.requires_grad for g in tsfunc.grad(func, argnums=argnums)(*args))
+
+
+def test_value_and_grad_has_jaxs_order() -> None:
+    value, gradient = tsfunc.value_and_grad(scalar)(W)
+    same((gradient, value), torch.func.grad_and_value(scalar)(W))
+    with_aux = tsfunc.value_and_grad(lambda x: (scalar(x), 3), has_aux=True)(W)
+    same(with_aux, ((scalar(W), 3), gradient))
+
+
+def test_the_auxiliary_part_is_anything() -> None:
+    got = tsfunc.grad(lambda x: (scalar(x), {"n": 3, "name": "a", "x": x, "none": None}), 0, True)
+    _, aux = got(W)
+    same(aux, {"n": 3, "name": "a", "x": W, "none": None})
+    assert not aux["x"].requires_grad
+    _, _, aux = tsfunc.vjp(lambda x: (x, "a"), W, has_aux=True)
+    assert aux == "a"
+
+
+def test_names_and_docs_are_kept() -> None:
+    for transform in (tsfunc.grad, tsfunc.grad_and_value, tsfunc.value_and_grad):
+        assert transform(scalar).__name__ == "scalar"
+
+
+def test_what_requires_grad_afterwards() -> None:
+    """Only what somebody outside differentiates."""
+    leaf = W.clone().requires_grad_()
+    for T in (tsfunc, torch.func):
+        assert not T.grad(scalar)(W).requires_grad
+        assert T.grad(scalar)(leaf).requires_grad
+        gradient, value = T.grad_and_value(scalar)(W)
+        assert not gradient.requires_grad and not value.requires_grad
+        gradient, value = T.grad_and_value(scalar)(leaf)
+        assert gradient.requires_grad and value.requires_grad
+        out, pull = T.vjp(torch.sin, W)
+        assert not out.requires_grad and not pull(W)[0].requires_grad
+        assert T.grad(lambda x: (scalar(x), x), has_aux=True)(leaf)[1].requires_grad
+        assert not T.grad(lambda x: (scalar(x), x), has_aux=True)(W)[1].requires_grad
+    assert W.requires_grad is False
+
+
+def test_the_grad_mode_of_the_pull_decides() -> None:
+    leaf = W.clone().requires_grad_()
+    for T in (tsfunc, torch.func):
+        out, pull = T.vjp(torch.sin, leaf)
+        with torch.no_grad():
+            (inside,) = pull(W)
+        assert out.requires_grad and not inside.requires_grad
+        assert pull(W)[0].requires_grad
+        with torch.no_grad():
+            out, pull = T.vjp(torch.sin, leaf)
+        (g,) = pull(W)
+        assert not out.requires_grad and g.requires_grad
+        same(torch.autograd.grad(g.sum(), leaf)[0], -W.sin() * W)
+
+
+def test_the_input_is_not_changed() -> None:
+    leaf = W.clone().requires_grad_()
+    tsfunc.grad(scalar)(leaf)
+    assert leaf.grad is None
+    assert leaf.is_leaf
+
+
+def test_ordinary_autograd_inside() -> None:
+    def func(x: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        return g.sum()
+
+    same(tsfunc.grad(func)(W), 6 * W)
+    same(tsfunc.vmap(tsfunc.grad(func))(X), 6 * X)
+
+
+ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: tsfunc.grad(product, [0])(X, Y), RuntimeError, "argnums must be int or Tuple[int, "),
+    (lambda: tsfunc.grad(product, "a")(X, Y), RuntimeError, "argnums must be int or Tuple[int, "),
+    (lambda: tsfunc.grad(product, ())(X, Y), RuntimeError, "argnums must be non-empty"),
+    (lambda: tsfunc.grad(product, (0.5,))(X, Y), RuntimeError, "argnum must be int, got: <class"),
+    (lambda: tsfunc.grad(product, 2)(X, Y), RuntimeError, "argnum=2, but only 2 positional inputs"),
+    (lambda: tsfunc.grad(product, -3)(X, Y), RuntimeError, "argnum=-3, but only 2 positional"),
+    (lambda: tsfunc.grad(scalar)(x=W), RuntimeError, "argnum=0, but only 0 positional inputs"),
+    (
+        lambda: tsfunc.grad(product, (0, -2))(X, Y),
+        RuntimeError,
+        "argnums elements must be unique, got (0, -2)",
+    ),
+    (
+        lambda: tsfunc.grad(scalar)(3.0),
+        ValueError,
+        "grad_and_value(f)(*args): Expected the differentiated arguments to only contain Tensors. "
+        "Thing passed to transform API must be Tensor, got <class 'float'>",
+    ),
+    (lambda: tsfunc.grad(scalar)({"a": None}), ValueError, "must be Tensor, got <class 'NoneType'"),
+    (
+        lambda: tsfunc.grad(torch.sin)(W),
+        RuntimeError,
+        "grad_and_value(f)(*args): Expected f(*args) to return a scalar Tensor, got tensor with 1 "
+        "dims. Maybe you wanted to use the vjp or jacrev APIs instead?",
+    ),
+    (
+        lambda: tsfunc.grad(lambda x: 3.0)(W),
+        RuntimeError,
+        "Expected f(*args) to return a Tensor, got <class 'float'>.",
+    ),
+    (
+        lambda: tsfunc.grad(lambda x: (scalar(x), x))(W),
+        RuntimeError,
+        "got <class 'tuple'>. With an auxiliary output, pass has_aux=True.",
+    ),
+    (
+        lambda: tsfunc.grad(scalar, has_aux=True)(W),
+        RuntimeError,
+        "grad_and_value(f)(*args): output of function f should be a tuple: (output, aux) if "
+        "has_aux is True, got <class 'torch.Tensor'>",
+    ),
+    (
+        lambda: tsfunc.grad_and_value(lambda x: [scalar(x), x], has_aux=True)(W),
+        RuntimeError,
+        "output of function f should be a tuple: (output, aux)",
+    ),
+    (
+        lambda: tsfunc.grad(lambda x: (scalar(x), x, x), has_aux=True)(W),
+        RuntimeError,
+        "output of function f should be a tuple: (output, aux)",
+    ),
+    (
+        lambda: tsfunc.grad(lambda x: x.sum())(torch.ones(2, dtype=torch.long)),
+        RuntimeError,
+        "only Tensors of floating point",
+    ),
+    (
+        lambda: tsfunc.vjp(torch.sin, 3.0),
+        ValueError,
+        "vjp(f, *primals): Expected primals to only contain Tensors. Thing passed to transform API "
+        "must be Tensor, got <class 'float'>",
+    ),
+    (
+        lambda: tsfunc.vjp(lambda x: (), W),
+        RuntimeError,
+        "vjp(f, *primals): Expected f to be a function that has non-empty output (got output = ())",
+    ),
+    (
+        lambda: tsfunc.vjp(lambda x: None, W),
+        RuntimeError,
+        "vjp(f, *primals): Expected f to be a function that has non-empty output",
+    ),
+    (
+        lambda: tsfunc.vjp(lambda x: 3, W),
+        RuntimeError,
+        "vjp(f, *primals): expected f(*primals) to return only tensors, got unsupported type "
+        "<class 'int'>",
+    ),
+    (
+        lambda: tsfunc.vjp(torch.sin, W, has_aux=True),
+        RuntimeError,
+        "vjp(f, *primals): output of function f should be a tuple: (output, aux) if has_aux is ",
+    ),
+    (
+        lambda: tsfunc.vjp(lambda x: (x, x), W)[1]([W, W]),
+        RuntimeError,
+        "vjp_fn(cotangents): Expected pytree structure of cotangents to be the same as pytree "
+        "structure of outputs to the function. cotangents:",
+    ),
+    (
+        lambda: tsfunc.vjp(torch.sin, W)[1](1.0),
+        RuntimeError,
+        "vjp_fn(cotangents): Expected Tensors, got <class 'float'>",
+    ),
+    (
+        lambda: tsfunc.vjp(torch.sin, W)[1](X),
+        RuntimeError,
+        "vjp_fn(cotangents): got a cotangent of shape (3, 4) for an output of shape (4,)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ARGUMENTS, ids=range(len(ARGUMENTS)))
+def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+# autograd.Function: every level goes through its backward, whatever its forward's own is.
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * 4.5 * x**2  # not the derivative, to tell who was asked
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return t * 7 * x
+
+    generate_vmap_rule = True
+
+
+class WithVmap(Cube):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return Cube.apply(x) * info.batch_size, in_dims[0]
+
+
+class Clipped(torch.autograd.Function):
+    """Two inputs, one of them no tensor; two outputs, one without a derivative."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+        return (x * w).clamp(max=limit), x > limit
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, w, ctx.limit = inputs
+        ctx.save_for_backward(x, w)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return g * w * ctx.limit, (g * x).sum() if w.dim() == 0 else g * x, None
+
+    generate_vmap_rule = True
+
+
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.factor = 4.5
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * ctx.factor * x**2  # type: ignore[no-any-return]
+
+
+def total(func: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: func(*args).sum()
+
+
+FUNCTIONS: dict[str, Callable[[Api, Any], Any]] = {
+    "vmap": lambda T, f: T.vmap(f)(X),
+    "vmap(vmap)": lambda T, f: T.vmap(T.vmap(f))(X),
+    "grad": lambda T, f: T.grad(total(f))(W),
+    "vmap(grad)": lambda T, f: T.vmap(T.grad(total(f)))(X),
+    "grad(vmap)": lambda T, f: T.grad(total(T.vmap(f)))(X),
+    "grad(vmap(vmap))": lambda T, f: T.grad(total(T.vmap(T.vmap(f))))(X),
+    "grad(grad)": lambda T, f: T.grad(total(T.grad(total(f))))(W),
+    "grad(vmap(grad))": lambda T, f: T.grad(total(T.vmap(T.grad(total(f)))))(X),
+    "vmap(grad(vmap))": lambda T, f: T.vmap(T.grad(total(T.vmap(f))))(X),
+    "grad(vmap(grad(vmap)))": lambda T, f: T.grad(total(T.vmap(T.grad(total(T.vmap(f))))))(X),
+    "vmap(grad(grad))": lambda T, f: T.vmap(T.grad(total(T.grad(total(f)))))(X),
+    "jacrev": lambda T, f: T.jacrev(f)(W),
+    "jacrev(jacrev)": lambda T, f: T.jacrev(T.jacrev(f))(W),
+    "jvp": lambda T, f: T.jvp(f, (W,), (W,)),
+    "vmap(jvp)": lambda T, f: T.vmap(lambda x: T.jvp(f, (x,), (x,)))(X),
+    "jvp(vmap)": lambda T, f: T.jvp(T.vmap(f), (X,), (X,)),
+    "jacfwd": lambda T, f: T.jacfwd(f)(W),
+    "grad(jvp)": lambda T, f: T.grad(lambda x: T.jvp(f, (x,), (x,))[1].sum())(W),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("cls", [Cube, WithVmap])
+def test_custom_function(cls: Any, name: str) -> None:
+    as_torch_func(lambda T: FUNCTIONS[name](T, cls.apply))
+
+
+@pytest.mark.parametrize("at", [0, None])
+def test_custom_function_of_several(at: int | None) -> None:
+    w = W[:3] if at == 0 else S
+
+    def build(T: Api) -> Any:
+        mapped = T.vmap(lambda x, w: Clipped.apply(x, w, 0.4), in_dims=(0, at))
+        value = mapped(X[:, :3], w)
+        grads = T.grad(lambda x, w: mapped(x, w)[0].sum(), argnums=(0, 1))(X[:, :3], w)
+        inner = T.grad(lambda x, w: Clipped.apply(x, w, 0.4)[0].sum(), argnums=(0, 1))
+        return value, grads, T.vmap(inner, in_dims=(0, at))(X[:, :3], w)
+
+    as_torch_func(build)
+
+
+def test_custom_function_and_backward() -> None:
+    for cls in (Cube, OldStyle):
+        leaf = X.clone().requires_grad_()
+        tsfunc.vmap(cls.apply)(leaf).sum().backward()
+        same(leaf.grad, 4.5 * X**2)
+
+
+def test_old_style_custom_function() -> None:
+    f = OldStyle.apply
+    same(tsfunc.vmap(f)(X), X**3)
+    same(tsfunc.vmap(tsfunc.grad(total(f)))(X), 4.5 * X**2)
+    same(tsfunc.grad(total(tsfunc.vmap(f)))(X), 4.5 * X**2)
+    same(tsfunc.grad(total(tsfunc.vmap(tsfunc.vmap(f))))(X), 4.5 * X**2)
+    with pytest.raises(RuntimeError, match=r"OldStyle.apply: .* must override the setup_context"):
+        tsfunc.grad(total(tsfunc.vmap(tsfunc.grad(total(f)))))(X)
+
+
+def test_custom_function_marks_dirty() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    with pytest.raises(RuntimeError, match="mark_dirty under vmap"):
+        tsfunc.grad(total(tsfunc.vmap(lambda x: Doubled.apply(x.clone()))))(X)
