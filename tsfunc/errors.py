@@ -4,7 +4,7 @@
     ├── DispatchError (RuntimeError)          the table has no kernel, or a registration is refused
     ├── DescriptorError (ValueError)          a descriptor is not well formed
     ├── DescriptorViolation (ValueError)      a call breaks the contract of a descriptor
-    ├── ConstraintViolation (ValueError)      a trace needs more of a dim than its descriptor promises
+    ├── ConstraintViolation (ValueError)      a trace needs more of a dim than is promised
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over

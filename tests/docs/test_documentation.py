@@ -49,7 +49,9 @@ def test_files_that_the_architecture_names_exist() -> None:
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)
     options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    failed, _ = doctest.testmod(module, extraglobs={"torch": __import__("torch")}, optionflags=options)
+    failed, _ = doctest.testmod(
+        module, extraglobs={"torch": __import__("torch")}, optionflags=options
+    )
     assert failed == 0
 
 

@@ -43,8 +43,13 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
 
     The caller has grad mode on, and recording at the level.
     """
-    fresh: torch.Tensor = _alias(lift(value, level))
+    lifted = lift(value, level)
     with DisableTorchFunctionSubclass():
+        connected = lifted.requires_grad or forward_in_use(level)
+        if isinstance(lifted, Tracer) and lifted.dispatch_level is level and not connected:
+            fresh: torch.Tensor = lifted.again()
+        else:
+            fresh = _alias(lifted)
         if not fresh.requires_grad:
             fresh.requires_grad_()
     return fresh
@@ -167,7 +172,8 @@ def detached(value: torch.Tensor) -> torch.Tensor:
         if forward_ad._current_level >= 0:
             primal, tangent = forward_ad.unpack_dual(value)
             if tangent is not None:
-                return forward_ad.make_dual(primal.detach(), tangent.detach())
+                dual: torch.Tensor = forward_ad.make_dual(primal.detach(), tangent.detach())
+                return dual
         return value.detach()
 
 
@@ -246,7 +252,8 @@ def make_dual(
     """The primal with its tangent, as a tensor of the level."""
     primal, tangent = lift(primal, level), lift(tangent, level)
     with DisableTorchFunctionSubclass():
-        return forward_ad.make_dual(primal, tangent)
+        dual: torch.Tensor = forward_ad.make_dual(primal, tangent)
+    return dual
 
 
 def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -77,6 +77,9 @@ class BatchTracer(Tracer):
             return door_1(func, types, args, NO_KWARGS)
         return door_1(func, types, args, kwargs)
 
+    def again(self) -> BatchTracer:
+        return wrap(self.value, self.bdim, self.dispatch_level)
+
     def cut(self) -> BatchTracer:
         return wrap(self.value.detach(), self.bdim, self.dispatch_level)
 

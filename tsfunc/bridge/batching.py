@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap, wrap
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
 from tsfunc.bridge.fallback import PLAIN_TENSORS, loop, without_rule, write_out
 from tsfunc.bridge.operators import TorchOperator, overload_of
 from tsfunc.bridge.tracer import METHODS, innermost_level, into_torch
@@ -82,7 +82,7 @@ def _with_batched_kwargs(
     """
     if isinstance(op, TorchOperator):
         if op.out_names:
-            return write_out(op, args, kwargs)
+            return write_out(op, level, args, kwargs)
         batched = {name: dim for name, (_, dim) in pairs.items() if dim is not None}
         rule = op.row.rule if op.row is not None else None
         if rule is not None and batched.keys() <= KEYWORDS.get(op.name, frozenset()):
@@ -153,4 +153,4 @@ def _detach(value: BatchTracer) -> BatchTracer:
 
     The user's is answered by door 1.
     """
-    return wrap(value.value, value.bdim, _running_level())
+    return value.again()

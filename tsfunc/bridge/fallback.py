@@ -37,7 +37,7 @@ def without_rule(
     """An operator that no rule covers: its parts, a decomposition, or the loop."""
     if isinstance(op, TorchOperator):
         if op.out_names:
-            return write_out(op, args, kwargs)
+            return write_out(op, level, args, kwargs)
         # The parts are called on the tracers again, at their own level; unbatched arguments come
         # along as tracers, for the parts may write into what they make of them.
         parts = _parts_of(op)
@@ -50,16 +50,19 @@ def without_rule(
     return loop(op, level, args, kwargs)
 
 
-def write_out(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def write_out(
+    op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """``out=``: the functional form, then copies into what was given."""
     functional = _functional_form(op)
     rest = {name: arg for name, arg in kwargs.items() if name not in op.out_names}
-    results = functional(*args, **rest)
     outs = [kwargs[name] for name in op.out_names]
-    for out, result in zip(outs, (results,) if len(outs) == 1 else results, strict=True):
-        if out.shape != result.shape:
-            out.resize_(result.shape)
-        out.copy_(result)
+    with level.at_own_level():
+        results = functional(*args, **rest)
+        for out, result in zip(outs, (results,) if len(outs) == 1 else results, strict=True):
+            if out.shape != result.shape:
+                out.resize_(result.shape)
+            out.copy_(result)
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 

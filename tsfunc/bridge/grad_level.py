@@ -40,6 +40,9 @@ class GradTracer(Tracer):
 
     value: torch.Tensor
 
+    def again(self) -> GradTracer:
+        return _wrap(self.value, self.dispatch_level)  # type: ignore[arg-type]
+
     def cut(self) -> GradTracer:
         return _wrap(self.value.detach(), self.dispatch_level)  # type: ignore[arg-type]
 
@@ -66,7 +69,7 @@ def unwrapped(value: torch.Tensor, level: TracerLevel) -> torch.Tensor:
 @register("aten::detach", DispatchKey.Grad)
 def _detach(value: GradTracer) -> GradTracer:
     """Autograd's own detach at this level, which leaves the graphs outside as they are."""
-    return _wrap(value.value, value.dispatch_level)  # type: ignore[arg-type]
+    return value.again()
 
 
 @register_fallback(DispatchKey.Grad)
@@ -81,7 +84,7 @@ def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     def outer(value: Any) -> Any:
         return _wrap(value, level) if isinstance(value, torch.Tensor) else value
 
-    values, named = optree.tree_map(inner, (tuple(args), dict(kwargs)), none_is_leaf=True)  # type: ignore[arg-type]
+    values, named = optree.tree_map(inner, (tuple(args), dict(kwargs)), none_is_leaf=True)
     out = op.native(*values, **named)
     if isinstance(op, TorchOperator) and op.inplace:
         return written(op, args, kwargs)

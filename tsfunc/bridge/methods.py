@@ -69,7 +69,7 @@ for _name in (
     METHODS[getattr(_T, _name)] = _refuse_storage
 METHODS[_T.data.__set__] = _named(_refuse_storage, "x.data = ...")  # type: ignore[attr-defined]
 # It meets no door 1.
-Tracer.set_ = lambda self, *args, **kwargs: _refuse_storage(  # type: ignore[assignment]
+Tracer.set_ = lambda self, *args, **kwargs: _refuse_storage(  # type: ignore[method-assign]
     _T.set_, (), (self, *args), kwargs
 )
 Tracer.__copy__ = _shallow_copy  # type: ignore[attr-defined]

@@ -56,7 +56,7 @@ class Symbols:
 
         class NamedDim(Source):
             @property
-            def name(self) -> str:  # type: ignore[override]
+            def name(self) -> str:
                 return dim_name
 
             @property

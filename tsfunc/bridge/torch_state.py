@@ -41,8 +41,8 @@ AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplace
 # random functions only, a trace all of them. torch.vmap has a key of its own.
 RANDOM_KEY_NAME = "VmapMode"
 FACTORY_KEY_NAME = "TESTING_ONLY_GenericMode"
-_RANDOM_KEY = _parse_dispatch_key(RANDOM_KEY_NAME)
-_FACTORY_KEY = _parse_dispatch_key(FACTORY_KEY_NAME)
+_RANDOM_KEY: Any = _parse_dispatch_key(RANDOM_KEY_NAME)
+_FACTORY_KEY: Any = _parse_dispatch_key(FACTORY_KEY_NAME)
 _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 
 

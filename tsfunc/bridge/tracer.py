@@ -154,8 +154,9 @@ class Tracer(torch.Tensor):
     ) -> Any:
         return door_1(func, types, args, kwargs or NO_KWARGS)
 
+    # torch declares it as what a class without subclasses has: called without the operator.
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -171,6 +172,10 @@ class Tracer(torch.Tensor):
         outer levels' graphs as they are.
         """
         raise TypeError(f"{type(self).__name__} does not say what detach() does.")
+
+    def again(self) -> Any:
+        """Another tracer for the same values, without the graph of its own level."""
+        raise TypeError(f"{type(self).__name__} does not say how another one is made.")
 
     def read(self, name: str) -> Any:
         """What a method gives that returns data as Python or NumPy values (``bool``, ``item``)."""
@@ -215,6 +220,9 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     return found
 
 
+# torch declares it for tuples and dicts only, which is what comes.
+_hop: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
+
 # How a C function's type is told from a Python function, which meets the doors again inside.
 _C_TYPES = (type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__), OpOverload)
 
@@ -246,14 +254,14 @@ def into_torch(
                 refuse_escaped(func, level)
             if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
                 # A transform of torch.func inside of the level: it is to see the call first.
-                return _skip_one_hop_torch_function(func, types, args, kwargs)
+                return _hop(func, types, args, kwargs)
             if not level.autograd:
                 if isinstance(func, OpOverload) and not kwargs:
                     return operator_of(func).call(args, kwargs)
                 with without_autograd():
-                    return _skip_one_hop_torch_function(func, types, args, kwargs)
+                    return _hop(func, types, args, kwargs)
             args, kwargs = _lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}
-    return _skip_one_hop_torch_function(func, types, args, kwargs)
+    return _hop(func, types, args, kwargs)
 
 
 # NOTE [operands of outer levels]

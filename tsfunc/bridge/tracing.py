@@ -98,6 +98,9 @@ class TraceTracer(Tracer):
     tracks: bool
     dispatch_level: TraceLevel
 
+    def again(self) -> TraceTracer:
+        return _wrap(self.value, self.node, self.dispatch_level, False)
+
     def cut(self) -> TraceTracer:
         level = self.dispatch_level
         detach = torch.ops.aten.detach.default
@@ -138,7 +141,7 @@ METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: igno
 @register("aten::detach", DispatchKey.Trace)
 def _detach(value: TraceTracer) -> TraceTracer:
     """Autograd's own detach at this level; the user's is answered by door 1, and recorded."""
-    return _wrap(value.value, value.node, value.dispatch_level, False)
+    return value.again()
 
 
 @register_fallback(DispatchKey.Specialize)
@@ -152,7 +155,7 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
             return arg.value
         return level.lift(arg).value if isinstance(arg, torch.Tensor) else arg
 
-    values, named = optree.tree_map(fake, (tuple(args), dict(kwargs)), none_is_leaf=True)  # type: ignore[arg-type]
+    values, named = optree.tree_map(fake, (tuple(args), dict(kwargs)), none_is_leaf=True)
     try:
         with DisableTorchFunction(), level.fake:
             return op.native(*values, **named)
@@ -187,6 +190,7 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         )
     results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
     tracks = torch.is_grad_enabled()
+    any_tracks = False
 
     def node_of(arg: Any) -> Any:
         nonlocal any_tracks
@@ -196,8 +200,7 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             return tracer.node
         return level.sizes(arg) if isinstance(arg, _SYMBOLIC) else arg
 
-    any_tracks = False
-    nodes, named = optree.tree_map(node_of, (tuple(args), dict(kwargs)), none_is_leaf=True)  # type: ignore[arg-type]
+    nodes, named = optree.tree_map(node_of, (tuple(args), dict(kwargs)), none_is_leaf=True)
     node = level.graph.call_function(op.overload, _as_lists(nodes), named)
     node.meta["op"] = op
     if level.torch_state.grad_mode and not tracks:

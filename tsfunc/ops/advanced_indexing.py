@@ -125,9 +125,7 @@ def _write(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor:
     return out
 
 
-def _masked_values(
-    x: Tensor, dims: Dims, args: Sequence[Any]
-) -> tuple[Tensor, Tensor] | None:
+def _masked_values(x: Tensor, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
     """A batched mask and the values, both as broadcast over ``x``; None where that can't be."""
     _, indices, v, *_ = args
     named = [(i, m) for i, m in enumerate(indices) if m is not None]

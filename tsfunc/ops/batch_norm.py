@@ -160,9 +160,7 @@ def _backward(
     return (grad_x, *grads), (1, 0, 0)
 
 
-@row(
-    Category.FEATURE_BATCHED, "aten::native_batch_norm_backward", "aten::batch_norm_backward"
-)
+@row(Category.FEATURE_BATCHED, "aten::native_batch_norm_backward", "aten::batch_norm_backward")
 def batch_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

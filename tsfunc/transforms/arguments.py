@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +26,7 @@ def check_argnums(api: str, argnums: Argnums, count: int) -> tuple[int, ...]:
         if isinstance(argnum, bool) or not isinstance(argnum, int):
             raise RuntimeError(f"{api}: argnum must be int, got: {type(argnum)}")
         if not -count <= argnum < count:
-            raise RuntimeError(
-                f"{api}: Got argnum={argnum}, but only {count} positional inputs"
-            )
+            raise RuntimeError(f"{api}: Got argnum={argnum}, but only {count} positional inputs")
         wrapped.append(argnum % count)
     if len(set(wrapped)) != len(wrapped):
         raise RuntimeError(f"{api}: argnums elements must be unique, got {argnums}")
@@ -110,4 +109,11 @@ def refuse_complex(api: str, what: str, leaves: Sequence[torch.Tensor]) -> None:
             )
 
 
-Function = Callable[..., Any]
+def like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a wrapper the name and docstring of its function, where it has them.
+
+    Partials and modules have none.
+    """
+    if hasattr(func, "__name__"):
+        return functools.wraps(func)
+    return lambda wrapper: wrapper

@@ -144,9 +144,7 @@ def _push(
     """Runs the function on dual numbers of the level."""
     api = "jvp(f, primals, tangents)"
     with autograd.dual_level(level):
-        duals = [
-            autograd.make_dual(x, t, level) for x, t in zip(flat, directions, strict=True)
-        ]
+        duals = [autograd.make_dual(x, t, level) for x, t in zip(flat, directions, strict=True)]
         out, aux = split_aux(api, func(*optree.tree_unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)
         values, pushed = [], []

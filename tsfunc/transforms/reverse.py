@@ -23,11 +23,12 @@ from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.tracer import TracerLevel
 from tsfunc.transforms.arguments import (
     Argnums,
-    chosen_arguments,
     check_argnums,
+    chosen_arguments,
     flatten_output,
     flatten_tensors,
     level_of,
+    like,
     split_aux,
     with_chosen,
 )
@@ -160,6 +161,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 def _match_cotangents(
     tree: Any, outputs: Sequence[torch.Tensor], out_spec: optree.PyTreeSpec
 ) -> Sequence[torch.Tensor]:
+    flat: list[torch.Tensor]
     flat, spec = optree.tree_flatten(tree, none_is_leaf=True)
     if spec != out_spec:
         raise RuntimeError(
@@ -245,7 +247,7 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
     As ``torch.func.grad`` and ``jax.grad``.
     """
 
-    @functools.wraps(func) if hasattr(func, "__name__") else _same
+    @like(func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
@@ -270,7 +272,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
     As ``torch.func.grad_and_value``.
     """
 
-    @functools.wraps(func) if hasattr(func, "__name__") else _same
+    @like(func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad_and_value")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
@@ -303,7 +305,3 @@ def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
         return value, gradient
 
     return swapped
-
-
-def _same(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function

@@ -216,9 +216,7 @@ class Specialized:
     def cache_info(self) -> CacheInfo:
         """How many calls found a program, and why each program was made."""
         reasons = tuple(entry.reason for entry in self._entries)
-        return CacheInfo(
-            self._hits, self._misses, len(self.programs), self.max_programs, reasons
-        )
+        return CacheInfo(self._hits, self._misses, len(self.programs), self.max_programs, reasons)
 
     def cache_clear(self) -> None:
         """Forgets all programs."""
@@ -372,7 +370,7 @@ def specialize(
             raise DescriptorError(
                 "specialize: got descriptors twice; write specialize(func, descriptors)."
             )
-        given = func if func is not None else descriptors
+        given: Any = func if func is not None else descriptors
         return lambda f: specialize(f, given, max_programs=max_programs)
     if not callable(func):
         raise TypeError(

@@ -105,9 +105,7 @@ def vmap(
             f"Got {randomness}"
         )
     if chunk_size is not None and not (chunk_size == chunk_size and chunk_size > 0):
-        raise ValueError(
-            f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})"
-        )
+        raise ValueError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
     spec = _Spec(func, in_dims, out_dims, randomness, chunk_size)
     plans: dict[Any, Sequence[int | None]] = {}
     out_plans: dict[Any, Sequence[int | None]] = {}
@@ -170,7 +168,8 @@ def _match_in_dims(spec: _Spec, args: Any) -> Sequence[int | None]:
 
 def _broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
     """The prefix's leaf for each leaf of the tree; an int or None stands for all below it."""
-    return optree.broadcast_prefix(prefix, tree, is_leaf=_is_dim, none_is_leaf=True)
+    found: list[Any] = optree.broadcast_prefix(prefix, tree, is_leaf=_is_dim, none_is_leaf=True)
+    return found
 
 
 def _is_dim(value: Any) -> bool:
