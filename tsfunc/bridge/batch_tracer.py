@@ -1,7 +1,9 @@
 """Batched tensors: the level of an active vmap, its tracers, and door 1 for hot calls.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
-without storage; ``_functorch.maybe_current_level`` says whether torch.func is active.
+without storage; ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and ``_current_graph_task_id``
+as in ``torch_state``, whose context manager door 2 has inlined;
+``_functorch.maybe_current_level`` says whether torch.func is active.
 """
 
 from __future__ import annotations
@@ -10,9 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import _functorch
+from torch._C import (
+    _current_graph_task_id,
+    _ForceDispatchKeyGuard,
+    _functorch,
+    _set_grad_enabled,
+)
 
-from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracer import (
     NO_KWARGS,
     Tracer,
@@ -22,6 +29,7 @@ from tsfunc.bridge.tracer import (
     written,
 )
 from tsfunc.dispatch import DispatchKey, Operator
+from tsfunc.dispatch.keys import WIDTH
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.registry import Rule
@@ -33,12 +41,13 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 class BatchLevel(TracerLevel):
     """An active vmap."""
 
-    __slots__ = ("batch_size", "randomness")
+    __slots__ = ("batch_size", "bit", "randomness")
 
     def __init__(self, batch_size: int, randomness: str, name: str) -> None:
         super().__init__(DispatchKey.Batch, name)
         self.batch_size = batch_size
         self.randomness = randomness
+        self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         return wrap(value, None, self)
@@ -76,6 +85,23 @@ class BatchTracer(Tracer):
                     return out
             return door_1(func, types, args, NO_KWARGS)
         return door_1(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        op = operator_of(func)
+        if not kwargs:
+            if op.hot is not None:
+                out = _hot_dispatch(op, op.hot, args)
+                if out is not NotImplemented:
+                    return out
+            return op.call(args, NO_KWARGS, True)
+        return op.call(args, kwargs, True)
 
     def again(self) -> BatchTracer:
         return wrap(self.value, self.bdim, self.dispatch_level)
@@ -180,6 +206,59 @@ def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     if out is NotImplemented:
         return out
     return wrap(out[0], out[1], level)
+
+
+# NOTE [hot calls]
+# ``Operator.call`` finds the kernel of the highest bit of the key set. Where all tracers of a call
+# are of one vmap's level, nothing is included or excluded by hand, and nobody has registered a
+# kernel for the operator, that is the Batch column's, and a row's rule is what it runs. These two
+# functions do just that, without the steps between.
+def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
+    """Door 2 without the table: NotImplemented where the call is not of the plain kind."""
+    level: Any = None
+    batched = False
+    values = []
+    dims = []
+    for arg in args:
+        kind = type(arg)
+        if kind is BatchTracer:
+            if level is None:
+                level = arg.dispatch_level
+            elif arg.dispatch_level is not level:
+                return NotImplemented
+            bdim = arg.bdim
+            if bdim is not None:
+                batched = True
+            values.append(arg.value)
+            dims.append(bdim)
+        elif kind in _PLAIN or (kind is list and (not arg or type(arg[0]) is int)):
+            values.append(arg)
+            dims.append(None)
+        else:
+            return NotImplemented
+    if not batched or not level.alive or level._restores:
+        return NotImplemented
+    state = tls.state
+    if state.include or state.excluded or not state.mask & level.bits:
+        return NotImplemented
+    captured = level.torch_state
+    guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
+    guard.__enter__()
+    grad = torch.is_grad_enabled()
+    want = captured.grad_mode and (grad or _current_graph_task_id() != -1)
+    if want is not grad:
+        _set_grad_enabled(want)
+    tls.state = level.kernel_state(level.bit)
+    try:
+        out = rule(op.overload, level, dims, values, NO_KWARGS)
+    finally:
+        tls.state = state
+        if want is not grad:
+            _set_grad_enabled(grad)
+        guard.__exit__(None, None, None)
+    if out is NotImplemented:
+        return out
+    return rewrap(op, level, args, NO_KWARGS, out[0], out[1])
 
 
 def unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:

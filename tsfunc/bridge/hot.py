@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batch_tracer import HOT
+from tsfunc.bridge.operators import TorchOperator
 from tsfunc.dispatch import DispatchKey, Operator
 from tsfunc.dispatch.table import on_register
 from tsfunc.ops import all_rows, find
@@ -80,6 +81,8 @@ def _give_way(op: Operator, key: DispatchKey | None) -> None:
     if op.name.startswith("aten::") and key in (None, DispatchKey.Batch):
         _registered.add(_base(op.name))
         HOT.clear()  # filled anew by the next vmap
+    if isinstance(op, TorchOperator):
+        op.hot = None
 
 
 def _base(name: str) -> str:

@@ -26,16 +26,18 @@ from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.table import find_operator, on_resolve
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
+from tsfunc.ops.registry import Rule
 
 
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
-    __slots__ = ("composite", "inplace", "is_view", "out_names", "overload", "random", "reshapes",
-                 "row", "writes")  # fmt: skip
+    __slots__ = ("composite", "hot", "inplace", "is_view", "out_names", "overload", "random",
+                 "reshapes", "row", "writes")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
+    hot: Rule | None
 
     def __init__(self, overload: OpOverload) -> None:
         super().__init__(overload.name(), overload)
@@ -61,6 +63,11 @@ class TorchOperator(Operator):
             and arguments[0].alias_info.is_write
         )
 
+        # The rule that door 2 runs at once: none where a call needs a closer look, and none
+        # any more where somebody registers a kernel of their own.
+        special = self.writes or self.random or self.name == "aten::detach"
+        self.hot = self.row.rule if self.row is not None and not special else None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As user code calls it: where a level records autograd on its values, that goes first.
 
@@ -72,19 +79,20 @@ class TorchOperator(Operator):
         return self.call(args, kwargs, restore=True)
 
 
-_by_overload: dict[OpOverload, TorchOperator] = {}
+_by_id: dict[int, TorchOperator] = {}
 _lock = threading.RLock()
 
 
 def operator_of(overload: OpOverload) -> TorchOperator:
     """The row of an overload, made when it is first asked for."""
-    op = _by_overload.get(overload)
+    # By identity: an overload's own hash is computed in Python, and rows keep theirs alive.
+    op = _by_id.get(id(overload))
     if op is None:
         # Two threads may ask at once: one makes it, whole, before the other sees it.
         with _lock:
             found = find_operator(overload.name())
             op = found if isinstance(found, TorchOperator) else TorchOperator(overload)
-            _by_overload[overload] = op
+            _by_id[id(overload)] = op
     return op
 
 
