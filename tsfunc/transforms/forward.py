@@ -16,6 +16,7 @@ import optree
 import torch
 
 from tsfunc.bridge import autograd
+from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.grad_level import GradLevel, unwrapped
@@ -24,6 +25,7 @@ from tsfunc.transforms.arguments import flatten_output, level_of, split_aux
 from tsfunc.transforms.reverse import vjp
 
 
+@outside_dynamo
 def jvp(
     func: Callable[..., Any],
     primals: tuple[Any, ...],

@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import torch
 
+from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -80,6 +81,7 @@ def jacrev(
         raise ValueError("jacrev: `chunk_size` should be greater than 0.")
 
     @like(func)
+    @outside_dynamo
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         primals, chosen = _pick("jacrev", args, argnums)
         flat, spec = flatten_tensors("jacrev", "the differentiated arguments", primals)
@@ -136,6 +138,7 @@ def jacfwd(
     """
 
     @like(func)
+    @outside_dynamo
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         primals, chosen = _pick("jacfwd", args, argnums)
         flat, spec = flatten_tensors("jacfwd", "the differentiated arguments", primals)

@@ -19,6 +19,7 @@ import optree
 import torch
 
 from tsfunc.bridge import autograd
+from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.tracer import TracerLevel
 from tsfunc.transforms.arguments import (
@@ -104,6 +105,7 @@ def record(
     return Recorded(inputs, outputs, level, outer_grad, outer_inputs), rest
 
 
+@outside_dynamo
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The value of a function, and the function that pulls cotangents back through it.
 
@@ -146,6 +148,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     recorded, (leaves, out_spec, aux) = record(run, flat, primals)
 
+    @outside_dynamo
     def vjp_fn(*cotangents: Any) -> tuple[Any, ...]:
         tree = cotangents[0] if len(cotangents) == 1 else cotangents
         pulled = recorded.pull(_match_cotangents(tree, leaves, out_spec), retain=True)
@@ -248,6 +251,7 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
     """
 
     @like(func)
+    @outside_dynamo
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
@@ -273,6 +277,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
     """
 
     @like(func)
+    @outside_dynamo
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad_and_value")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
@@ -300,6 +305,7 @@ def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
     both = grad_and_value(func, argnums, has_aux)
 
     @functools.wraps(both)
+    @outside_dynamo
     def swapped(*args: Any, **kwargs: Any) -> Any:
         gradient, value = both(*args, **kwargs)
         return value, gradient

@@ -21,6 +21,7 @@ from tsfunc.bridge import (  # batching: its kernels are registered by importing
 )
 from tsfunc.bridge.autograd import out_of_inference
 from tsfunc.bridge.batch_tracer import HOT, BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.tracer import Tracer
@@ -110,6 +111,7 @@ def vmap(
     plans: dict[Any, Sequence[int | None]] = {}
     out_plans: dict[Any, Sequence[int | None]] = {}
 
+    @outside_dynamo
     def vmapped(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("vmap")) is not None:
             mapped = other(func, in_dims, out_dims, randomness, chunk_size=chunk_size)

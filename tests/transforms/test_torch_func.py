@@ -1,0 +1,106 @@
+"""Side by side with torch.func: its transforms inside of ours, ours inside of its."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.func as theirs
+from torch import Tensor
+
+import tsfunc as ours
+from tests.transforms.support import same
+
+X = torch.arange(12.0).view(3, 4).sin()
+W = torch.arange(4.0).cos()
+
+
+def scalar(x: Tensor) -> Tensor:
+    return (x.sin() ** 2).sum()
+
+
+# Each is a nesting of an outer and an inner transform, which may be of either library.
+NESTINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "vmap(vmap)": lambda a, b: a.vmap(b.vmap(torch.sin))(X),
+    "vmap(grad)": lambda a, b: a.vmap(b.grad(scalar))(X),
+    "vmap(jvp)": lambda a, b: a.vmap(lambda x: b.jvp(torch.sin, (x,), (x,))[1])(X),
+    "vmap(vjp)": lambda a, b: a.vmap(lambda x: b.vjp(torch.sin, x)[1](x)[0])(X),
+    "vmap(jacrev)": lambda a, b: a.vmap(b.jacrev(torch.sin))(X),
+    "vmap(jacfwd)": lambda a, b: a.vmap(b.jacfwd(torch.sin))(X),
+    "vmap(hessian)": lambda a, b: a.vmap(b.hessian(scalar))(X),
+    "vmap(vmap(hessian))": lambda a, b: a.vmap(a.vmap(b.hessian(scalar)))(X[None]),
+    "grad(grad)": lambda a, b: a.grad(lambda x: b.grad(scalar)(x).sum())(X),
+    "grad(vmap)": lambda a, b: a.grad(lambda x: b.vmap(scalar)(x).sum())(X),
+    "grad(hessian)": lambda a, b: a.grad(lambda x: b.hessian(scalar)(x).sum())(W),
+    "grad(vmap(grad))": lambda a, b: a.grad(lambda x: b.vmap(b.grad(scalar))(x).sum())(X),
+    "grad(vmap), grad of the other": lambda a, b: a.grad(lambda x: a.vmap(b.grad(scalar))(x).sum())(
+        X
+    ),
+    "jvp(grad)": lambda a, b: a.jvp(b.grad(scalar), (X,), (X,)),
+    "jvp(vmap)": lambda a, b: a.jvp(b.vmap(scalar), (X,), (X,)),
+    "jacrev(jacrev)": lambda a, b: a.jacrev(b.jacrev(torch.sin))(W),
+    "jacfwd(jacrev)": lambda a, b: a.jacfwd(b.jacrev(torch.sin))(W),
+    "jacrev(vmap)": lambda a, b: a.jacrev(b.vmap(torch.sin))(X),
+    "hessian(vmap)": lambda a, b: a.hessian(lambda x: b.vmap(scalar)(x).sum())(X),
+    "vmap(grad(vmap))": lambda a, b: a.vmap(b.grad(lambda x: a.vmap(torch.sin)(x).sum()))(X),
+    "vmap(grad), vmap of the other": lambda a, b: a.vmap(
+        a.grad(lambda x: b.vmap(torch.sin)(x).sum())
+    )(X),
+    "vmap(jvp), vmap of the other": lambda a, b: a.vmap(
+        lambda x: a.jvp(b.vmap(torch.sin), (x,), (x,))[1]
+    )(X),
+    "vmap over a value closed over": lambda a, b: a.vmap(
+        lambda x: b.vmap(lambda y: (x * y).sum())(X)
+    )(X),
+    "grad over a value closed over": lambda a, b: a.vmap(
+        lambda x: b.grad(lambda y: (x * y * y).sum())(W)
+    )(X),
+    "grad_and_value": lambda a, b: a.vmap(b.grad_and_value(scalar))(X),
+    "functional_call": lambda a, b: a.vmap(
+        lambda x: b.functional_call(LINEAR, dict(LINEAR.named_parameters()), (x,))
+    )(X),
+}
+torch.manual_seed(0)
+LINEAR = torch.nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_ours_outside(name: str) -> None:
+    same(NESTINGS[name](ours, theirs), NESTINGS[name](theirs, theirs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_theirs_outside(name: str) -> None:
+    same(NESTINGS[name](theirs, ours), NESTINGS[name](theirs, theirs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: ours.jvp(lambda x: theirs.jvp(torch.sin, (x,), (x,))[1], (X,), (X,)),
+        lambda: ours.jacfwd(theirs.jacfwd(torch.sin))(W),
+    ],
+    ids=["jvp", "jacfwd"],
+)
+def test_forward_mode_of_both_is_refused(build: Callable[[], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"tsfunc.jvp: .*torch.func.jvp.* Use tsfunc.jvp"):
+        build()
+
+
+def test_nothing_is_left_behind() -> None:
+    for _ in range(2):
+        same(theirs.vmap(ours.grad(scalar))(X), theirs.vmap(theirs.grad(scalar))(X))
+        same(ours.vmap(theirs.grad(scalar))(X), theirs.vmap(theirs.grad(scalar))(X))
+    assert torch._C._functorch.maybe_current_level() is None
+
+
+def test_functionalize() -> None:
+    same(ours.vmap(theirs.functionalize(lambda x: x.clone().add_(1)))(X), X + 1)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_linearize_over_ours() -> None:
+    out, push = theirs.linearize(ours.vmap(torch.sin), X)
+    same((out, push(X)), (X.sin(), X.cos() * X))
