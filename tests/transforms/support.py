@@ -22,7 +22,7 @@ def leaves(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree, none_is_leaf=True)  # type: ignore[no-any-return]
 
 
-def same(got: Any, want: Any, **tolerance: float) -> None:
+def same(got: Any, want: Any, **tolerance: Any) -> None:
     """Two pytrees have one structure and the same tensors in it."""
     structure = optree.tree_structure
     assert structure(got, none_is_leaf=True) == structure(want, none_is_leaf=True)
@@ -34,7 +34,7 @@ def same(got: Any, want: Any, **tolerance: float) -> None:
             assert g == w
 
 
-def as_torch_func(build: Callable[[Api], Any], **tolerance: float) -> Any:
+def as_torch_func(build: Callable[[Api], Any], **tolerance: Any) -> Any:
     """What is built from tsfunc's transforms is what torch.func's give."""
     torch.manual_seed(0)
     want = build(torch.func)

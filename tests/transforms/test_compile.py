@@ -34,7 +34,7 @@ def scalar(x: Tensor) -> Tensor:
 
 class Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: object, x: Tensor) -> Tensor:
         return x * 2
 
     @staticmethod
@@ -48,7 +48,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "vmap(grad)": (lambda x: tsfunc.vmap(tsfunc.grad(scalar))(x + 1) * 3, (X,)),
     "jvp": (lambda x: tsfunc.jvp(torch.sin, (x,), (x,))[1] * 3, (X,)),
     "hessian": (lambda x: tsfunc.hessian(scalar)(x).sum(0) + x, (W,)),
-    "autograd.Function": (lambda x: Scaled.apply(x + 1).sum(), (X,)),
+    "autograd.Function": (lambda x: Scaled.apply(x + 1).sum(), (X,)),  # type: ignore[no-untyped-call]
 }
 
 

@@ -52,7 +52,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda x: x.numpy(),
     "to": lambda x: x.to(torch.float64),
     "an ATen overload": torch.ops.aten.sin.default,
-    "an autograd.Function": lambda x: Identity.apply(x),
+    "an autograd.Function": lambda x: Identity.apply(x),  # type: ignore[no-untyped-call]
     "another vmap": lambda x: tsfunc.vmap(torch.sin)(x),
     "inside of another vmap": lambda x: tsfunc.vmap(lambda y: x + y)(torch.ones(2, 4)),
     "inside of grad": lambda x: tsfunc.grad(lambda y: (x * y).sum())(torch.ones(4)),
@@ -101,7 +101,7 @@ def test_out_of_an_inner_vmap() -> None:
 
     def outer(x: Tensor) -> Tensor:
         tsfunc.vmap(lambda y: kept.append(y) or y)(x)  # type: ignore[func-returns-value]
-        return x + kept[-1]
+        return x + kept[-1]  # type: ignore[no-any-return]
 
     with pytest.raises(EscapedTracerError, match=r"vmap\(<lambda>\)"):
         tsfunc.vmap(outer)(X)

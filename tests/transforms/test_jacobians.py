@@ -125,30 +125,35 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
 ]
 COMPLEX = torch.complex(W, W)
-for _name in ("jacrev", "jacfwd"):
-    _jac: Any = getattr(tsfunc, _name)
-    MESSAGES += [
-        (lambda j=_jac: j(product, argnums=2)(X, Y), RuntimeError, "only 2 positional inputs"),
-        (lambda j=_jac: j(product, argnums=(0, 0))(X, Y), RuntimeError, "must be unique"),
-        (lambda j=_jac: j(product, argnums=())(X, Y), RuntimeError, "must be non-empty"),
-        (lambda j=_jac: j(torch.sin, argnums=0.0)(W), RuntimeError, "must be int or Tuple"),
-        (lambda j=_jac: j(torch.sin)(3.0), ValueError, "must be Tensor, got <class 'float'>"),
-        (lambda j=_jac: j(lambda a: 3)(W), RuntimeError, "to return only tensors, got unsupported"),
-        (lambda j=_jac: j(lambda a: ())(W), RuntimeError, "function that has non-empty output"),
-        (lambda j=_jac: j(lambda a: None)(W), RuntimeError, "function that has non-empty output"),
-        (lambda j=_jac: j(torch.sin, has_aux=True)(W), RuntimeError, "should be a tuple: ("),
+
+
+def messages_of(name: str) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    jac: Any = getattr(tsfunc, name)
+    return [
+        (lambda: jac(product, argnums=2)(X, Y), RuntimeError, "only 2 positional inputs"),
+        (lambda: jac(product, argnums=(0, 0))(X, Y), RuntimeError, "must be unique"),
+        (lambda: jac(product, argnums=())(X, Y), RuntimeError, "must be non-empty"),
+        (lambda: jac(torch.sin, argnums=0.0)(W), RuntimeError, "must be int or Tuple"),
+        (lambda: jac(torch.sin)(3.0), ValueError, "must be Tensor, got <class 'float'>"),
+        (lambda: jac(lambda a: 3)(W), RuntimeError, "to return only tensors, got unsupported"),
+        (lambda: jac(lambda a: ())(W), RuntimeError, "function that has non-empty output"),
+        (lambda: jac(lambda a: None)(W), RuntimeError, "function that has non-empty output"),
+        (lambda: jac(torch.sin, has_aux=True)(W), RuntimeError, "should be a tuple: (output, "),
         (
-            lambda j=_jac: j(torch.abs)(COMPLEX),
+            lambda: jac(torch.abs)(COMPLEX),
             RuntimeError,
-            f"{_name}: Expected all inputs to be real but received complex tensor at flattened "
+            f"{name}: Expected all inputs to be real but received complex tensor at flattened "
             f"input idx: 0",
         ),
         (
-            lambda j=_jac: j(lambda a: torch.complex(a, a))(W),
+            lambda: jac(lambda a: torch.complex(a, a))(W),
             RuntimeError,
-            f"{_name}: Expected all outputs to be real but received complex tensor",
+            f"{name}: Expected all outputs to be real but received complex tensor",
         ),
-    ]  # fmt: skip
+    ]
+
+
+MESSAGES += messages_of("jacrev") + messages_of("jacfwd")
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), MESSAGES, ids=range(len(MESSAGES)))

@@ -136,7 +136,8 @@ def test_mapped_over_inputs_alone(name: str) -> None:
         same(vmap(run)(x), want.detach())
 
 
-@pytest.mark.parametrize("name", MODULES)
+# stack_module_state takes a parametrised module for one of another class each.
+@pytest.mark.parametrize("name", [n for n in MODULES if n != "weight norm"])
 def test_ensemble(name: str) -> None:
     make, shape, call = MODULES[name]
     modules = [make().double() for _ in range(2)]

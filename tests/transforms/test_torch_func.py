@@ -15,6 +15,7 @@ from tests.transforms.support import same
 
 X = torch.arange(12.0).view(3, 4).sin()
 W = torch.arange(4.0).cos()
+LINEAR = torch.nn.Linear(4, 2)
 
 
 def scalar(x: Tensor) -> Tensor:
@@ -62,8 +63,6 @@ NESTINGS: dict[str, Callable[[Any, Any], Any]] = {
         lambda x: b.functional_call(LINEAR, dict(LINEAR.named_parameters()), (x,))
     )(X),
 }
-torch.manual_seed(0)
-LINEAR = torch.nn.Linear(4, 2)
 
 
 @pytest.mark.parametrize("name", NESTINGS)

@@ -449,7 +449,7 @@ STORAGE: dict[str, Callable[[Tensor], Any]] = {
     "untyped_storage": lambda x: x.untyped_storage(),
     "storage": lambda x: x.storage(),
     "share_memory_": lambda x: x.share_memory_(),
-    "set_": lambda x: x.set_(torch.ones(4)),
+    "set_": lambda x: x.set_(torch.ones(4)),  # type: ignore[call-overload]
     "x.data = ...": lambda x: setattr(x, "data", torch.ones(4)),
 }
 

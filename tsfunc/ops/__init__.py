@@ -29,6 +29,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     tensor_iterator,
     variadic,
     views,
+    weight_norm,
 )
 from tsfunc.ops.registry import BatchLevel, Category, Row, all_rows, find, row, rows
 

@@ -1,0 +1,41 @@
+"""Weight normalisation: the fused operators, which know one weight, written out for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front, filled
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+
+def _except_dim(x: Tensor, dim: int) -> list[int]:
+    """The physical dims of one weight but ``dim``, the batch being in front."""
+    return [d + 1 for d in range(x.dim() - 1) if d != dim]
+
+
+@row(Category.FIXED, "aten::_weight_norm_interface")
+def weight_norm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A weight of the direction of ``v`` and the length ``g``, and the norms of ``v``."""
+    v, g, dim = filled(args, 0)
+    v, g = batched_front(v, dims[0], level.batch_size), batched_front(g, dims[1], level.batch_size)
+    norms = v.norm(2, _except_dim(v, dim), keepdim=True)
+    return (v * (g / norms), norms), 0
+
+
+@row(Category.FIXED, "aten::_weight_norm_interface_backward")
+def weight_norm_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The gradient along ``v`` is projected out: it does not change the direction."""
+    *tensors, dim = args
+    grad, v, g, norms = (
+        batched_front(x, at, level.batch_size)
+        for x, at in zip(tensors, dims[: len(tensors)], strict=True)
+    )
+    along = (grad * v).sum(_except_dim(v, dim), keepdim=True) / norms
+    return (g / norms * (grad - v * along / norms), along), 0
