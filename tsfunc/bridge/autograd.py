@@ -27,6 +27,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Variable, forward_ad
 
 from tsfunc.bridge.tracer import Tracer, TracerLevel
+from tsfunc.dispatch import current_levels
 
 _alias = torch.ops.aten.alias.default
 
@@ -136,6 +137,25 @@ def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
                     return True
                 value = getattr(value, "value", None) if isinstance(value, Tracer) else None
     return False
+
+
+@contextmanager
+def unrecorded(level: TracerLevel | None) -> Iterator[None]:
+    """A backward pass over the level's graph within the block is not recorded in it."""
+    depth = 0 if level is None else level.depth
+    inner = [
+        active.torch_state
+        for active in current_levels()
+        if isinstance(active, TracerLevel) and active.depth > depth
+    ]
+    for state in inner:
+        state.quiet += 1
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for state in inner:
+            state.quiet -= 1
 
 
 def backward(

@@ -47,14 +47,19 @@ _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 
 
 class TorchState:
-    """What a level captures of torch's thread-local state."""
+    """What a level captures of torch's thread-local state.
 
-    __slots__ = ("exclude", "grad_mode", "include")
+    ``quiet`` is more than 0 while a backward pass runs, over the graph of a level further out,
+    whose results nobody will differentiate: what it computes is not to be recorded there.
+    """
+
+    __slots__ = ("exclude", "grad_mode", "include", "quiet")
 
     def __init__(self) -> None:
         self.include = _dispatch_tls_local_include_set()
         self.exclude = _dispatch_tls_local_exclude_set()
         self.grad_mode = torch.is_grad_enabled()
+        self.quiet = 0
 
     def __call__(self) -> RestoredTorchState:
         return RestoredTorchState(self)
@@ -78,7 +83,7 @@ class RestoredTorchState:
         self.guard = _ForceDispatchKeyGuard(state.include, state.exclude)
         self.guard.__enter__()
         now = torch.is_grad_enabled()
-        want = state.grad_mode and (now or _current_graph_task_id() != -1)
+        want = state.grad_mode and (now or (not state.quiet and _current_graph_task_id() != -1))
         self.previous: bool | None = None
         if want is not now:
             self.previous = now

@@ -72,7 +72,7 @@ class Recorded:
             or (not self.outer_grad and self.depends_on_others())
         )
         again = create or autograd.differentiated_outside(self.outputs)
-        with autograd.recording(level) if again else torch.no_grad():
+        with autograd.recording(level) if again else autograd.unrecorded(level):
             found = autograd.backward(
                 self.outputs, lifted, self.inputs, create_graph=again, retain_graph=retain
             )
