@@ -151,3 +151,15 @@ def test_an_outer_batch_is_not_the_inner_one() -> None:
     with pytest.raises(RuntimeError, match="inplace arithmetic"):
         vmap(vmap(lambda a, b: a.add_(b), in_dims=(None, 0)))(x, torch.ones(3, 5))
     same(x, torch.ones(3))
+
+
+@pytest.mark.parametrize("size", [(2, 2), (8,), (4, 2)])
+def test_resize(size: tuple[int, ...]) -> None:
+    """Each example keeps its own first elements."""
+
+    def func(x: Tensor) -> Tensor:
+        return x.clone().resize_(size) * 2
+
+    same(vmap(func)(X), loop(func, 3)(X))
+    with pytest.raises(RuntimeError, match="resize_ is for tensors whose examples lie one after"):
+        vmap(func, in_dims=2)(X)

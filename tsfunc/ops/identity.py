@@ -187,3 +187,22 @@ rows(
     "aten::full_like",
     "aten::empty_like",
 )
+
+
+@row(Category.N_DIMENSIONAL, "aten::resize_")
+def resize(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Each example keeps its own first elements, which in memory do not follow one another."""
+    x, size = args
+    if dims[0] != 0 or not x.is_contiguous():
+        raise RuntimeError(
+            "vmap: resize_ is for tensors whose examples lie one after another in memory. Use "
+            "x.reshape(...) or x.new_empty(...) instead."
+        )
+    old = x.reshape(level.batch_size, -1).clone()
+    op(x, [level.batch_size, *size], **kwargs)
+    new = x.view(level.batch_size, -1)
+    kept = min(old.shape[1], new.shape[1])
+    new[:, :kept].copy_(old[:, :kept])
+    return x, 0
