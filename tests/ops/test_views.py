@@ -154,7 +154,13 @@ CALLS: dict[str, list[Call]] = {
 }
 UNARY = """alias alias_copy detach detach_copy lift lift_fresh lift_fresh_copy _lazy_clone _conj
     _conj_copy _neg_view _neg_view_copy conj resolve_conj resolve_neg""".split()
-NOT_HERE = {"aten::resize_", "aten::detach_", "aten::pin_memory", "aten::_pin_memory", "aten::empty_like"}
+NOT_HERE = {
+    "aten::resize_",
+    "aten::detach_",
+    "aten::pin_memory",
+    "aten::_pin_memory",
+    "aten::empty_like",
+}
 FILES = ("views.py", "n_dimensional.py", "identity.py", "variadic.py")
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.func
+import torch.utils.checkpoint
 from torch import Tensor
 
 import tsfunc
 from tests.transforms.support import Api, as_torch_func, same
+from tsfunc.errors import EscapedTracerError
 
 Build = Callable[[Api], Any]
 
@@ -231,7 +233,10 @@ def test_several_threads_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         got = dict(zip(names, pool.map(lambda n: EVERY[n](tsfunc), names), strict=True))
     for name in names:
-        same(got[name], want[name], rtol=1e-4, atol=1e-5)
+        try:
+            same(got[name], want[name], rtol=1e-4, atol=1e-5)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
 
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -287,6 +292,49 @@ def test_under_inference_mode() -> None:
         _, pull = tsfunc.vjp(torch.sin, made_inside)
         same(pull(torch.ones_like(X))[0], X.cos())
     assert not torch.is_inference_mode_enabled()
+
+
+def test_checkpoint() -> None:
+    """What is computed again in the backward pass is recorded as the first time."""
+
+    def func(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]
+            lambda z: z.sin().exp().sum(), x, use_reentrant=False
+        )
+
+    def plain(x: Tensor) -> Tensor:
+        return x.sin().exp().sum()
+
+    same(tsfunc.grad(func)(W), torch.func.grad(plain)(W))
+    same(tsfunc.vmap(tsfunc.grad(func))(X), torch.func.vmap(torch.func.grad(plain))(X))
+    # The vmap has ended when the function is to be run again.
+    with pytest.raises(EscapedTracerError, match=r"of vmap\(func\)"):
+        tsfunc.grad(lambda x: tsfunc.vmap(func)(x).sum())(X)
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_autocast(where: str) -> None:
+    def low(func: Callable[[Tensor], Tensor], when: str) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return func(x)
+
+        return run if when == where else func
+
+    def product(x: Tensor) -> Tensor:
+        return x.view(2, 2) @ x.view(2, 2)
+
+    inner = low(product, "inside")
+    got = low(tsfunc.vmap(inner), "outside")(X)
+    assert got.dtype is torch.bfloat16
+    same(got, torch.stack([low(inner, "outside")(x) for x in X]))
+    scalar_of = low(lambda x: inner(x).float().sum(), "outside")
+    same(
+        tsfunc.vmap(tsfunc.grad(scalar_of))(X),
+        torch.func.vmap(torch.func.grad(scalar_of))(X),
+        rtol=2e-2,
+        atol=2e-2,
+    )
 
 
 def test_the_outer_user_differentiates() -> None:

@@ -141,7 +141,10 @@ def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
 
 @contextmanager
 def unrecorded(level: TracerLevel | None) -> Iterator[None]:
-    """A backward pass over the level's graph within the block is not recorded in it."""
+    """A backward pass over the level's graph within the block is not recorded in it.
+
+    What it calls may record by itself, as a checkpoint does that runs its function again.
+    """
     depth = 0 if level is None else level.depth
     inner = [
         active.torch_state
@@ -150,10 +153,14 @@ def unrecorded(level: TracerLevel | None) -> Iterator[None]:
     ]
     for state in inner:
         state.quiet += 1
+    if level is not None:
+        level.autograd += 1
     try:
         with torch.no_grad():
             yield
     finally:
+        if level is not None:
+            level.autograd -= 1
         for state in inner:
             state.quiet -= 1
 
