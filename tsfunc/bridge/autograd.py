@@ -125,7 +125,7 @@ def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
     of their own, unless grad mode says that they will be differentiated again.
     """
     with DisableTorchFunctionSubclass():
-        forward = forward_ad._current_level >= 0
+        forward = _tangents_here()
         for out in outputs:
             if forward and forward_ad.unpack_dual(out).tangent is not None:
                 return True
@@ -196,7 +196,7 @@ def detached(value: torch.Tensor) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
         if not value.requires_grad:
             return value
-        if forward_ad._current_level >= 0:
+        if _tangents_here():
             primal, tangent = forward_ad.unpack_dual(value)
             if tangent is not None:
                 dual: torch.Tensor = forward_ad.make_dual(primal.detach(), tangent.detach())
@@ -205,12 +205,21 @@ def detached(value: torch.Tensor) -> torch.Tensor:
 
 
 # NOTE [one dual level]
-# torch has a single forward-mode level, for all threads. It is entered by the first jvp of the
-# process that needs it and left by the last. Tangents of different transforms are kept apart by
-# hanging them on the tensors of different levels, so sharing it confuses nothing.
-_dual_lock = threading.Lock()
+# torch has a single forward-mode level, for all threads. It is entered by a thread's outermost
+# jvp and left by it; the jvps inside of it share it, their tangents kept apart by hanging on the
+# tensors of different levels. Another thread can't share it: tangents that it leaves in saved
+# values would outlive its own jvp. So it waits for its turn. It does not wait for ever, since the
+# first thread may be waiting for the second inside of its jvp: then the second differentiates
+# the pullback instead, which gives the same but where the function turns grad mode off.
+_dual_lock = threading.Condition()
+_DUAL_PATIENCE = 10.0  # seconds
 _dual_users = 0
 _dual_ours = False
+_dual_owner = 0
+
+
+class DualLevelTaken(RuntimeError):
+    """Another thread is in torch's dual level."""
 
 
 class _PlainForward(threading.local):
@@ -222,6 +231,16 @@ class _PlainForward(threading.local):
 _plain_forward = _PlainForward()
 
 
+def _tangents_here() -> bool:
+    """Whether values on this thread can carry tangents.
+
+    Another thread's jvp does not count: it may leave the dual level at any moment.
+    """
+    if _plain_forward.depth > 0 or (forward_ad._current_level >= 0 and not _dual_ours):
+        return True
+    return any(isinstance(level, TracerLevel) and level.forward > 0 for level in current_levels())
+
+
 def forward_in_use(level: TracerLevel | None) -> bool:
     """Whether tensors of this level carry the tangents of an enclosing jvp."""
     if level is not None:
@@ -230,12 +249,15 @@ def forward_in_use(level: TracerLevel | None) -> bool:
 
 
 _formulas_loaded = False
+_formulas_lock = threading.Lock()
 
 
 def _load_forward_formulas() -> None:
     """torch's forward formulas that are written in Python, which it loads at the first dual."""
     global _formulas_loaded
-    if not _formulas_loaded:
+    with _formulas_lock:
+        if _formulas_loaded:
+            return
         with warnings.catch_warnings():
             # They are compiled by torch.jit.script, which is deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -246,9 +268,14 @@ def _load_forward_formulas() -> None:
 @contextmanager
 def dual_level(level: TracerLevel | None) -> Iterator[None]:
     """Tangents can be hung on the level's tensors within the block."""
-    global _dual_users, _dual_ours
-    _load_forward_formulas()
+    global _dual_users, _dual_ours, _dual_owner
+    if not _formulas_loaded:
+        _load_forward_formulas()
     with _dual_lock:
+        me = threading.get_ident()
+        if not _dual_lock.wait_for(lambda: not _dual_users or _dual_owner == me, _DUAL_PATIENCE):
+            raise DualLevelTaken
+        _dual_owner = me
         if _dual_users == 0 and forward_ad._current_level < 0:
             forward_ad.enter_dual_level()
             _dual_ours = True
@@ -268,9 +295,11 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
             _plain_forward.depth -= 1
         with _dual_lock:
             _dual_users -= 1
-            if _dual_users == 0 and _dual_ours:
-                _dual_ours = False
-                forward_ad.exit_dual_level()
+            if _dual_users == 0:
+                if _dual_ours:
+                    _dual_ours = False
+                    forward_ad.exit_dual_level()
+                _dual_lock.notify_all()
 
 
 def make_dual(

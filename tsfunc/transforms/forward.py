@@ -57,7 +57,8 @@ def jvp(
         (tensor(0.), tensor(2.))
 
     As ``torch.func.jvp`` and ``jax.jvp``. Where an operator has no forward formula the derivative
-    is found by differentiating the pullback, which runs ``func`` once more.
+    is found by differentiating the pullback, which runs ``func`` once more. One thread at a time
+    runs forward mode; others wait.
     """
     if (other := delegate("jvp")) is not None:
         return other(func, primals, tangents, strict=strict, has_aux=has_aux)
@@ -68,6 +69,8 @@ def jvp(
     flat, directions, spec = _match(primals, tangents)
     try:
         return _jvp(func, flat, directions, spec, strict, has_aux)
+    except autograd.DualLevelTaken:
+        pass
     except NotImplementedError as error:
         if "forward AD" not in str(error):
             raise
