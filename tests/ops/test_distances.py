@@ -17,9 +17,7 @@ def rand(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, float("inf")])
-@pytest.mark.parametrize(
-    "shapes", [((4, 3), (5, 3)), ((2, 4, 3), (2, 5, 3)), ((4, 3), (2, 5, 3))]
-)
+@pytest.mark.parametrize("shapes", [((4, 3), (5, 3)), ((2, 4, 3), (2, 5, 3)), ((4, 3), (2, 5, 3))])
 def test_cdist(p: float, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     x, y = rand(*shapes[0]), rand(*shapes[1])
     assert check(aten._cdist_forward.default, x, y, p, 2)

@@ -13,7 +13,7 @@ from tsfunc.bridge import autograd
 
 def test_threads_take_turns() -> None:
     x = torch.randn(5)
-    want = torch.func.grad(lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1].sum())(x)
+    want = x.cos() - x * x.sin()
     found: list[torch.Tensor] = []
 
     def run() -> None:
