@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import tsfunc.ops  # noqa: F401  (declares rows)
 from tests.ops.harness import Level, check, compare
@@ -22,10 +25,10 @@ def rand(*shape: int) -> torch.Tensor:
 def test_embedding_bag(mode: int, padding: int) -> None:
     weight, index = rand(6, 4), torch.tensor([1, 3, 2, 0, 5, 4])
     bags = torch.tensor([0, 2, 5])
-    rest = (False, mode, False, None, False, padding)
+    rest: tuple[Any, ...] = (False, mode, False, None, False, padding)
     choices = [(0,), (1,), (0, 1)]
     assert check(aten._embedding_bag.default, weight, index, bags, *rest, choices=choices)
-    scales = rand(6)
+    scales: Tensor | None = rand(6)
     if mode == 0:
         rest = (False, mode, False, scales, False, padding)
         assert check(aten._embedding_bag.default, weight, index, bags, *rest, choices=[(1, 3)])
@@ -33,7 +36,18 @@ def test_embedding_bag(mode: int, padding: int) -> None:
         scales = None
     out, to_bag, sizes, largest = aten._embedding_bag(weight, index, bags, *rest)
     backward = aten._embedding_bag_backward.default
-    args = (rand(*out.shape), index, bags, to_bag, sizes, largest, 6, False, mode, False)
+    args: tuple[Any, ...] = (
+        rand(*out.shape),
+        index,
+        bags,
+        to_bag,
+        sizes,
+        largest,
+        6,
+        False,
+        mode,
+        False,
+    )
     if to_bag.numel() == 0:
         to_bag = torch.tensor([0, 0, 1, 1, 1, 2])
         args = (*args[:3], to_bag, *args[4:])

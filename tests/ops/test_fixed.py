@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -64,8 +66,8 @@ def test_linear_with_one_output() -> None:
 
 @pytest.mark.parametrize("kwargs", [{}, {"beta": 0.5, "alpha": 2}, {"beta": 0}])
 @pytest.mark.parametrize("suffix", ["", "_"])
-def test_added_products(kwargs: dict[str, float], suffix: str) -> None:
-    def op(name: str) -> torch._ops.OpOverload:
+def test_added_products(kwargs: dict[str, Any], suffix: str) -> None:
+    def op(name: str) -> Any:
         return getattr(aten, name + suffix).default
 
     for shape in [(2, 5)] if suffix else [(2, 5), (5,), (), (2, 1)]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,11 +50,11 @@ def test_lstm_layer_backward(biased: bool, reverse: bool) -> None:
     row = find("aten::mkldnn_rnn_layer_backward")
     assert row is not None and row.rule is not None
     args = layer_args(biased)
-    kinds = (reverse, 2, 4, 1, biased, True, False, [], False)
+    kinds: tuple[Any, ...] = (reverse, 2, 4, 1, biased, True, False, [], False)
     examples, expected = [], []
     for i in range(3):
         leaves = [a * (1 - i / 8) for a in args]
-        training = (reverse, [], 2, 4, 1, biased, False, False, True)
+        training: tuple[Any, ...] = (reverse, [], 2, 4, 1, biased, False, False, True)
         out, h, c, memory = aten.mkldnn_rnn_layer(*leaves, *training)
         grads = (out * 2 + 1, h + 1, c - 1)
         call = (*leaves, out, h, c, *grads)

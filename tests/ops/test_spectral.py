@@ -34,7 +34,8 @@ def test_each_example_is_transformed(transform: Callable[..., Any], at: int) -> 
 
 def test_per_example_gradients() -> None:
     def power(x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.rfft(x).abs().square().sum()
+        total: torch.Tensor = torch.fft.rfft(x).abs().square().sum()
+        return total
 
     x = torch.randn(3, 6, dtype=torch.float64)
     want = torch.stack([torch.func.grad(power)(row) for row in x])

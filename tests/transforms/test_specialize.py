@@ -385,7 +385,7 @@ class TestContracts:
 
 class TestForms:
     def test_decorators(self) -> None:
-        @specialize  # type: ignore[untyped-decorator]
+        @specialize
         def f(x: Tensor) -> Tensor:
             """Doubles."""
             return 2 * x
@@ -402,7 +402,7 @@ class TestForms:
             def __init__(self, by: float) -> None:
                 self.by = by
 
-            @specialize  # type: ignore[untyped-decorator]
+            @specialize
             def apply(self, x: Tensor) -> Tensor:
                 return x * self.by
 

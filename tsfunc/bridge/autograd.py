@@ -125,7 +125,7 @@ def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
     of their own, unless grad mode says that they will be differentiated again.
     """
     with DisableTorchFunctionSubclass():
-        forward = _tangents_here()
+        forward = tangents_here()
         for out in outputs:
             if forward and forward_ad.unpack_dual(out).tangent is not None:
                 return True
@@ -196,7 +196,7 @@ def detached(value: torch.Tensor) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
         if not value.requires_grad:
             return value
-        if _tangents_here():
+        if tangents_here():
             primal, tangent = forward_ad.unpack_dual(value)
             if tangent is not None:
                 dual: torch.Tensor = forward_ad.make_dual(primal.detach(), tangent.detach())
@@ -231,7 +231,7 @@ class _PlainForward(threading.local):
 _plain_forward = _PlainForward()
 
 
-def _tangents_here() -> bool:
+def tangents_here() -> bool:
     """Whether values on this thread can carry tangents.
 
     Another thread's jvp does not count: it may leave the dual level at any moment.

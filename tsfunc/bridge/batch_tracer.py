@@ -245,9 +245,7 @@ def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
     guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
     guard.__enter__()
     grad = torch.is_grad_enabled()
-    want = captured.grad_mode and (
-        grad or (not captured.quiet and _current_graph_task_id() != -1)
-    )
+    want = captured.grad_mode and (grad or (not captured.quiet and _current_graph_task_id() != -1))
     if want is not grad:
         _set_grad_enabled(want)
     tls.state = level.kernel_state(level.bit)

@@ -11,7 +11,7 @@ same function on the values inside; for a vmap that is a function whose ``forwar
 replacement calls it.
 
 Private names used here (torch 2.11 to 2.13): ``_functorch.maybe_current_level``;
-``DisableTorchFunctionSubclass``; ``forward_ad._current_level`` and ``_set_fwd_grad_enabled``.
+``DisableTorchFunctionSubclass``; ``forward_ad._set_fwd_grad_enabled``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _functorch
 from torch.autograd import Function, forward_ad
 
+from tsfunc.bridge.autograd import tangents_here
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.grad_level import GradTracer
@@ -109,7 +110,7 @@ def _differentiated_outside(arg: Any) -> bool:
         while isinstance(value, torch.Tensor):
             if value.requires_grad:
                 return True
-            forward = forward_ad._current_level >= 0
+            forward = tangents_here()
             if forward and forward_ad.unpack_dual(value).tangent is not None:
                 return True
             value = value.value if isinstance(value, BatchTracer | GradTracer) else None
