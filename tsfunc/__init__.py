@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from tsfunc import dispatch, errors
-from tsfunc.bridge import custom_function
-from tsfunc.bridge import indexing as _indexing  # noqa: F401 - registers what door 1 answers
-from tsfunc.bridge import methods as _methods  # noqa: F401 - the same
 from tsfunc.bridge.tracer import Tracer, TracerLevel
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
@@ -14,8 +11,6 @@ from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
 from tsfunc.transforms.specialize import specialize
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Dim, MetaTensorType
-
-custom_function.install()
 
 __version__ = "0.1.0"
 

@@ -7,8 +7,8 @@ by one, the innermost first: the level's own node, if it records, and within its
 same function on the values inside; for a vmap that is a function whose ``forward`` and
 ``backward`` are those of the class, mapped.
 
-``Function.apply`` has no hook for tensor subclasses, so it is replaced, once; without tracers the
-replacement calls it.
+``Function.apply`` has no hook for tensor subclasses, so it is replaced when the first level of the
+process is entered; without tracers the replacement calls it.
 
 Private names used here (torch 2.11 to 2.13): ``_functorch.maybe_current_level``;
 ``DisableTorchFunctionSubclass``; ``forward_ad._set_fwd_grad_enabled``.
@@ -29,7 +29,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc.bridge.autograd import tangents_here
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.factories import watching_random
+from tsfunc.bridge.factories import on_first_level, watching_random
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
 from tsfunc.dispatch.state import using
@@ -44,6 +44,9 @@ def install() -> None:
     """Replaces ``Function.apply``; a second call does nothing."""
     if Function.__dict__["apply"].__func__ is _torch_apply:
         Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+
+
+on_first_level(install)
 
 
 @functools.wraps(_torch_apply)

@@ -100,9 +100,22 @@ def _zero_tangent(*args: Any, **kwargs: Any) -> Any:
 _RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}
 
 
+_on_first_level: list[Callable[[], None]] = []
+
+
+def on_first_level(prepare: Callable[[], None]) -> None:
+    """Registers what is done once, when the process enters its first level of tracers.
+
+    Importing this package changes nothing in torch.
+    """
+    _on_first_level.append(prepare)
+
+
 def watching_random() -> Any:
     """Context manager: random functions reach the active levels."""
     if RANDOM_KEY_NAME not in _libraries:
+        for prepare in _on_first_level:
+            prepare()
         _install(RANDOM_KEY_NAME, RANDOM)
     return with_random_key()
 

@@ -15,10 +15,7 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.bridge import (  # batching: its kernels are registered by importing it
-    batching,  # noqa: F401
-    hot,
-)
+from tsfunc.bridge import hot
 from tsfunc.bridge.autograd import out_of_inference
 from tsfunc.bridge.batch_tracer import HOT, BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.dynamo import outside_dynamo

@@ -1,0 +1,27 @@
+"""Between torch and the rest: tracers, the two doors, and torch's own thread-local state.
+
+The only room that uses torch's private names; each file says which, and since when torch has them.
+Importing it registers the kernels of the built-in keys and what door 1 answers by itself.
+"""
+
+from __future__ import annotations
+
+from tsfunc.bridge import (
+    attributes,
+    batching,
+    custom_function,
+    grad_level,
+    indexing,
+    methods,
+    tracing,
+)
+
+__all__ = [
+    "attributes",
+    "batching",
+    "custom_function",
+    "grad_level",
+    "indexing",
+    "methods",
+    "tracing",
+]
