@@ -1,0 +1,67 @@
+"""The laws hold for what keeps them, and fail for what does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc.testing import check_grads, check_specialize, check_vmap, laws
+
+
+def test_what_keeps_the_laws() -> None:
+    x, y = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    check_vmap(lambda x, y: {"a": x * y, "b": x.sum()}, x, y, in_dims=(0, None))
+    check_vmap(torch.sort, x, in_dims=1)
+    check_specialize(lambda x, y: (x @ y, "text", None), x, y)
+    check_grads(lambda x, y: {"a": torch.tanh(x @ y), "b": x.prod()}, x, y)
+
+
+def test_a_wrong_batching_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laws, "vmap", lambda f, in_dims: lambda x: f(x) + 1)
+    with pytest.raises(AssertionError, match="the stacked loop differ"):
+        check_vmap(torch.sin, torch.randn(3))
+
+
+def test_another_structure_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laws, "vmap", lambda f, in_dims: lambda x: (f(x),))
+    with pytest.raises(AssertionError, match="differ in structure"):
+        check_vmap(torch.sin, torch.randn(3))
+
+
+def test_a_program_that_is_not_its_function_is_found() -> None:
+    calls = iter(range(100))
+
+    def f(x: Tensor) -> Tensor:
+        return x + next(calls)
+
+    with pytest.raises(AssertionError, match="traced, and f differ"):
+        check_specialize(f, torch.zeros(2))
+    with pytest.raises(AssertionError, match=r"differ at \(1,\)"):
+        check_specialize(lambda x: (x, next(calls)), torch.zeros(2))
+
+
+def test_a_wrong_derivative_is_found() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx: object, inputs: object, output: object) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: object, *grads: Tensor) -> Tensor:
+            return 2 * grads[0]
+
+        @staticmethod
+        def jvp(ctx: object, *tangents: Tensor) -> Tensor:
+            return tangents[0] * 3
+
+    def wrong(x: Tensor) -> Tensor:
+        out: Tensor = Wrong.apply(x)  # type: ignore[no-untyped-call]
+        return out
+
+    with pytest.raises(AssertionError, match="central differences differ"):
+        check_grads(wrong, torch.zeros(3, dtype=torch.float64))

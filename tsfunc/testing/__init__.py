@@ -1,0 +1,11 @@
+"""Laws that transforms keep, as functions that anyone can call on their own code.
+
+Each runs the transform, and what it is defined to equal: a loop, finite differences, the function
+itself. ``tsfunc[testing]`` installs hypothesis, which finds inputs for them.
+"""
+
+from __future__ import annotations
+
+from tsfunc.testing.laws import check_grads, check_specialize, check_vmap
+
+__all__ = ["check_grads", "check_specialize", "check_vmap"]

@@ -1,0 +1,144 @@
+"""The laws: each raises an AssertionError that says which part of the result is off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.specialize import specialize
+from tsfunc.transforms.vmap import vmap
+
+
+def check_vmap(
+    func: Callable[..., Any],
+    *args: Any,
+    in_dims: Any = 0,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """``vmap(func)`` equals the stacked loop.
+
+    Args:
+        func: takes and returns pytrees of tensors.
+        args: inputs with the mapped dim.
+        in_dims: as for ``vmap``.
+        rtol, atol: as for ``torch.testing.assert_close``.
+
+    Raises:
+        AssertionError: they differ, in a value, a shape, a dtype or the structure.
+
+    Example:
+        >>> from tsfunc.testing import check_vmap
+        >>> check_vmap(lambda x, y: x @ y, torch.ones(3, 2), torch.ones(2), in_dims=(0, None))
+    """
+    dims = optree.broadcast_prefix(in_dims, args, is_leaf=_is_dim, none_is_leaf=True)
+    flat, tree = optree.tree_flatten(args, none_is_leaf=True)
+    (size, *_) = (x.shape[d] for x, d in zip(flat, dims, strict=True) if d is not None)
+    outs = []
+    for i in range(size):
+        one = [x if d is None else x.select(d, i) for x, d in zip(flat, dims, strict=True)]
+        outs.append(func(*optree.tree_unflatten(tree, one)))
+    want = optree.tree_map(lambda *parts: torch.stack(parts), *outs, none_is_leaf=True)
+    _same("vmap(f) and the stacked loop", vmap(func, in_dims)(*args), want, rtol, atol)
+
+
+def _is_dim(value: Any) -> bool:
+    return value is None or isinstance(value, int)
+
+
+def check_specialize(
+    func: Callable[..., Any],
+    *args: Any,
+    descriptors: Mapping[str, object] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """``specialize(func)`` equals the function, at its first call and when its program is used.
+
+    Args:
+        func: takes and returns pytrees; without effects, for it is called several times.
+        args: its arguments.
+        descriptors: as for ``specialize``.
+
+    Raises:
+        AssertionError: they differ.
+
+    Example:
+        >>> from tsfunc.testing import check_specialize
+        >>> check_specialize(lambda x: x.sin() + 1, torch.ones(3))
+    """
+    program = specialize(func, descriptors)
+    want = func(*args)
+    _same("specialize(f), traced, and f", program(*args), want, rtol, atol)
+    _same("specialize(f), called again, and f", program(*args), want, rtol, atol)
+
+
+def check_grads(
+    func: Callable[..., Any],
+    *args: Any,
+    eps: float = 1e-5,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+) -> None:
+    """Both modes agree with each other and with central differences, along random directions.
+
+    Args:
+        func: takes tensors of float64 and returns a pytree of them.
+        args: where it is differentiated; all are.
+        eps: the step of the differences.
+
+    Raises:
+        AssertionError: the forward-mode derivative is not the difference quotient, or the two
+            modes are not transposes of each other.
+
+    Example:
+        >>> from tsfunc.testing import check_grads
+        >>> check_grads(lambda x, y: x.sin() * y, torch.rand(3).double(), torch.rand(3).double())
+    """
+    directions = tuple(torch.randn_like(x) for x in args)
+    out, pushed = jvp(func, args, directions)
+    after = func(*(x + eps * t for x, t in zip(args, directions, strict=True)))
+    before = func(*(x - eps * t for x, t in zip(args, directions, strict=True)))
+    quotient = optree.tree_map(lambda a, b: (a - b) / (2 * eps), after, before)
+    _same("jvp(f) and central differences", pushed, quotient, rtol, atol)
+    cotangents = optree.tree_map(torch.randn_like, out)
+    pulled = vjp(func, *args)[1](cotangents)
+    _same(
+        "<cotangent, jvp(direction)> and <vjp(cotangent), direction>",
+        _inner(cotangents, pushed),
+        _inner(pulled, directions),
+        rtol,
+        atol,
+    )
+
+
+def _inner(a: Any, b: Any) -> torch.Tensor:
+    """The inner product of two pytrees of tensors."""
+    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    return torch.stack([(x * y).sum() for x, y in pairs]).sum()
+
+
+def _same(what: str, got: Any, want: Any, rtol: float | None, atol: float | None) -> None:
+    got_leaves, got_tree = optree.tree_flatten(got, none_is_leaf=True)
+    want_leaves, want_tree = optree.tree_flatten(want, none_is_leaf=True)
+    if got_tree != want_tree:
+        raise AssertionError(f"{what} differ in structure: {got_tree}, expected {want_tree}")
+    paths = optree.tree_paths(want, none_is_leaf=True)
+    for path, a, b in zip(paths, got_leaves, want_leaves, strict=True):
+        if not isinstance(b, torch.Tensor):
+            if a != b:
+                raise AssertionError(f"{what} differ at {path}: {a!r}, expected {b!r}")
+            continue
+        torch.testing.assert_close(
+            a, b, rtol=rtol, atol=atol, equal_nan=True, msg=_message(what, path)
+        )
+
+
+def _message(what: str, path: Any) -> Callable[[str], str]:
+    where = f" at {path}" if path else ""
+    return lambda text: f"{what} differ{where}: {text}"
