@@ -52,6 +52,10 @@ _OTHERS: tuple[tuple[Any, str], ...] = (
     (torch.matmul, "aten::matmul"),
     (torch.Tensor.matmul, "aten::matmul"),
     (torch.Tensor.__matmul__, "aten::matmul"),
+    (torch.softmax, "aten::softmax.int"),
+    (torch.Tensor.softmax, "aten::softmax.int"),
+    (torch.log_softmax, "aten::log_softmax.int"),
+    (torch.Tensor.log_softmax, "aten::log_softmax.int"),
 )
 
 

@@ -11,7 +11,7 @@ from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import front, logical_rank, op_name
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
 
-SPLIT = "or let tsfunc split the batch by the value: vmap(f, data_dependent='split')"
+OUTSIDE = "or call it outside of the vmapped function"
 
 
 def refuse_dynamic(op: Any, instead: str) -> NoReturn:
@@ -19,7 +19,7 @@ def refuse_dynamic(op: Any, instead: str) -> NoReturn:
     raise DataDependentError(
         f"vmap: {op_name(op)}: the size of the result depends on the values of a batched tensor, "
         f"so it would differ from example to example (torch.func says: vmap: We do not support "
-        f"batching operators that can output dynamic shape). {instead}, {SPLIT}."
+        f"batching operators that can output dynamic shape). {instead}, {OUTSIDE}."
     )
 
 
@@ -31,7 +31,7 @@ def item(
         "vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
         "calling .item() on a Tensor, please try to rewrite what you're doing with other "
         f"operations ({op_name(op)} was asked for one Python value, but each example has its "
-        f"own), {SPLIT}."
+        f"own), {OUTSIDE}."
     )
 
 
@@ -41,7 +41,7 @@ def compared(
     """Whole tensors compared give one bool."""
     raise DataDependentError(
         f"vmap: {op_name(op)} answers with one Python bool, but each example has its own answer. "
-        f"Compare element by element, (x == y).all(), and keep the result a tensor, {SPLIT}."
+        f"Compare element by element, (x == y).all(), and keep the result a tensor, {OUTSIDE}."
     )
 
 
@@ -112,3 +112,11 @@ def nonzero_static(
     if not columns:
         return lines.new_empty((x.shape[0], size, 0)), 0
     return torch.stack(columns[::-1], -1), 0
+
+
+@row(Category.TENSOR_ITERATOR, "aten::_is_any_true")
+def is_any_true(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Over all examples: only torch's anomaly mode asks, of whether a gradient has a NaN."""
+    return args[0].any(), None
