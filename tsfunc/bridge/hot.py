@@ -82,10 +82,9 @@ _registered: set[str] = set()
 @on_register
 def _give_way(op: Operator, key: DispatchKey | None) -> None:
     """A kernel of the user's for the Batch key (or a row) comes before the hot rule."""
-    if op.name.startswith("aten::") and key in (None, DispatchKey.Batch):
+    if isinstance(op, TorchOperator) and key in (None, DispatchKey.Batch):
         _registered.add(_base(op.name))
         HOT.clear()  # filled anew by the next vmap
-    if isinstance(op, TorchOperator):
         op.hot = None
 
 

@@ -8,6 +8,7 @@ schema takes some arguments, as calling the packet would.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +21,9 @@ from torch._C import (
 )
 from torch._ops import OpOverload, OpOverloadPacket
 
-from tsfunc.dispatch import DispatchKey, Operator, register
+from tsfunc.dispatch import DispatchKey, DispatchKeySet, Operator, register
 from tsfunc.dispatch.arguments import keys_of_arguments
+from tsfunc.dispatch.keys import backend_of
 from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.table import find_operator, on_resolve
 from tsfunc.errors import DispatchError
@@ -67,6 +69,8 @@ class TorchOperator(Operator):
         # any more where somebody registers a kernel of their own.
         special = self.writes or self.random or self.name == "aten::detach"
         self.hot = self.row.rule if self.row is not None and not special else None
+        if not any("Tensor" in str(argument.type) for argument in arguments):
+            register(self, DispatchKey.BackendSelect, functools.partial(_select_backend, self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As user code calls it: where a level records autograd on its values, that goes first.
@@ -147,18 +151,10 @@ def _choose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator
 on_resolve(_resolve, _choose)
 
 
-def select_backend(op: Operator, *args: Any, **kwargs: Any) -> Any:
+def _select_backend(op: Operator, *args: Any, **kwargs: Any) -> Any:
     """The BackendSelect kernel of factories: the device asked for, or the default one."""
-    from tsfunc.dispatch import DispatchKeySet
-    from tsfunc.dispatch.keys import backend_of
-
     device = torch.device(kwargs.get("device") or torch.get_default_device())
     return op.redispatch(DispatchKeySet(backend_of(device.type)), *args, **kwargs)
-
-
-def declare_factory(op: Operator) -> None:
-    """Gives a factory its BackendSelect kernel."""
-    register(op, DispatchKey.BackendSelect, lambda *a, **k: select_backend(op, *a, **k))
 
 
 def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
