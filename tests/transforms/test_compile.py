@@ -73,3 +73,12 @@ def test_around_a_transform_with_inductor(name: str) -> None:
 def test_a_compiled_transform() -> None:
     compiled = torch.compile(tsfunc.vmap(tsfunc.grad(scalar)), backend="eager")
     same(compiled(X), tsfunc.vmap(tsfunc.grad(scalar))(X))
+
+
+def test_a_specialized_function_inside() -> None:
+    program = tsfunc.specialize(lambda x: x.sin())
+    compiled = torch.compile(lambda x: program(x) + 1, backend="eager")
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), x.sin() + 1)
+    assert program.cache_info()[:3] == (1, 1, 1)

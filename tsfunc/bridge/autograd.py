@@ -44,6 +44,12 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
 
     The caller has grad mode on, and recording at the level.
     """
+    if not (value.is_floating_point() or value.is_complex()):
+        raise RuntimeError(
+            f"a tensor of {value.dtype} can't be differentiated by: only Tensors of floating point "
+            f"and complex dtype can require gradients. Convert it (x.float()), or choose other "
+            f"arguments with argnums."
+        )
     lifted = lift(value, level)
     with DisableTorchFunctionSubclass():
         connected = lifted.requires_grad or forward_in_use(level)

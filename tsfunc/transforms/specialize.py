@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.tracer import Tracer
 from tsfunc.bridge.tracing import tracing_here
 from tsfunc.errors import DescriptorError, DescriptorViolation
@@ -91,6 +92,7 @@ class Specialized:
         self._entries: list[_Entry] = []
         self._hits = self._misses = 0
 
+    @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flat, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)
         ambient = _ambient()
