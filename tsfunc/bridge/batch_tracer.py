@@ -170,8 +170,8 @@ def wrap(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> BatchTrace
 _PLAIN = frozenset({int, float, bool, complex, type(None), torch.Tensor, torch.nn.Parameter})
 
 
-def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Door 1 without C++: NotImplemented where the call is not of the plain kind."""
+def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
+    """The level, values and batch dims of a plain call: of one vmap, and something batched."""
     level: Any = None
     batched = False
     values = []
@@ -182,18 +182,27 @@ def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
             if level is None:
                 level = arg.dispatch_level
             elif arg.dispatch_level is not level:
-                return NotImplemented
+                return None
             bdim = arg.bdim
             if bdim is not None:
                 batched = True
             values.append(arg.value)
             dims.append(bdim)
-        elif kind in _PLAIN:
+        elif kind in _PLAIN or (kind is list and (not arg or type(arg[0]) is int)):
             values.append(arg)
             dims.append(None)
         else:
-            return NotImplemented
-    if not batched or level.autograd or not level.alive:
+            return None
+    return (level, values, dims) if batched else None
+
+
+def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Door 1 without C++: NotImplemented where the call is not of the plain kind."""
+    taken = _taken(args)
+    if taken is None:
+        return NotImplemented
+    level, values, dims = taken
+    if level.autograd or not level.alive:
         return NotImplemented
     state = tls.state
     if state.include or state.excluded or maybe_functorch_level() is not None:
@@ -215,28 +224,11 @@ def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
 # functions do just that, without the steps between.
 def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
     """Door 2 without the table: NotImplemented where the call is not of the plain kind."""
-    level: Any = None
-    batched = False
-    values = []
-    dims = []
-    for arg in args:
-        kind = type(arg)
-        if kind is BatchTracer:
-            if level is None:
-                level = arg.dispatch_level
-            elif arg.dispatch_level is not level:
-                return NotImplemented
-            bdim = arg.bdim
-            if bdim is not None:
-                batched = True
-            values.append(arg.value)
-            dims.append(bdim)
-        elif kind in _PLAIN or (kind is list and (not arg or type(arg[0]) is int)):
-            values.append(arg)
-            dims.append(None)
-        else:
-            return NotImplemented
-    if not batched or not level.alive or level._restores:
+    taken = _taken(args)
+    if taken is None:
+        return NotImplemented
+    level, values, dims = taken
+    if not level.alive or level._restores:
         return NotImplemented
     state = tls.state
     if state.include or state.excluded or not state.mask & level.bits:

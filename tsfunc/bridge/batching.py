@@ -58,7 +58,7 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             out = row.rule(op.native, level, dims, values, kwargs)
         if out is not NotImplemented:
             return rewrap(op, level, args, kwargs, out[0], out[1])
-    return without_rule(op, level, args, values, dims, kwargs)
+    return without_rule(op, level, args, kwargs)
 
 
 def _running_level() -> BatchLevel:

@@ -27,12 +27,7 @@ PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def without_rule(
-    op: Operator,
-    level: BatchLevel,
-    args: Sequence[Any],
-    values: Sequence[Any],
-    dims: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """An operator that no rule covers: its parts, a decomposition, or the loop."""
     if isinstance(op, TorchOperator):

@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import torch
 
+from tsfunc.bridge.batch_tracer import BatchTracer
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.transforms.arguments import (
     Argnums,
@@ -36,9 +37,21 @@ def _bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return bases
 
 
-def _pick(api: str, args: Sequence[Any], argnums: Argnums) -> tuple[Any, Argnums]:
+def _of_leaves(
+    api: str, func: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any
+) -> tuple[list[torch.Tensor], Any, Callable[..., Any]]:
+    """The flattened arguments to differentiate by, their structure, and the function of them."""
     chosen = check_argnums(api, argnums, len(args))
-    return chosen_arguments(api, args, argnums), chosen[0] if isinstance(argnums, int) else chosen
+    names = chosen[0] if isinstance(argnums, int) else chosen
+    primals = chosen_arguments(api, args, argnums)
+    flat, spec = flatten_tensors(api, "the differentiated arguments", primals)
+    refuse_complex(api, "inputs", flat)
+
+    def of_leaves(*leaves: Any) -> Any:
+        new = optree.tree_unflatten(spec, leaves)
+        return func(*with_chosen(args, names, new), **kwargs)
+
+    return flat, spec, of_leaves
 
 
 def jacrev(
@@ -83,15 +96,8 @@ def jacrev(
     @like(func)
     @outside_dynamo
     def jacobian(*args: Any, **kwargs: Any) -> Any:
-        primals, chosen = _pick("jacrev", args, argnums)
-        flat, spec = flatten_tensors("jacrev", "the differentiated arguments", primals)
-        refuse_complex("jacrev", "inputs", flat)
-
-        def chosen_only(*leaves: Any) -> Any:
-            new = optree.tree_unflatten(spec, leaves)
-            return func(*with_chosen(args, chosen, new), **kwargs)
-
-        out, pull, *rest = vjp(chosen_only, *flat, has_aux=has_aux)
+        flat, spec, of_leaves = _of_leaves("jacrev", func, argnums, args, kwargs)
+        out, pull, *rest = vjp(of_leaves, *flat, has_aux=has_aux)
         outs, out_spec = flatten_tensors("jacrev", "the output", out)
         refuse_complex("jacrev", "outputs", outs)
 
@@ -140,21 +146,14 @@ def jacfwd(
     @like(func)
     @outside_dynamo
     def jacobian(*args: Any, **kwargs: Any) -> Any:
-        primals, chosen = _pick("jacfwd", args, argnums)
-        flat, spec = flatten_tensors("jacfwd", "the differentiated arguments", primals)
-        refuse_complex("jacfwd", "inputs", flat)
-
-        def chosen_only(*leaves: Any) -> Any:
-            new = optree.tree_unflatten(spec, leaves)
-            return func(*with_chosen(args, chosen, new), **kwargs)
+        flat, spec, of_leaves = _of_leaves("jacfwd", func, argnums, args, kwargs)
 
         def push(directions: Sequence[torch.Tensor]) -> Any:
-            out, tangent, *rest = jvp(chosen_only, tuple(flat), tuple(directions), has_aux=has_aux)
+            out, tangent, *rest = jvp(of_leaves, tuple(flat), tuple(directions), has_aux=has_aux)
             refuse_complex("jacfwd", "outputs", optree.tree_leaves(out, none_is_leaf=True))
             return (tangent, *rest)
 
-        out_dims = (-1, None) if has_aux else (-1,)
-        columns, *rest = _with_unmapped_aux(push, out_dims, randomness)(_bases(flat))
+        columns, *rest = _with_unmapped_aux(push, randomness)(_bases(flat))
         leaves, out_spec = optree.tree_flatten(columns, none_is_leaf=True)
         nested = [optree.tree_unflatten(spec, _split_columns(leaf, flat)) for leaf in leaves]
         result = optree.tree_unflatten(out_spec, nested)
@@ -163,9 +162,7 @@ def jacfwd(
     return jacobian
 
 
-def _with_unmapped_aux(
-    push: Callable[..., Any], out_dims: tuple[int | None, ...], randomness: str
-) -> Callable[..., Any]:
+def _with_unmapped_aux(push: Callable[..., Any], randomness: str) -> Callable[..., Any]:
     """vmap of a function whose second result is the same for every direction, tensor or not."""
     aux: list[Any] = []
 
@@ -182,8 +179,6 @@ def _with_unmapped_aux(
 
 
 def _unbatched(value: Any) -> Any:
-    from tsfunc.bridge.batch_tracer import BatchTracer
-
     if isinstance(value, BatchTracer) and not value.dispatch_level.alive:
         return value.value if value.bdim is None else value.value.select(value.bdim, 0)
     return value
