@@ -163,3 +163,22 @@ def test_resize(size: tuple[int, ...]) -> None:
     same(vmap(func)(X), loop(func, 3)(X))
     with pytest.raises(RuntimeError, match="resize_ is for tensors whose examples lie one after"):
         vmap(func, in_dims=2)(X)
+
+
+def test_a_write_that_a_detached_alias_would_miss_is_refused() -> None:
+    """Replacing the written tensor would leave what shares its memory behind."""
+    outer, inner = torch.randn(2, 3), torch.randn(4, 3)
+
+    def write(u: Tensor, v: Tensor, share: bool) -> Tensor:
+        y = v.clone()
+        alias = y.detach() if share else y
+        y.add_(u)
+        return alias
+
+    def nested(share: bool) -> Tensor:
+        out: Tensor = vmap(lambda u: vmap(lambda v: write(u, v, share))(inner))(outer)
+        return out
+
+    torch.testing.assert_close(nested(False), torch.stack([inner + u for u in outer]))
+    with pytest.raises(RuntimeError, match="writes batched values in place"):
+        nested(True)

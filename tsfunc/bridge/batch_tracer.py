@@ -107,6 +107,7 @@ class BatchTracer(Tracer):
         return wrap(self.value, self.bdim, self.dispatch_level)
 
     def cut(self) -> BatchTracer:
+        disown((self,))  # detach shares memory, as a view does
         return wrap(self.value.detach(), self.bdim, self.dispatch_level)
 
     def read(self, name: str) -> Any:
