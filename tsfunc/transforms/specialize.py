@@ -27,7 +27,7 @@ from tsfunc.program.capture import InputSpec
 from tsfunc.program.equal import same_program
 from tsfunc.program.guards import Guard, generate_guard
 from tsfunc.program.reads import Read, reads_of, unchanged
-from tsfunc.transforms.vmap import name_of
+from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import (
     Bindings,
     CompiledDescriptors,
