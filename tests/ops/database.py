@@ -1,0 +1,239 @@
+"""torch's operator database as rows to sweep: its entries, and the variants that each has.
+
+``rows()`` lists them; ``row.cases(dtype)`` gives functions of tensors alone, with the tensors of
+one sample each. What is done with these is the business of ``sweep``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.autograd_function_db import autograd_function_db
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.custom_op_db import custom_op_db
+
+from tests.ops.database_extra import EXTRA, Extra
+
+Results = tuple[Tensor, ...]
+
+FUNCTION, METHOD, INPLACE, OPERATOR, OUT = "function", "method", "inplace", "operator", "out"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample of a row: a function of tensors, and the tensors.
+
+    Attributes:
+        call: takes as many tensors and returns the tensors among the results.
+        tensors: one example's own.
+        always: those (by place) that are written into, so that they are batched in any case.
+    """
+
+    call: Callable[..., Results]
+    tensors: tuple[Tensor, ...]
+    always: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to call an entry of the database.
+
+    Attributes:
+        name: the entry's full name, and the variant where it is not the function.
+        variant: "function", "method", "inplace", "operator" or "out".
+        call: takes what the entry's samples have: an input, and its arguments.
+        dtypes: those the entry lists for the CPU.
+        differentiable: whether torch can differentiate it.
+    """
+
+    name: str
+    variant: str
+    call: Callable[..., Any]
+    dtypes: frozenset[torch.dtype]
+    differentiable: bool
+    samples: Callable[[torch.dtype, bool], Iterator[Any]]
+
+    @property
+    def entry(self) -> str:
+        """The name without the variant."""
+        return self.name.partition(" ")[0]
+
+    def cases(self, dtype: torch.dtype, most: int | None, grad: bool = False) -> Iterator[Case]:
+        """The samples as functions of tensors; at most so many, the same ones every time."""
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            samples = list(itertools.islice(self.samples(dtype, grad), 3000))
+        if most is not None and len(samples) > most:
+            # The first are the plain ones; of the rest, some of each kind.
+            chosen = random.Random(0).sample(range(3, len(samples)), max(most - 3, 0))
+            samples = [*samples[: min(3, most)], *(samples[i] for i in sorted(chosen))]
+        for sample in samples:
+            yield from self._case(sample)
+
+    def _case(self, sample: Any) -> Iterator[Case]:
+        leaves, tree = optree.tree_flatten(
+            (sample.input, tuple(sample.args), sample.kwargs), none_is_leaf=True
+        )
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = tuple(leaves[i].detach() for i in places)
+        call = functools.partial(_call, self.call, leaves, tree, places)
+        if self.variant == INPLACE:
+            # Where the input would be broadcast, torch refuses, or resizes it.
+            if places and isinstance(sample.input, Tensor) and not sample.broadcasts_input:
+                yield Case(functools.partial(_with_target, call), tensors, frozenset({0}))
+        elif self.variant == OUT:
+            yield from _out_case(self.call, leaves, tree, places, tensors)
+        else:
+            yield Case(call, tensors, frozenset())
+
+
+def tensors_of(out: Any) -> Results:
+    """The tensors among results."""
+    return tuple(x for x in optree.tree_leaves(out) if isinstance(x, Tensor))
+
+
+def _call(
+    func: Callable[..., Any], leaves: Sequence[Any], tree: Any, places: Sequence[int], *tensors: Any
+) -> Results:
+    filled = list(leaves)
+    for place, tensor in zip(places, tensors, strict=True):
+        filled[place] = tensor
+    args, kwargs = _arguments(tree, filled)
+    return tensors_of(func(*args, **kwargs))
+
+
+def _with_target(call: Callable[..., Results], *tensors: Tensor) -> Results:
+    """What an in-place operator returns, and what it wrote."""
+    return (*call(*tensors), tensors[0])
+
+
+def _out_case(
+    func: Callable[..., Any],
+    leaves: Sequence[Any],
+    tree: Any,
+    places: Sequence[int],
+    tensors: tuple[Tensor, ...],
+) -> Iterator[Case]:
+    """``out=``, given tensors of the right shape and type as further arguments."""
+    args, kwargs = _arguments(tree, leaves)
+    try:
+        results = func(*args, **kwargs)
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        return
+    if isinstance(results, Tensor):
+        several = False
+    elif isinstance(results, tuple) and all(isinstance(r, Tensor) for r in results):
+        several = True
+    else:
+        return
+    made = tuple(torch.zeros_like(r) for r in tensors_of(results))
+    count = len(tensors)
+
+    def call(*given: Tensor) -> Results:
+        outs = given[count:]
+        filled = list(leaves)
+        for place, tensor in zip(places, given, strict=False):
+            filled[place] = tensor
+        args, kwargs = _arguments(tree, filled)
+        out = func(*args, **kwargs, out=outs if several else outs[0])
+        return (*tensors_of(out), *outs)
+
+    yield Case(call, (*tensors, *made), frozenset(range(count, count + len(made))))
+
+
+def _arguments(tree: Any, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    first, args, kwargs = optree.tree_unflatten(tree, list(leaves))
+    return [first, *args], kwargs
+
+
+def _samples_of(info: Any, dtype: torch.dtype, grad: bool) -> Iterator[Any]:
+    return iter(info.sample_inputs("cpu", dtype, requires_grad=grad))
+
+
+def _named(info: Any, seen: dict[str, int]) -> str:
+    """The entry's name; some entries share one."""
+    name = getattr(info, "full_name", info.name).replace(" ", "")
+    seen[name] = seen.get(name, 0) + 1
+    return name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+
+def _variants(info: Any) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """The suffix of the name, the kind and the callable."""
+    yield "", FUNCTION, info.op
+    if info.inplace_variant is not None:
+        yield "", INPLACE, info.inplace_variant
+    if info.method_variant is not None:
+        yield "", METHOD, info.method_variant
+    if info.operator_variant is not None:
+        yield "", OPERATOR, info.operator_variant
+    if info.inplace_operator_variant is not None:
+        yield "operator", INPLACE, info.inplace_operator_variant
+    if info.supports_out:
+        yield "", OUT, info.op
+    for alias in info.aliases:
+        name = getattr(alias, "name", "alias")
+        yield name, FUNCTION, alias.op
+        if alias.inplace_variant is not None:
+            yield name, INPLACE, alias.inplace_variant
+        if alias.method_variant is not None:
+            yield name, METHOD, alias.method_variant
+
+
+def _database_rows() -> Iterator[Row]:
+    seen: dict[str, int] = {}
+    for info in itertools.chain(op_db, autograd_function_db, custom_op_db):
+        if "jiterator" in info.name:
+            continue  # compiles for a GPU
+        entry = _named(info, seen)
+        for suffix, variant, call in _variants(info):
+            if call is None:
+                continue
+            parts = [entry]
+            if suffix:
+                parts.append(f"as {suffix}")
+            if variant != FUNCTION:
+                parts.append(f"({variant})")
+            yield Row(
+                " ".join(parts),
+                variant,
+                call,
+                frozenset(info.supported_dtypes("cpu")),
+                bool(info.supports_autograd),
+                functools.partial(_samples_of, info),
+            )
+
+
+def _extra_samples(extra: Extra, dtype: torch.dtype, grad: bool) -> Iterator[Any]:
+    return extra.samples(dtype)
+
+
+def _extra_rows() -> Iterator[Row]:
+    for extra in EXTRA:
+        yield Row(
+            extra.name,
+            INPLACE if extra.writes else FUNCTION,
+            extra.call,
+            frozenset(extra.dtypes),
+            extra.differentiable,
+            functools.partial(_extra_samples, extra),
+        )
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Every row, in the database's order, and those of our own (``database_extra``)."""
+    return tuple(sorted((*_database_rows(), *_extra_rows()), key=operator.attrgetter("name")))

@@ -1,0 +1,47 @@
+"""The sweep itself: that it finds what is wrong, and passes what is right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.ops.database import Case, rows
+from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Verdict, sweep, sweep_case
+
+ROWS = {row.name: row for row in rows()}
+CASE = Case(lambda x, y: (x + y,), (torch.randn(2, 3), torch.randn(3)), frozenset())
+
+
+def test_the_database_and_what_is_beside_it() -> None:
+    assert len({row.entry for row in ROWS.values()}) > 700
+    for name in ("add", "add (inplace)", "add (method)", "add (out)", "extra.conv2d"):
+        assert name in ROWS
+
+
+@pytest.mark.parametrize("mode", [VMAP, VMAP_VMAP], ids=lambda mode: mode.name)
+def test_right_results_pass(mode: Mode) -> None:
+    outcomes = list(sweep_case(mode, CASE, random.Random(0)))
+    assert outcomes and all(outcome.verdict is Verdict.OK for outcome in outcomes)
+    for name in ("add", "add (inplace)", "add (out)"):
+        found = {outcome.verdict for outcome in sweep(ROWS[name], torch.float32, mode, most=3)}
+        assert found == {Verdict.OK}
+
+
+def test_what_is_wrong_is_found() -> None:
+    broken = Mode("broken", 1, lambda *given: (VMAP.ours(*given)[0] + 1,), VMAP.plain)
+    assert {o.verdict for o in sweep_case(broken, CASE, random.Random(0))} == {Verdict.WRONG}
+
+
+def test_what_torch_refuses_counts_for_nothing() -> None:
+    refused = Case(lambda x: (x.view(5),), (torch.randn(4),), frozenset())
+    assert {o.verdict for o in sweep_case(VMAP, refused, random.Random(0))} == {Verdict.NONE}
+
+
+def test_writes_are_seen() -> None:
+    """An in-place call that leaves its argument alone is wrong, whatever it returns."""
+    lost = Mode("lost", 1, lambda case, batch, inputs: VMAP.ours(case, batch, batch.fresh()),
+                VMAP.plain)  # fmt: skip
+    outcomes = list(sweep(ROWS["add (inplace)"], torch.float32, lost, most=1))
+    assert outcomes and all("written inputs" in outcome.message for outcome in outcomes)
