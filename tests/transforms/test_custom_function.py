@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -143,8 +146,86 @@ def test_old_style_custom_function() -> None:
     same(tsfunc.vmap(tsfunc.grad(total(f)))(X), 4.5 * X**2)
     same(tsfunc.grad(total(tsfunc.vmap(f)))(X), 4.5 * X**2)
     same(tsfunc.grad(total(tsfunc.vmap(tsfunc.vmap(f))))(X), 4.5 * X**2)
-    with pytest.raises(RuntimeError, match=r"OldStyle.apply: .* must override the setup_context"):
-        tsfunc.grad(total(tsfunc.vmap(tsfunc.grad(total(f)))))(X)
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "j" not in name])
+def test_old_style_at_several_levels(name: str) -> None:
+    """It has the derivative of the other one, of which torch.func knows."""
+    same(FUNCTIONS[name](tsfunc, OldStyle.apply), FUNCTIONS[name](torch.func, Cube.apply))
+
+
+taken_before = Cube.apply
+
+
+def test_a_method_taken_before_the_first_transform() -> None:
+    """``f = MyFunction.apply`` at the head of a module is how Functions are used."""
+    code = """
+        import torch
+        from tests.transforms.test_custom_function import Cube, X, taken_before
+        import tsfunc
+        assert not hasattr(torch.autograd.function._SingleLevelFunction.apply, "__func__")
+        grad = tsfunc.grad(lambda x: tsfunc.vmap(taken_before)(x).sum())(X)
+        torch.testing.assert_close(grad, 4.5 * X**2)
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+class Two(torch.autograd.Function):
+    """Of its results one does not depend on the first argument."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return x * w, 2 * w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g * w, g * x + 2 * h
+
+    generate_vmap_rule = True
+
+
+def test_an_argument_and_a_result_that_are_not_batched() -> None:
+    """Each example has its part in the gradient (torch.func counts the second result thrice)."""
+    x, w = torch.arange(1.0, 4), S
+
+    def both(map: Any) -> Any:
+        return lambda x, w: sum(out.sum() for out in map(x, w))
+
+    def looped(x: Tensor, w: Tensor) -> list[Tensor]:
+        return [torch.stack(outs) for outs in zip(*[Two.apply(one, w) for one in x], strict=True)]  # type: ignore[no-untyped-call]
+
+    got = tsfunc.grad(both(tsfunc.vmap(Two.apply, in_dims=(0, None))), argnums=(0, 1))(x, w)
+    same(got, tsfunc.grad(both(looped), argnums=(0, 1))(x, w))
+
+
+class Broadcast(Two):
+    """Leaves it to the engine to sum what was broadcast, and ignores a cotangent's value."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:  # type: ignore[override]
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        _, w = ctx.saved_tensors
+        return g * w, torch.ones(w.shape)
+
+
+def test_gradients_are_summed_to_the_shapes_of_one_example() -> None:
+    x, w = X, X[:, :2, None]
+    f = Broadcast.apply
+    loop = tsfunc.grad(lambda x, w: sum(f(x[i], w[i]).sum() for i in range(3)), argnums=(0, 1))  # type: ignore[no-untyped-call]
+    got = tsfunc.grad(lambda x, w: tsfunc.vmap(f)(x, w).sum(), argnums=(0, 1))(x, w)
+    same(got, loop(x, w))
+    alone = tsfunc.grad(lambda w: tsfunc.vmap(f, in_dims=(0, None))(x, w).sum())(S)
+    same(alone, torch.tensor(3.0))
 
 
 def test_custom_function_marks_dirty() -> None:
@@ -158,5 +239,10 @@ def test_custom_function_marks_dirty() -> None:
         def backward(ctx: Any, g: Tensor) -> Tensor:
             return g * 2
 
-    with pytest.raises(RuntimeError, match="mark_dirty under vmap"):
-        tsfunc.grad(total(tsfunc.vmap(lambda x: Doubled.apply(x.clone()))))(X)  # type: ignore[no-untyped-call]
+    f = total(lambda x: Doubled.apply(x.clone()))  # type: ignore[no-untyped-call]
+    same(tsfunc.grad(total(tsfunc.vmap(f)))(X), torch.full_like(X, 2))
+    same(tsfunc.vmap(tsfunc.grad(f))(X), torch.full_like(X, 2))
+    same(
+        tsfunc.grad(total(tsfunc.vmap(tsfunc.grad(lambda x: f(x) * f(x)))))(X),
+        torch.full_like(X, 32),
+    )

@@ -1,0 +1,315 @@
+"""An ``autograd.Function`` of the values inside of tracers, made from one that takes the tracers.
+
+Its ``forward``, ``backward`` and ``jvp`` run those of the class on tracers of a level of their own,
+so that the values' own graph gets a node with the derivative that the class gives, and not with
+what ``forward`` would record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch.autograd import Function
+
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.factories import watching_random
+from tsfunc.bridge.grad_level import GradTracer
+from tsfunc.bridge.tracer import TracerLevel
+from tsfunc.dispatch.state import using
+from tsfunc.ops.dims import batched_at
+
+_torch_setup_context = Function.setup_context
+_torch_jvp = Function.jvp
+
+
+def has_setup(cls: Any) -> bool:
+    """Whether the class fills its ctx apart from ``forward``, which then takes none."""
+    return cls.setup_context is not _torch_setup_context
+
+
+def value_of(arg: Any, level: TracerLevel) -> Any:
+    """What a tracer of the level stands for; anything else as it is."""
+    own = isinstance(arg, BatchTracer | GradTracer) and arg.dispatch_level is level
+    return arg.value if own else arg
+
+
+def dim_of(arg: Any, level: TracerLevel) -> int | None:
+    """Where the examples lie in the value of a tracer of the level."""
+    return arg.bdim if isinstance(arg, BatchTracer) and arg.dispatch_level is level else None
+
+
+def rewrapped(
+    results: Sequence[Any],
+    dims: Sequence[int | None],
+    values: Sequence[Any],
+    args: Sequence[Any],
+    level: TracerLevel,
+) -> list[Any]:
+    """Tracers for results; one that is an argument's own value, as written to, is that argument."""
+
+    def tracer(result: Any, dim: int | None) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        for value, arg in zip(values, args, strict=True):
+            if value is result and dim_of(arg, level) == dim:
+                return arg
+        return wrap(result, dim, level) if isinstance(level, BatchLevel) else level.lift(result)
+
+    return [tracer(result, dim) for result, dim in zip(results, dims, strict=True)]
+
+
+class Context:
+    """What the class' own methods see as ``ctx``."""
+
+    def __init__(self, needs_input_grad: Sequence[bool] = ()) -> None:
+        self.needs_input_grad = tuple(needs_input_grad)
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.dirty: tuple[Any, ...] = ()
+        self.not_differentiable: tuple[Any, ...] = ()
+        self.materialize = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self.dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self.not_differentiable = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize = value
+
+    def hand_over(self, ctx: Any) -> None:
+        """Tells torch's ctx all that was told to this one."""
+        told = dict(vars(self))
+        ctx.save_for_backward(*told.pop("saved_tensors"))
+        ctx.mark_dirty(*told.pop("dirty"))
+        ctx.mark_non_differentiable(*told.pop("not_differentiable"))
+        ctx.set_materialize_grads(told.pop("materialize"))
+        del told["needs_input_grad"]
+        for name, value in told.items():
+            setattr(ctx, name, value)
+
+
+class MappedFunction:
+    """A class of which ``forward`` is called on tracers of a level, for the values inside.
+
+    Called with the tracers it returns its results, and its ctx as the class left it, both of the
+    level.
+
+    NOTE [results of a mapped function]
+    Where one result is batched, all that can be differentiated are: a cotangent that came for an
+    unbatched one would be the sum over the examples, and each of them would get all of it.
+
+    Attributes:
+        dims: where the batch dim of each argument is.
+        shapes: the shapes of the arguments, for one example.
+        results: how many results there are; stored tensors that are none of them come after.
+        out_dims: where the batch dim of each result and stored tensor is.
+        tree: the structure of the results.
+        state: what the class stored on its ctx, each leaf as ("input", i), ("result", i) or
+            ("other", value).
+    """
+
+    def __init__(
+        self, cls: Any, outer: TracerLevel, args: Sequence[Any], needs_input_grad: Sequence[bool]
+    ) -> None:
+        self.cls, self.outer, self.needs = cls, outer, tuple(needs_input_grad)
+        self.dims = [dim_of(arg, outer) for arg in args]
+        self.shapes = [arg.shape if isinstance(arg, torch.Tensor) else None for arg in args]
+        self.results = 0
+        self.out_dims: list[int | None] = []
+        self.tree: Any = None
+        self.state: list[tuple[str, Any]] = []
+        self.state_tree: Any = None
+
+    def __call__(self, args: Sequence[Any]) -> tuple[Any, Context]:
+        level = self.outer
+        values = [value_of(arg, level) for arg in args]
+        with level.restored():
+            found = _function_of(self).apply(*values)
+        found = rewrapped(found, self.out_dims, values, args, level)
+        stored = self.restored(self.stored_of(args, found))
+        return optree.tree_unflatten(self.tree, found[: self.results]), stored
+
+    def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
+        """Calls a function on tracers of a level of its own, with that level."""
+        outer = self.outer
+        with using(outer.outer):
+            if not isinstance(outer, BatchLevel):
+                return call(outer, list(values))
+            level = BatchLevel(outer.batch_size, outer.randomness, f"vmap of {self.cls.__name__}")
+            with level, watching_random():
+                return call(level, _wrapped(values, at, level))
+
+    def forward(self, *values: Any) -> Any:
+        """The results, and after them what else was stored on the ctx."""
+        cls, ctx = self.cls, Context(self.needs)
+
+        def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
+            if has_setup(cls):
+                out = cls.forward(*inputs)
+                cls.setup_context(ctx, tuple(inputs), out)
+            else:
+                out = cls.forward(ctx, *inputs)
+            tracers, self.tree = optree.tree_flatten(out, none_is_leaf=True)
+            self.results = len(tracers)
+            self._keep(ctx, level, values, tracers)
+            self.out_dims = [dim_of(x, level) for x in tracers]
+            results = [value_of(x, level) for x in tracers]
+            if isinstance(level, BatchLevel):
+                self._batch_all(results, level.batch_size)
+            return tuple(results)
+
+        return self.run(call, values, self.dims)
+
+    def _keep(
+        self, ctx: Context, level: TracerLevel, values: Sequence[Any], results: list[Any]
+    ) -> None:
+        """Writes the ctx down; tensors that it has beside inputs and results join the results."""
+        stored, self.state_tree = optree.tree_flatten(vars(ctx), none_is_leaf=True)
+        known = [value_of(x, level) for x in results]
+        self.state = []
+        for leaf in stored:
+            value = value_of(leaf, level)
+            place = _place(value, values, known)
+            if place is None and isinstance(value, torch.Tensor):
+                place = ("result", len(results))
+                results.append(leaf)
+                known.append(value)
+            self.state.append(place or ("other", value))
+
+    def _batch_all(self, results: list[Any], size: int) -> None:
+        """See NOTE [results of a mapped function]."""
+        for i in range(self.results if self.batched else 0):
+            x = results[i]
+            if self.out_dims[i] is None and isinstance(x, torch.Tensor) and differentiable(x):
+                results[i] = x.expand(size, *x.shape)
+                self.out_dims[i] = 0
+
+    @property
+    def batched(self) -> bool:
+        """Whether the results differ from example to example."""
+        return any(dim is not None for dim in self.out_dims[: self.results])
+
+    def stored_of(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """The tensors on the ctx, taken from a call's inputs and results."""
+        known = {"input": inputs, "result": results}
+        return [known[kind][where] for kind, where in self.state if kind != "other"]
+
+    def restored(self, tensors: Sequence[Any]) -> Context:
+        """The ctx as the class left it, with these tensors."""
+        remaining = iter(tensors)
+        leaves = [where if kind == "other" else next(remaining) for kind, where in self.state]
+        ctx = Context()
+        vars(ctx).update(optree.tree_unflatten(self.state_tree, leaves))
+        return ctx
+
+    def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
+        tensors = self.stored_of(inputs, output)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        stored = self.restored(tensors)
+        ctx.mark_dirty(*stored.dirty)
+        others = [x for x in output[self.results :] if isinstance(x, torch.Tensor)]
+        ctx.mark_non_differentiable(*stored.not_differentiable, *others)
+        ctx.set_materialize_grads(stored.materialize)
+
+    def derivative(
+        self, method: str, ctx: Any, given: Sequence[Any], at: Sequence[Any], moved: Any
+    ) -> list[Any]:
+        """``backward`` or ``jvp`` of the class; ``moved(x, i, level)`` is its result's value."""
+
+        def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
+            dims = self.stored_of(self.dims, self.out_dims)
+            saved = ctx.saved_tensors
+            if isinstance(level, BatchLevel):
+                saved = _wrapped(saved, dims, level)
+            own = self.restored(saved)
+            own.needs_input_grad = tuple(ctx.needs_input_grad)
+            found = getattr(self.cls, method)(own, *inputs)
+            found = found if isinstance(found, tuple) else (found,)
+            return [moved(x, i, level) for i, x in enumerate(found)]
+
+        out: list[Any] = self.run(call, given, at)
+        return out
+
+    def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        """The class' ``backward``, each cotangent laid out as its argument."""
+        count = self.results
+        return tuple(
+            self.derivative(
+                "backward", ctx, cotangents[:count], self.out_dims[:count], self._cotangent
+            )
+        )
+
+    def _cotangent(self, x: Any, i: int, level: TracerLevel) -> Any:
+        """Summed where the argument was broadcast, as the engine does it, or not batched."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        shape = self.shapes[i]
+        if shape is not None and x.shape != shape:
+            x = x.sum_to_size(shape)
+        value, dim, to = value_of(x, level), dim_of(x, level), self.dims[i]
+        if to is None:
+            if dim is not None:
+                return value.sum(dim)
+            return value * _size(level) if self.batched else value
+        return batched_at(value, dim, _size(level), to)
+
+    def jvp(self, ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        """The class' ``jvp``, each tangent laid out as its result."""
+        found = self.derivative("jvp", ctx, tangents, self.dims, self._tangent)
+        return (*found, *[None] * (len(self.out_dims) - self.results))
+
+    def _tangent(self, x: Any, i: int, level: TracerLevel) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        value, dim, to = value_of(x, level), dim_of(x, level), self.out_dims[i]
+        return value if to is None else batched_at(value, dim, _size(level), to)
+
+
+def _wrapped(values: Sequence[Any], at: Sequence[Any], level: BatchLevel) -> list[Any]:
+    return [
+        wrap(value, dim, level) if dim is not None and isinstance(value, torch.Tensor) else value
+        for value, dim in zip(values, at, strict=True)
+    ]
+
+
+def _size(level: TracerLevel) -> Any:
+    assert isinstance(level, BatchLevel)
+    return level.batch_size
+
+
+def differentiable(x: torch.Tensor) -> bool:
+    """Whether it is of a type that has derivatives."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _function_of(mapped: MappedFunction) -> Any:
+    """The autograd.Function of a mapped class."""
+    members: dict[str, Any] = {
+        "forward": staticmethod(mapped.forward),
+        "setup_context": staticmethod(mapped.setup_context),
+        "backward": staticmethod(mapped.backward),
+    }
+    if mapped.cls.jvp is not _torch_jvp:
+        members["jvp"] = staticmethod(mapped.jvp)
+    return type(mapped.cls.__name__, (Function,), members)
+
+
+def _place(value: Any, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[str, int] | None:
+    """Which of the tensors that the call has anyhow a stored one is."""
+    if isinstance(value, torch.Tensor):
+        for kind, known in (("input", inputs), ("result", results)):
+            for i, tensor in enumerate(known):
+                if tensor is value:
+                    return kind, i
+    return None
