@@ -38,11 +38,12 @@ from tsfunc.bridge.mapped_function import MappedFunction, dim_of, has_setup, rew
 from tsfunc.bridge.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
 
 _torch_vmap = Function.vmap
+_base: Any = _SingleLevelFunction
 
 
 def install() -> None:
     """Puts our ``apply`` before the one in C++; a second call does nothing."""
-    _SingleLevelFunction.apply = classmethod(_apply)
+    _base.apply = classmethod(_apply)
 
 
 on_first_level(install)
@@ -50,7 +51,7 @@ on_first_level(install)
 
 def _torch_apply(cls: Any, *args: Any) -> Any:
     """torch's own: one node in the graph of the tensors given."""
-    return super(_SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
+    return super(_base, cls).apply(*args)
 
 
 def _apply(cls: Any, *args: Any) -> Any:
