@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A room is a folder or a file of tsfunc/; it imports itself and what stands before it here.
 ROOMS = (
     "errors",
+    "pytrees",
     "types",
     "dispatch",
     "ops",

@@ -144,13 +144,18 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "Dimension out of range (expected to be in range of [-2, 1], but got -3)",
     ),
     (
-        lambda: vmap(lambda x: 3.5)(X),
+        lambda: vmap(torch.sin, in_dims=True)(X),
         ValueError,
-        "vmap(<lambda>, ...): `<lambda>` must only return Tensors, got type <class 'float'>. Did "
-        "you mean to set the `out_dims=` argument to None for this output?",
+        "vmap(sin, in_dims=True, ...)(<inputs>): Got in_dim=True for an input but in_dim must be "
+        "either an integer dimension or None.",
     ),
-    (lambda: vmap(lambda x: (x, 3))(X), ValueError, "got type <class 'int'>"),
-    (lambda: vmap(lambda x: None)(X), ValueError, "got type <class 'NoneType'>"),
+    (
+        lambda: vmap(torch.sin, out_dims=True)(X),
+        ValueError,
+        "vmap(sin, ..., out_dims=True): `out_dims` must be an int, None or a python collection of "
+        "ints",
+    ),
+    (lambda: vmap(pair, out_dims=(0, False))(X), ValueError, "must be an int, None or a python"),
     (
         lambda: vmap(torch.sin, out_dims=None)(X),
         ValueError,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tsfunc.bridge import (
     attributes,
     batching,
+    containers,
     custom_function,
     grad_level,
     indexing,
@@ -19,6 +20,7 @@ from tsfunc.bridge import (
 __all__ = [
     "attributes",
     "batching",
+    "containers",
     "custom_function",
     "grad_level",
     "indexing",

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import optree
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Variable, forward_ad
 
+from tsfunc import pytrees
 from tsfunc.bridge.tracer import Tracer, TracerLevel
 from tsfunc.dispatch import current_levels
 
@@ -65,7 +65,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
 def out_of_inference(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The call under ``no_grad`` instead of inference mode, in which nothing can be recorded."""
     with torch.inference_mode(False), torch.no_grad():
-        args, kwargs = optree.tree_map(_not_inference, (args, kwargs), none_is_leaf=True)
+        args, kwargs = pytrees.tree_map(_not_inference, (args, kwargs))
         return call(*args, **kwargs)
 
 

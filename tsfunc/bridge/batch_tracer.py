@@ -39,14 +39,15 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 class BatchLevel(TracerLevel):
-    """An active vmap."""
+    """An active vmap; with ``strict`` no operator is looped over in it and in inner ones."""
 
-    __slots__ = ("batch_size", "bit", "randomness")
+    __slots__ = ("batch_size", "bit", "randomness", "strict")
 
-    def __init__(self, batch_size: int, randomness: str, name: str) -> None:
+    def __init__(self, batch_size: int, randomness: str, name: str, strict: bool = False) -> None:
         super().__init__(DispatchKey.Batch, name)
         self.batch_size = batch_size
         self.randomness = randomness
+        self.strict = strict
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:

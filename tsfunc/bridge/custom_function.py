@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import optree
 import torch
 from torch._C import DisableTorchFunctionSubclass, _functorch
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from tsfunc import pytrees
 from tsfunc.bridge.autograd import tangents_here
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.factories import on_first_level
@@ -131,11 +131,9 @@ def _by_itself(cls: Any, level: TracerLevel, args: Sequence[Any], dims: Sequence
         if isinstance(level, BatchLevel):
             info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
             outs, out_dims = cls.vmap(info, tuple(dims), *values)
-            out_dims = optree.broadcast_prefix(
-                out_dims, outs, is_leaf=lambda d: d is None, none_is_leaf=True
-            )
+            out_dims = pytrees.broadcast_prefix(out_dims, outs, lambda d: d is None)
         else:
             outs, out_dims = cls.apply(*values), None
-    leaves, tree = optree.tree_flatten(outs, none_is_leaf=True)
+    leaves, tree = pytrees.flatten(outs)
     results = rewrapped(leaves, out_dims or [None] * len(leaves), values, args, level)
-    return optree.tree_unflatten(tree, results)
+    return pytrees.unflatten(tree, results)

@@ -19,6 +19,7 @@ from torch._C import _skip_one_hop_torch_function
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.dispatch import Operator
+from tsfunc.dispatch.places import users_place
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.dims import refuse_inplace
 from tsfunc.ops.random import check_randomness
@@ -106,6 +107,14 @@ _warned: set[str] = set()
 def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs the operator once for each example and stacks the results."""
     _check_loop(op, level)
+    strict = _strict_level(level)
+    if strict is not None:
+        raise MissingRuleError(
+            f"{strict.name}: {op.name} has no batching rule for this call, at {users_place()}. It "
+            f"would run once for each of {level.batch_size} examples, which strict=True does not "
+            f"allow. Give it a rule (tsfunc.ops.row, or torch.library.register_vmap for an "
+            f"operator of your own), call another operator there, or leave out strict=True."
+        )
     if op.name not in _warned:
         _warned.add(op.name)
         warnings.warn(
@@ -129,6 +138,14 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
     if inplace:
         return args[0]
     return _stack(op, level, results)
+
+
+def _strict_level(level: BatchLevel) -> BatchLevel | None:
+    """The level, or the nearest one around it, that allows no loop."""
+    for one in (level, *reversed(level.outer.levels)):
+        if isinstance(one, BatchLevel) and one.strict:
+            return one
+    return None
 
 
 def _check_loop(op: Operator, level: BatchLevel) -> None:

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.tracer import TracerLevel, current_tracer_level, innermost_level
 
 Argnums = int | tuple[int, ...]
@@ -53,7 +53,7 @@ def with_chosen(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, .
 def level_of(values: Any) -> TracerLevel | None:
     """The level that autograd is recorded at: the innermost of the thread and of the values."""
     current = current_tracer_level()
-    found = innermost_level((values,))
+    found = innermost_level(pytrees.leaves_of(values))
     if found is None or (current is not None and current.depth >= found.depth):
         return current
     return found
@@ -61,7 +61,7 @@ def level_of(values: Any) -> TracerLevel | None:
 
 def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
     """The leaves of a pytree, all of which must be tensors, and its structure."""
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    leaves, spec = pytrees.flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(
@@ -73,7 +73,7 @@ def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor],
 
 def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:
     """The leaves of what a function returned, all of which must be tensors."""
-    leaves, spec = optree.tree_flatten(out, none_is_leaf=True)
+    leaves, spec = pytrees.flatten(out)
     if out is None or not leaves:
         raise RuntimeError(
             f"{api}: Expected f to be a function that has non-empty output (got output = {out})"

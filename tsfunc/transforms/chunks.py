@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.vmap_spec import Spec
 
@@ -35,11 +35,11 @@ def run_in_chunks(
         if seed is not None:
             torch.set_rng_state(seed)
         out = run(part, length)
-        outs.append(optree.tree_flatten(out, none_is_leaf=True))
+        outs.append(pytrees.flatten(out))
     out_tree = outs[0][1]
-    dims = match_out_dims(spec, optree.tree_unflatten(out_tree, outs[0][0]), out_tree)
+    dims = match_out_dims(spec, pytrees.unflatten(out_tree, outs[0][0]), out_tree)
     joined = [
-        parts[0] if dim is None else torch.cat(parts, dim)
+        parts[0] if dim is None or not isinstance(parts[0], torch.Tensor) else torch.cat(parts, dim)
         for parts, dim in zip(zip(*(leaves for leaves, _ in outs), strict=True), dims, strict=True)
     ]
-    return optree.tree_unflatten(out_tree, joined)
+    return pytrees.unflatten(out_tree, joined)

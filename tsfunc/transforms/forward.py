@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge import autograd
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.factories import watching_random
@@ -92,8 +92,8 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
         raise RuntimeError(
             f"{api}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals)."
         )
-    flat, spec = optree.tree_flatten(primals, none_is_leaf=True)
-    directions, tangent_spec = optree.tree_flatten(tangents, none_is_leaf=True)
+    flat, spec = pytrees.flatten(primals)
+    directions, tangent_spec = pytrees.flatten(tangents)
     if spec != tangent_spec:
         raise RuntimeError(
             f"{api}: Expected primals and tangents to have the same python structure. For example, "
@@ -132,8 +132,8 @@ def _jvp(
     own = GradLevel("jvp")
     with own, watching_random():
         found = _push(func, flat, directions, spec, own, strict, has_aux)
-    return optree.tree_map(
-        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, found, none_is_leaf=True
+    return pytrees.tree_map(
+        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, found
     )
 
 
@@ -150,7 +150,7 @@ def _push(
     api = "jvp(f, primals, tangents)"
     with autograd.dual_level(level):
         duals = [autograd.make_dual(x, t, level) for x, t in zip(flat, directions, strict=True)]
-        out, aux = split_aux(api, func(*optree.tree_unflatten(spec, duals)), has_aux)
+        out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)
         values, pushed = [], []
         for leaf in leaves:
@@ -165,8 +165,8 @@ def _push(
             values.append(value)
             pushed.append(tangent)
         if has_aux:
-            aux = optree.tree_map(_primal, aux, none_is_leaf=True)
-    results = optree.tree_unflatten(out_spec, values), optree.tree_unflatten(out_spec, pushed)
+            aux = pytrees.tree_map(_primal, aux)
+    results = pytrees.unflatten(out_spec, values), pytrees.unflatten(out_spec, pushed)
     return (*results, aux) if has_aux else results
 
 
@@ -182,8 +182,8 @@ def _by_double_backward(
     has_aux: bool,
 ) -> Any:
     """The pullback is linear in the cotangent; its own pullback is the pushforward."""
-    out, pull, *rest = vjp(func, *optree.tree_unflatten(spec, list(flat)), has_aux=has_aux)
-    zeros = optree.tree_map(torch.zeros_like, out, none_is_leaf=True)
+    out, pull, *rest = vjp(func, *pytrees.unflatten(spec, list(flat)), has_aux=has_aux)
+    zeros = pytrees.tree_map(torch.zeros_like, out)
     _, push = vjp(pull, zeros)
-    (tangent,) = push(optree.tree_unflatten(spec, list(directions)))
+    (tangent,) = push(pytrees.unflatten(spec, list(directions)))
     return (out, tangent, *rest)

@@ -1,45 +1,182 @@
-"""``in_dims``: which dim of each input a ``vmap`` maps over."""
+"""``in_dims``: which dim of each input a ``vmap`` maps over.
+
+NOTE [in_dims by name]
+A dict names parameters: ``in_dims={"x": 0, "mask": None}``. It holds for arguments given by
+position and by keyword alike; what it does not name is not mapped. For ``*rest`` the name stands
+for the tuple of the arguments collected, for ``**options`` for all that have no entry under their
+own name. A dict that is an *argument* has its dims inside of the tuple of positional arguments, as
+torch.func has it: ``in_dims=({"w": 0, "b": None},)``. A call that could mean either is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import optree
 import torch
 
-from tsfunc.transforms.vmap_spec import Spec, broadcast_prefix
+from tsfunc import pytrees
+from tsfunc.transforms.vmap_spec import Spec, is_dim
 
 
 def match_in_dims(spec: Spec, args: Any) -> Sequence[int | None]:
-    """An entry of ``in_dims`` for each flattened input."""
-    tree = optree.tree_structure(args, none_is_leaf=True)
-    if not isinstance(spec.in_dims, int | tuple):
+    """An entry of ``in_dims`` for each flattened positional input."""
+    structure = pytrees.structure_of(args)
+    in_dims = spec.in_dims
+    if not isinstance(in_dims, int | tuple) and not (in_dims is None and spec.sized):
         raise ValueError(
             f"{spec.call()}: expected `in_dims` to be int or a (potentially nested) tuple "
-            f"matching the structure of inputs, got: {type(spec.in_dims)}."
+            f"matching the structure of inputs, got: {type(in_dims)}. To map arguments by name, "
+            f"give a dict of them."
         )
-    if not tree.num_leaves:
+    if not structure.num_leaves and not spec.sized:
         raise ValueError(
             f"vmap({spec.name})(<inputs>): got no inputs. Maybe you forgot to add inputs, or you "
-            f"are trying to vmap over a function with no inputs. The latter is unsupported."
+            f"are trying to vmap over a function with no inputs. The latter needs axis_size=, "
+            f"and a mapped keyword argument its name: in_dims={{'x': 0}}."
         )
     try:
-        dims = broadcast_prefix(spec.in_dims, args)
+        dims = pytrees.broadcast_prefix(in_dims, args, is_dim)
     except ValueError:
         raise ValueError(
             f"{spec.call()}: in_dims is not compatible with the structure of `inputs`. in_dims "
-            f"has structure {optree.tree_structure(spec.in_dims, none_is_leaf=True)} but inputs "
-            f"has structure {tree}. Give one entry for each positional input (it may hold for "
-            f"all that is in it)."
+            f"has structure {pytrees.structure_of(in_dims)} but inputs has structure "
+            f"{structure}. Give one entry for each positional input (it may hold for all that is "
+            f"in it)."
         ) from None
+    _check_entries(spec, dims)
+    return dims
+
+
+def _check_entries(spec: Spec, dims: Sequence[Any]) -> None:
     for dim in dims:
-        if dim is not None and not isinstance(dim, int):
+        if not is_dim(dim):
             raise ValueError(
                 f"{spec.call()}: Got in_dim={dim} for an input but in_dim must be either "
                 f"an integer dimension or None."
             )
+
+
+def match_by_name(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int | None]:
+    """An entry for each leaf of ``(args, kwargs)``, from a dict (NOTE [in_dims by name])."""
+    names: Mapping[str, Any] = spec.in_dims
+    parameters = spec.parameters
+    if parameters is None:
+        if args:
+            raise ValueError(
+                f"{spec.call()}: in_dims has names, but {spec.name} does not tell the names of "
+                f"its parameters. Pass its arguments by keyword, or give in_dims as a tuple, one "
+                f"entry for each positional argument."
+            )
+        by_position: list[Any] = []
+        by_keyword = {name: names.get(name) for name in kwargs}
+    else:
+        _refuse_unknown(spec, parameters)
+        _refuse_ambiguous(spec, args, kwargs)
+        by_position = _of_positions(spec, parameters, args)
+        rest = _name_of_kind(parameters, inspect.Parameter.VAR_KEYWORD)
+        of_rest = names.get(rest) if rest is not None else None
+        own = {name for name, p in parameters.items() if p.kind in _BY_KEYWORD}
+        by_keyword = {
+            name: names.get(name) if name in own or name in names else _inside(of_rest, name)
+            for name in kwargs
+        }
+    dims: list[int | None] = []
+    named = [*zip(_positional_names(parameters, len(args)), by_position, args, strict=True)]
+    # In the order of the leaves of (args, kwargs), which has the keywords sorted.
+    named += [(name, by_keyword[name], kwargs[name]) for name in sorted(kwargs)]
+    for name, prefix, value in named:
+        dims += _match_one(spec, name, prefix, value)
     return dims
+
+
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+Parameters = Mapping[str, inspect.Parameter]
+
+
+def _name_of_kind(parameters: Parameters, kind: Any) -> str | None:
+    """The name of ``*rest`` or ``**options``, if there is one."""
+    return next((name for name, p in parameters.items() if p.kind is kind), None)
+
+
+def _positional_names(parameters: Parameters | None, count: int) -> list[str]:
+    """The parameter that each positional argument goes to."""
+    if parameters is None:
+        return []
+    names = [name for name, p in parameters.items() if p.kind in _BY_POSITION][:count]
+    rest = _name_of_kind(parameters, inspect.Parameter.VAR_POSITIONAL)
+    return names + [f"{rest}[{i}]" for i in range(count - len(names))]
+
+
+def _of_positions(spec: Spec, parameters: Parameters, args: Sequence[Any]) -> list[Any]:
+    """What the dict has for each positional argument."""
+    names = [name for name, p in parameters.items() if p.kind in _BY_POSITION]
+    rest = _name_of_kind(parameters, inspect.Parameter.VAR_POSITIONAL)
+    extra = len(args) - len(names)
+    if extra > 0 and rest is None:
+        raise TypeError(
+            f"{spec.call()}: {spec.name} takes {len(names)} positional arguments "
+            f"({', '.join(names)}), but {len(args)} were given."
+        )
+    found = [spec.in_dims.get(name) for name in names[: len(args)]]
+    if extra > 0:
+        of_rest = spec.in_dims.get(rest)
+        if is_dim(of_rest):
+            return [*found, *[of_rest] * extra]
+        if not isinstance(of_rest, tuple | list) or len(of_rest) != extra:
+            raise ValueError(
+                f"{spec.call()}: in_dims[{rest!r}] is for the {extra} arguments that *{rest} "
+                f"collects: expected an int, None or a tuple of {extra}, got {of_rest!r}."
+            )
+        found += of_rest
+    return found
+
+
+def _inside(of_rest: Any, name: str) -> Any:
+    """The entry of one keyword in what stands for all of ``**options``."""
+    return of_rest.get(name) if isinstance(of_rest, Mapping) else of_rest
+
+
+def _match_one(spec: Spec, name: str, prefix: Any, value: Any) -> list[int | None]:
+    try:
+        dims = pytrees.broadcast_prefix(prefix, value, is_dim)
+    except ValueError:
+        raise ValueError(
+            f"{spec.call()}: the entry of in_dims for `{name}` is not compatible with the "
+            f"structure of that argument: the entry has structure "
+            f"{pytrees.structure_of(prefix)}, the argument {pytrees.structure_of(value)}."
+        ) from None
+    _check_entries(spec, dims)
+    return dims
+
+
+def _refuse_unknown(spec: Spec, parameters: Parameters) -> None:
+    unknown = [name for name in spec.in_dims if name not in parameters]
+    if not unknown or _name_of_kind(parameters, inspect.Parameter.VAR_KEYWORD) is not None:
+        return
+    listed = ", ".join(map(repr, unknown))
+    raise ValueError(
+        f"{spec.call()}: in_dims names {listed}, but the parameters of {spec.name} are "
+        f"{', '.join(parameters) or 'none'}. If these are the keys of an argument that is a dict, "
+        f"write in_dims=({spec.in_dims},)."
+    )
+
+
+def _refuse_ambiguous(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """One argument that is a dict of just the names: its keys could be meant."""
+    names: Mapping[str, Any] = spec.in_dims
+    if len(args) != 1 or kwargs or len(names) < 2 or not isinstance(args[0], Mapping):
+        return
+    if args[0].keys() == names.keys():
+        first = next(iter(spec.parameters or names))
+        raise ValueError(
+            f"{spec.call()}: in_dims could name the parameters of {spec.name} or the keys of the "
+            f"dict that is its only argument. Write in_dims=({names},) for the keys, "
+            f"in_dims={{{first!r}: ...}} for the parameter."
+        )
 
 
 def mapped(
@@ -47,17 +184,16 @@ def mapped(
 ) -> tuple[list[int | None], Any]:
     """The dims counted from the front, and the size that the mapped dims share."""
     at: list[int | None] = []
-    size: Any = None
+    size: Any = spec.axis_size
     for value, dim in zip(flat, dims, strict=True):
         if dim is None:
             at.append(None)
             continue
         if not isinstance(value, torch.Tensor):
-            raise ValueError(
-                f"{spec.call()}: Got in_dim={dim} for an input but the input is of type "
-                f"{type(value)}. We cannot vmap over non-Tensor arguments, please use None as "
-                f"the respective in_dim"
-            )
+            if value is not None:
+                _refuse_value(spec, value, dim)
+            at.append(None)  # an optional input that is left out has no dims
+            continue
         shape = value.shape
         rank = len(shape)
         if not -rank <= dim < rank:
@@ -75,14 +211,23 @@ def mapped(
     if size is None:
         raise ValueError(
             f"{spec.call()}: Expected at least one Tensor to vmap over: every in_dim is None, "
-            f"or there is no Tensor among the inputs."
+            f"or there is no Tensor among the inputs. With axis_size= none is needed."
         )
     return at, size
 
 
+def _refuse_value(spec: Spec, value: Any, dim: int) -> None:
+    raise ValueError(
+        f"{spec.call()}: Got in_dim={dim} for an input but the input is of type "
+        f"{type(value)}. We cannot vmap over non-Tensor arguments, please use None as "
+        f"the respective in_dim"
+    )
+
+
 def _refuse_sizes(spec: Spec, flat: Sequence[Any], dims: Sequence[int | None]) -> None:
     sizes = [value.shape[dim] for value, dim in zip(flat, dims, strict=True) if dim is not None]
+    beside = f", and axis_size={spec.axis_size}" if spec.sized else ""
     raise ValueError(
         f"{spec.call()}: Expected all tensors to have the same size in the mapped dimension, "
-        f"got sizes {sizes} for the mapped dimension"
+        f"got sizes {sizes} for the mapped dimension{beside}"
     )

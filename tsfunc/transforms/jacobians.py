@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchTracer
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.transforms.arguments import (
@@ -48,7 +48,7 @@ def _of_leaves(
     refuse_complex(api, "inputs", flat)
 
     def of_leaves(*leaves: Any) -> Any:
-        new = optree.tree_unflatten(spec, leaves)
+        new = pytrees.unflatten(spec, leaves)
         return func(*with_chosen(args, names, new), **kwargs)
 
     return flat, spec, of_leaves
@@ -102,14 +102,12 @@ def jacrev(
         refuse_complex("jacrev", "outputs", outs)
 
         def pull_flat(cotangents: Sequence[torch.Tensor]) -> Any:
-            return pull(optree.tree_unflatten(out_spec, cotangents))
+            return pull(pytrees.unflatten(out_spec, cotangents))
 
         rows = vmap(pull_flat, chunk_size=chunk_size)(_bases(outs))
         blocks = [_split_rows(by_input, outs) for by_input in rows]
-        nested = [
-            optree.tree_unflatten(spec, [block[i] for block in blocks]) for i in range(len(outs))
-        ]
-        result = optree.tree_unflatten(out_spec, nested)
+        nested = [pytrees.unflatten(spec, [block[i] for block in blocks]) for i in range(len(outs))]
+        result = pytrees.unflatten(out_spec, nested)
         return (result, rest[0]) if has_aux else result
 
     return jacobian
@@ -150,13 +148,13 @@ def jacfwd(
 
         def push(directions: Sequence[torch.Tensor]) -> Any:
             out, tangent, *rest = jvp(of_leaves, tuple(flat), tuple(directions), has_aux=has_aux)
-            refuse_complex("jacfwd", "outputs", optree.tree_leaves(out, none_is_leaf=True))
+            refuse_complex("jacfwd", "outputs", pytrees.leaves_of(out))
             return (tangent, *rest)
 
         columns, *rest = _with_unmapped_aux(push, randomness)(_bases(flat))
-        leaves, out_spec = optree.tree_flatten(columns, none_is_leaf=True)
-        nested = [optree.tree_unflatten(spec, _split_columns(leaf, flat)) for leaf in leaves]
-        result = optree.tree_unflatten(out_spec, nested)
+        leaves, out_spec = pytrees.flatten(columns)
+        nested = [pytrees.unflatten(spec, _split_columns(leaf, flat)) for leaf in leaves]
+        result = pytrees.unflatten(out_spec, nested)
         return (result, rest[0]) if has_aux else result
 
     return jacobian
@@ -173,7 +171,7 @@ def _with_unmapped_aux(push: Callable[..., Any], randomness: str) -> Callable[..
 
     def run(directions: Any) -> Any:
         columns = vmap(tangent_only, out_dims=-1, randomness=randomness)(directions)
-        return (columns, *[optree.tree_map(_unbatched, a, none_is_leaf=True) for a in aux])
+        return (columns, *[pytrees.tree_map(_unbatched, a) for a in aux])
 
     return run
 

@@ -2,56 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.transforms.vmap_spec import Spec, broadcast_prefix, is_dim
+from tsfunc.transforms.vmap_spec import Spec, is_dim, name_of
 
 
 def match_out_dims(spec: Spec, out: Any, tree: optree.PyTreeSpec) -> Sequence[int | None]:
     """An entry of ``out_dims`` for each flattened output."""
-    bad = [
-        dim
-        for dim in optree.tree_leaves(spec.out_dims, is_leaf=is_dim, none_is_leaf=True)
-        if not is_dim(dim)
-    ]
-    if bad or isinstance(spec.out_dims, str):
+    out_dims = spec.out_dims
+    entries = [] if is_dim(out_dims) else pytrees.leaves_of(out_dims)
+    if isinstance(out_dims, str) or not all(map(is_dim, entries)):
         raise ValueError(
-            f"vmap({spec.name}, ..., out_dims={spec.out_dims}): `out_dims` must be an int, None "
+            f"vmap({spec.name}, ..., out_dims={out_dims}): `out_dims` must be an int, None "
             f"or a python collection of ints representing where in the outputs the vmapped "
             f"dimension should appear."
         )
     try:
-        if isinstance(out, torch.Tensor) and not is_dim(spec.out_dims):
+        if isinstance(out, torch.Tensor) and not is_dim(out_dims):
             # A collection of one dim is taken for a single tensor, as torch.func takes it.
-            (only,) = optree.tree_leaves(spec.out_dims, none_is_leaf=True)
+            (only,) = entries
             return [only]
-        return broadcast_prefix(spec.out_dims, out)
+        return pytrees.broadcast_prefix(out_dims, out, is_dim)
     except ValueError:
         raise ValueError(
             f"{spec.call(out=True)}: out_dims is not compatible with the structure of `outputs`. "
-            f"out_dims has structure {optree.tree_structure(spec.out_dims, none_is_leaf=True)} "
+            f"out_dims has structure {pytrees.structure_of(out_dims)} "
             f"but outputs has structure {tree}."
         ) from None
 
 
 def result_of(spec: Spec, leaf: Any, out_dim: int | None, level: BatchLevel) -> Any:
-    """An output taken out of its tracer, its batch dim where the caller wants it."""
+    """An output taken out of its tracer, its batch dim where the caller wants it.
+
+    What is no tensor is the same for all examples, and returned as it is.
+    """
     if isinstance(leaf, BatchTracer) and leaf.dispatch_level is level:
         value, bdim = leaf.value, leaf.bdim
     elif isinstance(leaf, torch.Tensor):
         value, bdim = leaf, None
-    elif out_dim is None:
-        return leaf
     else:
-        raise ValueError(
-            f"vmap({spec.name}, ...): `{spec.name}` must only return Tensors, got type "
-            f"{type(leaf)}. Did you mean to set the `out_dims=` argument to None for this output?"
-        )
+        if type(leaf) not in _PLAIN:
+            _refuse_hidden(spec, leaf, level)
+        return leaf
     if out_dim is None:
         if bdim is not None:
             raise ValueError(
@@ -73,3 +73,64 @@ def result_of(spec: Spec, leaf: Any, out_dim: int | None, level: BatchLevel) -> 
         shape.insert(out_dim, level.batch_size)
         return value.unsqueeze(out_dim).expand(shape)
     return value if bdim == out_dim else value.movedim(bdim, out_dim)
+
+
+# What holds no tensor.
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+)
+
+
+def _refuse_hidden(spec: Spec, leaf: Any, level: BatchLevel) -> None:
+    """An object that is no container here must not carry the level's tracers out of it."""
+    for path, value in _held(leaf):
+        if isinstance(value, BatchTracer) and value.dispatch_level is level:
+            kind = type(leaf).__qualname__
+            if callable(leaf):
+                raise ValueError(
+                    f"vmap({spec.name}, ...): `{spec.name}` returned {kind} {name_of(leaf)}{path}, "
+                    f"a batched tensor, which has no meaning once the vmap has ended. Call it "
+                    f"inside of {spec.name}, and return the tensors."
+                )
+            raise ValueError(
+                f"vmap({spec.name}, ...): `{spec.name}` returned a value of type {kind} that holds "
+                f"a batched tensor ({kind}{path}), but {kind} is no container that vmap can look "
+                f"into. Return the tensors themselves, in a tuple, dict or dataclass, or register "
+                f"the class: optree.register_pytree_node({kind}, flatten, unflatten, "
+                f'namespace="tsfunc").'
+            )
+
+
+def _held(leaf: Any) -> Iterator[tuple[str, Any]]:
+    """What an object has in attributes, its closure or its arguments, containers looked into."""
+    for name, value in _attributes(leaf):
+        paths, values, _ = optree.tree_flatten_with_path(
+            value, none_is_leaf=True, namespace=pytrees.NAMESPACE
+        )
+        for path, inner in zip(paths, values, strict=True):
+            yield name + "".join(f"[{entry!r}]" for entry in path), inner
+
+
+def _attributes(leaf: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(leaf, type | torch.nn.Module):
+        return
+    if isinstance(leaf, functools.partial):
+        yield " with arguments", (leaf.args, leaf.keywords)
+    closure = getattr(leaf, "__closure__", None)
+    if isinstance(closure, tuple):
+        names = leaf.__code__.co_freevars
+        for name, cell in zip(names, closure, strict=True):
+            try:
+                yield f" with {name!r} from around it", cell.cell_contents
+            except ValueError:
+                continue  # not assigned yet
+    fields = dataclasses.fields(leaf) if dataclasses.is_dataclass(leaf) else ()
+    slots = [name for kind in type(leaf).__mro__ for name in _slots_of(kind)]
+    for name in {*getattr(leaf, "__dict__", ()), *slots, *(field.name for field in fields)}:
+        if hasattr(leaf, name):
+            yield f".{name}", getattr(leaf, name)
+
+
+def _slots_of(kind: type) -> Sequence[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

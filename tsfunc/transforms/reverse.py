@@ -18,6 +18,7 @@ from typing import Any
 import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge import autograd
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.functorch import delegate
@@ -140,9 +141,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     flat, spec = flatten_tensors("vjp(f, *primals)", "primals", primals)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
-        output, aux = split_aux(
-            "vjp(f, *primals)", func(*optree.tree_unflatten(spec, inputs)), has_aux
-        )
+        output, aux = split_aux("vjp(f, *primals)", func(*pytrees.unflatten(spec, inputs)), has_aux)
         leaves, out_spec = flatten_output("vjp(f, *primals)", output)
         return leaves, (leaves, out_spec, aux)
 
@@ -152,12 +151,12 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     def vjp_fn(*cotangents: Any) -> tuple[Any, ...]:
         tree = cotangents[0] if len(cotangents) == 1 else cotangents
         pulled = recorded.pull(_match_cotangents(tree, leaves, out_spec), retain=True)
-        result: tuple[Any, ...] = optree.tree_unflatten(spec, pulled)
+        result: tuple[Any, ...] = pytrees.unflatten(spec, pulled)
         return result
 
-    out = optree.tree_unflatten(out_spec, [recorded.released(leaf) for leaf in leaves])
+    out = pytrees.unflatten(out_spec, [recorded.released(leaf) for leaf in leaves])
     if has_aux:
-        return out, vjp_fn, optree.tree_map(recorded.released, aux, none_is_leaf=True)
+        return out, vjp_fn, pytrees.tree_map(recorded.released, aux)
     return out, vjp_fn
 
 
@@ -165,7 +164,7 @@ def _match_cotangents(
     tree: Any, outputs: Sequence[torch.Tensor], out_spec: optree.PyTreeSpec
 ) -> Sequence[torch.Tensor]:
     flat: list[torch.Tensor]
-    flat, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    flat, spec = pytrees.flatten(tree)
     if spec != out_spec:
         raise RuntimeError(
             f"vjp_fn(cotangents): Expected pytree structure of cotangents to be the same as "
@@ -193,7 +192,7 @@ def _value_and_grad(
     names = chosen[0] if isinstance(argnums, int) else chosen
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
-        new = optree.tree_unflatten(spec, inputs)
+        new = pytrees.unflatten(spec, inputs)
         out, aux = split_aux(api, func(*with_chosen(args, names, new), **kwargs), has_aux)
         return [_check_scalar(api, out)], (out, aux)
 
@@ -204,9 +203,9 @@ def _value_and_grad(
     value = recorded.released(out)
     if not recorded.outer_grad:
         pulled, value = [autograd.detached(g) for g in pulled], autograd.detached(value)
-    grads = optree.tree_unflatten(spec, pulled)
+    grads = pytrees.unflatten(spec, pulled)
     if has_aux:
-        aux = optree.tree_map(recorded.released, aux, none_is_leaf=True)
+        aux = pytrees.tree_map(recorded.released, aux)
     return grads, value, aux
 
 

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge import hot
 from tsfunc.bridge.autograd import out_of_inference
 from tsfunc.bridge.batch_tracer import HOT, BatchLevel, wrap
@@ -21,7 +21,7 @@ from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
 from tsfunc.transforms.chunks import run_in_chunks
-from tsfunc.transforms.in_dims import mapped, match_in_dims
+from tsfunc.transforms.in_dims import mapped, match_by_name, match_in_dims
 from tsfunc.transforms.out_dims import match_out_dims, result_of
 from tsfunc.transforms.vmap_spec import InDims, OutDims, Spec
 
@@ -35,34 +35,53 @@ def vmap(
     randomness: str = "error",
     *,
     chunk_size: int | None = None,
+    axis_size: int | None = None,
+    strict: bool = False,
 ) -> Callable[..., Any]:
     """Maps a function over a dim of its inputs, by batched operators instead of a loop.
 
     Args:
-        func: takes and returns pytrees of tensors, for one example.
-        in_dims: which dim of each positional input is mapped over: an int or None (not mapped)
-            for all, or a pytree of them that is a prefix of the inputs. Negative dims count from
-            the end. Keyword arguments are passed on unmapped.
-        out_dims: where the mapped dim stands in each output: an int or a pytree prefix of the
-            outputs. None for an output that is the same for every example, or no tensor.
+        func: takes and returns pytrees of tensors, for one example. Containers are those of
+            :mod:`tsfunc.pytrees`, dataclasses of tensors among them.
+        in_dims: which dim of each input is mapped over. An int holds for all positional
+            inputs; a tuple has an entry for each: an int, None (not mapped), or a pytree of them
+            that is a prefix of that input. A dict has such entries by the names of parameters,
+            for inputs given by position or keyword; what it does not name, and with an int or a
+            tuple every keyword argument, is passed on unmapped. Negative dims count from the end.
+        out_dims: where the mapped dim stands in each output tensor: an int or a pytree prefix of
+            the outputs. None for an output that is the same for every example. An output that is
+            no tensor (a number, a string, None, any object) is returned once, as it is.
         randomness: what random operators do: "error", "different" (a draw for each example) or
             "same" (one draw for all).
         chunk_size: how many examples are run at a time; None runs all at once. Bounds memory.
+        axis_size: how many examples there are; needed only where no input is mapped.
+        strict: an operator that would run by the slow loop is an error, in this ``vmap`` and in
+            those inside of it.
 
     Returns:
         A function of the batch. It can be nested, and composed with every other transform.
 
     Raises:
-        ValueError: ``in_dims`` or ``out_dims`` do not fit, sizes differ, nothing is mapped.
+        ValueError: ``in_dims`` or ``out_dims`` do not fit, sizes differ, nothing is mapped, an
+            output that is no container holds batched tensors.
         RuntimeError: a random operator in "error" mode, a value used in Python control flow.
+        MissingRuleError: an operator has no rule and can't be looped over, or would be with
+            ``strict``.
 
     Example:
         >>> import torch
         >>> from tsfunc import vmap
         >>> vmap(torch.dot)(torch.ones(3, 2), torch.ones(3, 2))
         tensor([2., 2., 2.])
+        >>> def scaled(x, by, *, shift):
+        ...     return x * by + shift
+        >>> vmap(scaled, in_dims={"x": 1, "shift": 0})(torch.ones(2, 3), 2, shift=torch.arange(3))
+        tensor([[2., 2.],
+                [3., 3.],
+                [4., 4.]])
 
-    As ``torch.func.vmap`` and, without axis names yet, ``jax.vmap``.
+    As ``torch.func.vmap`` and, without axis names yet, ``jax.vmap``. torch.func refuses outputs
+    that are no tensors unless their out_dim is None.
     """
     if randomness not in ("error", "different", "same"):
         raise RuntimeError(
@@ -71,27 +90,35 @@ def vmap(
         )
     if chunk_size is not None and not (chunk_size == chunk_size and chunk_size > 0):
         raise ValueError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
-    spec = Spec(func, in_dims, out_dims, randomness, chunk_size)
+    _check_axis_size(axis_size)
+    spec = Spec(func, in_dims, out_dims, randomness, chunk_size, axis_size, strict)
+    by_name = spec.by_name
     plans: dict[Any, Sequence[int | None]] = {}
     out_plans: dict[Any, Sequence[int | None]] = {}
 
     @outside_dynamo
     def vmapped(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("vmap")) is not None:
+            _refuse_own_arguments(spec)
             theirs = other(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
             return theirs(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return out_of_inference(vmapped, *args, **kwargs)
-        for arg in args:
-            if not isinstance(arg, torch.Tensor):
-                flat, tree = optree.tree_flatten(args, none_is_leaf=True)
-                break
+        flat: Sequence[Any]
+        if by_name:
+            flat, tree = pytrees.flatten((args, kwargs))
         else:
-            # Tensors alone are flat already; their number is all there is to their structure.
-            flat, tree = args, len(args)
+            for arg in args:
+                if not isinstance(arg, torch.Tensor):
+                    flat, tree = pytrees.flatten(args)
+                    break
+            else:
+                # Tensors alone are flat already; their number is all there is to their structure.
+                flat, tree = args, len(args)
         dims = plans.get(tree)
         if dims is None:
-            dims = plans[tree] = match_in_dims(spec, args)
+            matched = match_by_name(spec, args, kwargs) if by_name else match_in_dims(spec, args)
+            dims = plans[tree] = matched
         at, size = mapped(spec, flat, dims)
         if spec.chunk_size is not None and spec.chunk_size < size:
             return run_in_chunks(
@@ -107,6 +134,26 @@ def vmap(
     return functools.wraps(func)(vmapped) if hasattr(func, "__name__") else vmapped
 
 
+def _check_axis_size(axis_size: Any) -> None:
+    if axis_size is None:
+        return
+    if isinstance(axis_size, bool) or not isinstance(axis_size, int | torch.SymInt):
+        raise TypeError(f"vmap: axis_size should be None or an int. (got {axis_size!r})")
+    if axis_size < 0:
+        raise ValueError(f"vmap: axis_size can't be negative. (got {axis_size})")
+
+
+def _refuse_own_arguments(spec: Spec) -> None:
+    """Where a transform of torch.func is the innermost, its vmap takes the call."""
+    own = {"a dict as in_dims": spec.by_name, "axis_size=": spec.sized, "strict=": spec.strict}
+    used = [name for name, given in own.items() if given]
+    if used:
+        raise RuntimeError(
+            f"{spec.call()}: {' and '.join(used)} can't be served inside of a transform of "
+            f"torch.func, whose own vmap runs there. Use tsfunc's transform around it too."
+        )
+
+
 def _run(
     spec: Spec,
     flat: Sequence[Any],
@@ -119,20 +166,22 @@ def _run(
     """One vmapped call, all examples at once."""
     if not HOT:
         hot.fill()
-    level = BatchLevel(size, spec.randomness, spec.label)
+    level = BatchLevel(size, spec.randomness, spec.label, spec.strict)
     with level, watching_random():
         inputs: Any = [
             value if dim is None else wrap(value, dim, level)
             for value, dim in zip(flat, at, strict=True)
         ]
         if not isinstance(tree, int):
-            inputs = optree.tree_unflatten(tree, inputs)
+            inputs = pytrees.unflatten(tree, inputs)
+            if spec.by_name:
+                inputs, kwargs = inputs
         out = spec.func(*inputs, **kwargs)
     if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:
         return result_of(spec, out, spec.out_dims, level)
-    leaves, out_tree = optree.tree_flatten(out, none_is_leaf=True)
+    leaves, out_tree = pytrees.flatten(out)
     dims = out_plans.get(out_tree)
     if dims is None:
         dims = out_plans[out_tree] = match_out_dims(spec, out, out_tree)
     results = [result_of(spec, leaf, dim, level) for leaf, dim in zip(leaves, dims, strict=True)]
-    return optree.tree_unflatten(out_tree, results)
+    return pytrees.unflatten(out_tree, results)

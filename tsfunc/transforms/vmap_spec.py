@@ -1,13 +1,14 @@
-"""What the parts of ``vmap`` share: its arguments, and prefixes of dims."""
+"""What the parts of ``vmap`` share: its arguments."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import optree
+import torch
 
 InDims = Any
 OutDims = Any
@@ -22,6 +23,8 @@ class Spec:
     out_dims: OutDims
     randomness: str
     chunk_size: int | None
+    axis_size: Any
+    strict: bool
 
     @property
     def name(self) -> str:
@@ -31,6 +34,26 @@ class Spec:
     def label(self) -> str:
         """What errors call an active one."""
         return f"vmap({self.name})"
+
+    @functools.cached_property
+    def by_name(self) -> bool:
+        """Whether ``in_dims`` names parameters."""
+        return isinstance(self.in_dims, Mapping)
+
+    @property
+    def sized(self) -> bool:
+        """Whether the number of examples was given."""
+        return self.axis_size is not None
+
+    @functools.cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter] | None:
+        """The function's parameters; None where it does not tell, as builtins."""
+        func = self.func
+        try:
+            target = func.forward if isinstance(func, torch.nn.Module) else func
+            return inspect.signature(target).parameters
+        except (TypeError, ValueError):
+            return None
 
     def call(self, *, out: bool = False) -> str:
         """The call as the user wrote it, for messages."""
@@ -46,11 +69,6 @@ def name_of(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", None) or repr(func)
 
 
-def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
-    """The prefix's leaf for each leaf of the tree; an int or None stands for all below it."""
-    found: list[Any] = optree.broadcast_prefix(prefix, tree, is_leaf=is_dim, none_is_leaf=True)
-    return found
-
-
 def is_dim(value: Any) -> bool:
-    return value is None or isinstance(value, int)
+    """Whether a value can stand in ``in_dims`` or ``out_dims`` by itself."""
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))

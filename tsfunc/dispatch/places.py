@@ -1,0 +1,38 @@
+"""Where in the user's own code something was called: what messages and reports name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARIES = (_OURS, os.path.dirname(torch.__file__) + os.sep)
+
+
+class Place(NamedTuple):
+    """A line of code, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+
+def users_frame() -> FrameType:
+    """The innermost frame that runs neither this package nor torch; else the outermost."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return frame
+
+
+def users_place() -> Place:
+    """The line of the user's code that runs now."""
+    frame = users_frame()
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -1,0 +1,235 @@
+"""Pytrees: which values are containers, and their leaves.
+
+Containers are what optree knows of itself: tuples, lists, dicts, named tuples, ordered and
+default dicts, deques, torch's return types; and classes registered with it, in the global
+namespace, in "tsfunc", else in any other (of several the first). Beside these, each taken in when
+a value of it is first seen: classes registered for torch's pytrees, and dataclasses whose
+instances hold tensors, which nobody has to register.
+
+NOTE [dataclasses as containers]
+A dataclass is a container of its fields, and of other attributes that hold tensors; what else an
+instance has is kept as it is, but for cached properties, which are worked out anew. A new
+instance is given its attributes without a call of ``__init__``: each has its value already, and
+what ``__post_init__`` works out for one example is not what it works out for the batch. A
+dataclass that makes its instances by a ``__new__`` of its own, and one whose instances hold no
+tensor (settings, a configuration), is a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import optree
+import torch
+
+NAMESPACE: Final = "tsfunc"  # where the classes are that are taken in
+
+# Types that are leaves for good. A class that is unknown now can be registered later.
+_LEAVES: set[type] = {
+    torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes,
+    torch.dtype, torch.device, torch.Size,
+}  # fmt: skip
+
+# Whether a class was taken in: what is known elsewhere, asked for each unknown leaf.
+Adopt = Callable[[type], bool]
+_adopters: list[Adopt] = []
+
+_taken_in: set[type] = set()
+_lock = threading.RLock()  # looking into a leaf can meet other classes that are new
+
+
+def on_unknown(adopt: Adopt) -> None:
+    """Registers who is asked about a class that is no container; True if it is one now."""
+    _adopters.append(adopt)
+
+
+def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves of a tree, ``None`` among them, and its structure."""
+    leaves, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    if not _LEAVES.issuperset(map(type, leaves)) and _take_in(leaves):
+        return flatten(tree)
+    return leaves, structure
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a tree, ``None`` among them."""
+    return flatten(tree)[0]
+
+
+def structure_of(tree: Any) -> optree.PyTreeSpec:
+    """The structure of a tree."""
+    return flatten(tree)[1]
+
+
+# ``unflatten(structure, leaves)``: the tree of a structure and leaves.
+unflatten: Callable[[optree.PyTreeSpec, Sequence[Any]], Any] = optree.tree_unflatten
+
+
+def tree_map(func: Callable[..., Any], tree: Any) -> Any:
+    """The tree with each leaf replaced by what the function makes of it."""
+    leaves, structure = flatten(tree)
+    return optree.tree_unflatten(structure, [func(leaf) for leaf in leaves])
+
+
+def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    """The prefix's leaf for each leaf of a tree.
+
+    Raises:
+        ValueError: it is no prefix.
+    """
+    flatten(tree)  # takes in what is unknown
+    found: list[Any] = optree.broadcast_prefix(
+        prefix, tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
+    )
+    return found
+
+
+def _take_in(leaves: Sequence[Any]) -> bool:
+    """Whether one of the leaves is a container from now on."""
+    found = False
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind in _LEAVES:
+            continue
+        if isinstance(leaf, torch.Tensor):
+            _LEAVES.add(kind)
+            continue
+        with _lock:
+            if kind not in _taken_in and _has_become_container(leaf):
+                _taken_in.add(kind)
+        found = found or kind in _taken_in
+    return found
+
+
+def _has_become_container(value: Any) -> bool:
+    """Registers the class of a leaf, if it is known elsewhere or a dataclass of tensors."""
+    kind: Any = type(value)
+    registered = _registered_elsewhere(kind, len(_registry))
+    if registered is not None:
+        optree.register_pytree_node(
+            kind,
+            registered.flatten_func,
+            registered.unflatten_func,
+            path_entry_type=registered.path_entry_type,
+            namespace=NAMESPACE,
+        )
+        return True
+    if any(adopt(kind) for adopt in _adopters):
+        return True
+    if (
+        not dataclasses.is_dataclass(value)
+        or kind.__new__ is not object.__new__
+        or isinstance(value, torch.nn.Module)
+        or not _holds_tensors(value, set())
+    ):
+        return False
+    if kind in _taken_in:  # met inside of the leaf
+        return True
+    optree.register_pytree_node(kind, _parts_of, _Rebuild(type(value)), namespace=NAMESPACE)
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def _registered_elsewhere(kind: type, registered: int) -> Any:
+    """What optree was given for a class, in whichever namespace; None without.
+
+    ``registered`` is how many classes optree knows, which tells when to look again.
+    """
+    return next((entry for entry in _registry.values() if entry.type is kind), None)
+
+
+# optree has no public way to ask in all namespaces at once.
+_registry: Any = optree.registry._NODETYPE_REGISTRY
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    for part in _attributes(value).values():
+        leaves = optree.tree_leaves(part, none_is_leaf=True, namespace=NAMESPACE)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                return True
+            if dataclasses.is_dataclass(leaf) and _holds_tensors(leaf, seen):
+                return True
+    return False
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an instance of a dataclass has, by name: its fields first."""
+    found = {
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if hasattr(value, field.name)  # a field without a default can be unset
+    }
+    for name, attribute in getattr(value, "__dict__", {}).items():
+        cached = isinstance(getattr(type(value), name, None), functools.cached_property)
+        if name not in found and not cached:
+            found[name] = attribute
+    return found
+
+
+def _parts_of(value: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+    """The children of a dataclass, what rebuilding it needs, and the children's names."""
+    fields = {field.name for field in dataclasses.fields(value)}
+    attributes = _attributes(value)
+    kept = {
+        name: attribute
+        for name, attribute in attributes.items()
+        if name not in fields and not any(map(_is_tensor, leaves_of(attribute)))
+    }
+    names = tuple(name for name in attributes if name not in kept)
+    return tuple(attributes[name] for name in names), _Shape(names, kept), names
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class _Shape:
+    """What two instances of a dataclass must have in common to be of one structure."""
+
+    __slots__ = ("kept", "names")
+
+    def __init__(self, names: tuple[str, ...], kept: dict[str, Any]) -> None:
+        self.names = names
+        self.kept = kept
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Shape) or self.names != other.names:
+            return False
+        mine, theirs = self.kept, other.kept
+        return mine.keys() == theirs.keys() and all(
+            value is theirs[name] or (type(value) in _LEAVES and value == theirs[name])
+            for name, value in mine.items()
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+    def __repr__(self) -> str:
+        return ", ".join(self.names)
+
+
+class _Rebuild:
+    """Makes instances of a dataclass from their attributes."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __call__(self, shape: _Shape, children: Sequence[Any]) -> Any:
+        made: Any = object.__new__(self.kind)
+        for name, value in self._all(shape, children):
+            object.__setattr__(made, name, value)  # a frozen one's own refuses
+        return made
+
+    def _all(self, shape: _Shape, children: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        yield from zip(shape.names, children, strict=True)
+        yield from shape.kept.items()
