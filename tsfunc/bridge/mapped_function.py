@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch.autograd import Function
 
+from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.grad_level import GradTracer
@@ -137,7 +137,7 @@ class MappedFunction:
             found = _function_of(self).apply(*values)
         found = rewrapped(found, self.out_dims, values, args, level)
         stored = self.restored(self.stored_of(args, found))
-        return optree.tree_unflatten(self.tree, found[: self.results]), stored
+        return pytrees.unflatten(self.tree, found[: self.results]), stored
 
     def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
         """Calls a function on tracers of a level of its own, with that level."""
@@ -159,7 +159,7 @@ class MappedFunction:
                 cls.setup_context(ctx, tuple(inputs), out)
             else:
                 out = cls.forward(ctx, *inputs)
-            tracers, self.tree = optree.tree_flatten(out, none_is_leaf=True)
+            tracers, self.tree = pytrees.flatten(out)
             self.results = len(tracers)
             self._keep(ctx, level, values, tracers)
             self.out_dims = [dim_of(x, level) for x in tracers]
@@ -174,7 +174,7 @@ class MappedFunction:
         self, ctx: Context, level: TracerLevel, values: Sequence[Any], results: list[Any]
     ) -> None:
         """Writes the ctx down; tensors that it has beside inputs and results join the results."""
-        stored, self.state_tree = optree.tree_flatten(vars(ctx), none_is_leaf=True)
+        stored, self.state_tree = pytrees.flatten(vars(ctx))
         known = [value_of(x, level) for x in results]
         self.state = []
         for leaf in stored:
@@ -209,7 +209,7 @@ class MappedFunction:
         remaining = iter(tensors)
         leaves = [where if kind == "other" else next(remaining) for kind, where in self.state]
         ctx = Context()
-        vars(ctx).update(optree.tree_unflatten(self.state_tree, leaves))
+        vars(ctx).update(pytrees.unflatten(self.state_tree, leaves))
         return ctx
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
