@@ -3,6 +3,8 @@
     TsfuncError
     ├── DispatchError (RuntimeError)          the table has no kernel, or a registration is refused
     ├── DescriptorError (ValueError)          a descriptor is not well formed
+    │   └── AnnotationError (TypeError)       what is written is no type of the language
+    ├── TypeCheckError (TypeError)            types do not go together, or lack what is used of them
     ├── DescriptorViolation (ValueError)      a call breaks the contract of a descriptor
     ├── ConstraintViolation (ValueError)      a trace needs more of a dim than is promised
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
@@ -27,6 +29,14 @@ class DispatchError(TsfuncError, RuntimeError):
 
 class DescriptorError(TsfuncError, ValueError):
     """A descriptor is not well formed: it could not describe any call."""
+
+
+class AnnotationError(DescriptorError, TypeError):
+    """An annotation, or a text, is no type of the language."""
+
+
+class TypeCheckError(TsfuncError, TypeError):
+    """Branches or loops disagree in their types, or a type has no such attribute or operator."""
 
 
 class DescriptorViolation(TsfuncError, ValueError):

@@ -1,6 +1,14 @@
-"""What is promised of a function's arguments, and the checks that hold a call to it.
+"""The types of the language, what is promised of a function's arguments, and the checks of both.
 
-In the order in which a descriptor passes through them:
+The types, in the order in which they rest on each other:
+
+    grammar      the types: frozen dataclasses under one union
+    class_names  how a class is called in a text, and found by it
+    text         a text read into a type
+    classes      nominal types: enums, interfaces, torch's own classes, any class
+    annotation   what typing objects, classes and strings stand for
+
+Descriptors, in the order in which one passes through them:
 
     dims         sizes: numbers, names with bounds, expressions
     meta         MetaTensorType: a tensor's dtype, shape, device, requires_grad, layout
@@ -10,12 +18,53 @@ In the order in which a descriptor passes through them:
     compiled     the descriptors of a whole function, ready for its calls
 """
 
+from tsfunc.types.annotation import from_annotation, parse
+from tsfunc.types.classes import interface
 from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
 from tsfunc.types.descriptors import Descriptor, Value, as_descriptor
 from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
+from tsfunc.types.grammar import (
+    ANY,
+    BOOL,
+    DOUBLE,
+    FLOAT,
+    INT,
+    NONE,
+    STR,
+    TENSOR,
+    TSAllType,
+    TSBuiltinClass,
+    TSCustomClass,
+    TSDict,
+    TSEnum,
+    TSFuture,
+    TSInstanceClass,
+    TSList,
+    TSMetaType,
+    TSModuleInterface,
+    TSModuleType,
+    TSNamedTuple,
+    TSNominalType,
+    TSOptional,
+    TSPrimitiveType,
+    TSRRef,
+    TSStructuralType,
+    TSTensor,
+    TSTuple,
+    TSType,
+    optional,
+)
 from tsfunc.types.meta import MetaTensorType
 
 __all__ = [
+    "ANY",
+    "BOOL",
+    "DOUBLE",
+    "FLOAT",
+    "INT",
+    "NONE",
+    "STR",
+    "TENSOR",
     "Bindings",
     "CompiledDescriptors",
     "Descriptor",
@@ -24,7 +73,31 @@ __all__ = [
     "DimForm",
     "DimSpec",
     "MetaTensorType",
+    "TSAllType",
+    "TSBuiltinClass",
+    "TSCustomClass",
+    "TSDict",
+    "TSEnum",
+    "TSFuture",
+    "TSInstanceClass",
+    "TSList",
+    "TSMetaType",
+    "TSModuleInterface",
+    "TSModuleType",
+    "TSNamedTuple",
+    "TSNominalType",
+    "TSOptional",
+    "TSPrimitiveType",
+    "TSRRef",
+    "TSStructuralType",
+    "TSTensor",
+    "TSTuple",
+    "TSType",
     "Value",
     "as_descriptor",
     "compile_descriptors",
+    "from_annotation",
+    "interface",
+    "optional",
+    "parse",
 ]

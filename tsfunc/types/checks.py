@@ -22,11 +22,11 @@ from tsfunc.types.descriptors import (
     OneOf,
     TupleOf,
     Value,
-    assert_never,
     children_of,
     entry_text,
 )
 from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.grammar import assert_never
 from tsfunc.types.meta import MetaTensorType, tensor_text
 from tsfunc.types.values import describe, same_value
 

@@ -19,12 +19,13 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 import optree
 import torch
 
 from tsfunc.errors import DescriptorError
+from tsfunc.types.grammar import assert_never
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.values import describe, same_value
 
@@ -140,11 +141,6 @@ _SUPPORTED = (
     "a MetaTensorType, a class, List[X], Tuple[X, ...], Dict[K, V], Optional[X], Union[X, Y], "
     "Literal[...], Any, a container of descriptors, or a value"
 )
-
-
-def assert_never(descriptor: NoReturn) -> NoReturn:
-    """For the end of a match over ``Descriptor``: type checkers prove that it isn't reached."""
-    raise AssertionError(f"not a descriptor: {descriptor!r}")
 
 
 def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:

@@ -20,7 +20,7 @@ _PYTHON_DTYPES: dict[object, torch.dtype] = {
 }
 """The dtypes that torch's own factories give to Python's number types."""
 
-_SHORT_DTYPES = {
+SHORT_DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",
     torch.float16: "f16",
@@ -184,7 +184,7 @@ def tensor_text(
     layout: torch.layout | None = None,
 ) -> str:
     """A description of a tensor in a line; what is None is left out or shown as ``?``."""
-    kind = "tensor" if dtype is None else _SHORT_DTYPES.get(dtype, _plain(dtype))
+    kind = "tensor" if dtype is None else SHORT_DTYPES.get(dtype, _plain(dtype))
     shape = "..." if dims is None else ", ".join("?" if d is None else str(d) for d in dims)
     words = [f"{kind}[{shape}]"]
     if device is not None:

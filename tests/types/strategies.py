@@ -1,0 +1,130 @@
+"""Generated types, and classes for them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from hypothesis import strategies as st
+
+from tsfunc.types import (
+    ANY,
+    BOOL,
+    DOUBLE,
+    FLOAT,
+    INT,
+    NONE,
+    STR,
+    TENSOR,
+    Dim,
+    MetaTensorType,
+    TSBuiltinClass,
+    TSCustomClass,
+    TSDict,
+    TSEnum,
+    TSFuture,
+    TSList,
+    TSModuleInterface,
+    TSNamedTuple,
+    TSRRef,
+    TSTensor,
+    TSTuple,
+    TSType,
+    optional,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Level(enum.IntEnum):
+    LOW = 0
+    HIGH = 1
+
+
+class Base: ...
+
+
+class Left(Base): ...
+
+
+class Right(Base): ...
+
+
+class Leaf(Left): ...
+
+
+@dataclass
+class Record:
+    width: int
+    weight: torch.Tensor
+
+
+class Encoder(Protocol):
+    def encode(self, x: torch.Tensor, depth: int) -> torch.Tensor: ...
+
+
+class Deep(Encoder):
+    def encode(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        return x
+
+
+class Mine(torch.Tensor): ...
+
+
+NOMINAL: tuple[TSType, ...] = (
+    TSBuiltinClass(torch.device),
+    TSBuiltinClass(torch.nn.ModuleList),
+    *(TSCustomClass(cls) for cls in (Base, Left, Right, Leaf, Record, Deep, torch.nn.Linear)),
+    TSEnum(Color),
+    TSEnum(Level),
+    TSModuleInterface(Encoder),
+    TSTensor(torch.nn.Parameter),
+    TSTensor(Mine),
+)
+SIMPLE: tuple[TSType, ...] = (ANY, INT, FLOAT, DOUBLE, BOOL, STR, NONE, TENSOR)
+
+
+def metas(names: bool = True) -> st.SearchStrategy[MetaTensorType]:
+    """Descriptions of tensors; with `names` also named and computed sizes."""
+    dim: st.SearchStrategy[int | str | Dim | None] = st.none() | st.integers(0, 3)
+    if names:
+        bounded = st.builds(Dim, st.just("k"), st.none() | st.just(1), st.none() | st.just(2))
+        dim = dim | st.sampled_from(["n", "m", "2*n+m"]) | bounded
+    return st.builds(
+        MetaTensorType,
+        dtype=st.none() | st.sampled_from(DTYPES),
+        shape=st.none() | st.lists(dim, max_size=3),
+        device=st.sampled_from([None, "cpu", "cuda", "cuda:1"]),
+        requires_grad=st.sampled_from([None, None, True, False]),
+        layout=st.sampled_from([None, None, torch.strided, torch.sparse_coo]),
+    )
+
+
+def types(names: bool = True) -> st.SearchStrategy[TSType]:
+    """Any type of the language; without `names`, no size in it has one."""
+    tensors: st.SearchStrategy[TSType] = st.builds(
+        TSTensor, st.sampled_from([torch.Tensor, torch.Tensor, torch.nn.Parameter]), metas(names)
+    )
+    leaves = st.sampled_from([*SIMPLE, *NOMINAL]) | tensors
+    keys = st.sampled_from([STR, INT, FLOAT, BOOL, TENSOR, ANY])
+
+    def grow(inner: st.SearchStrategy[TSType]) -> st.SearchStrategy[TSType]:
+        several = st.lists(inner, max_size=3).map(tuple)
+        return st.one_of(
+            st.builds(TSTuple, several),
+            several.map(lambda each: TSNamedTuple(tuple("abc"[: len(each)]), each)),
+            st.builds(TSList, inner),
+            st.builds(TSDict, keys, inner),
+            st.builds(optional, inner),
+            st.builds(TSFuture, inner),
+            st.builds(TSRRef, inner),
+        )
+
+    return st.recursive(leaves, grow, max_leaves=6)

@@ -1,0 +1,313 @@
+"""Annotations: the type that a typing object, a class, a string or a text stands for."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import sys
+import types
+import typing
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, Union
+
+import optree
+import torch
+
+from tsfunc.errors import AnnotationError
+from tsfunc.types.classes import is_rref_class, nominal_type
+from tsfunc.types.grammar import (
+    ANY,
+    BOOL,
+    FLOAT,
+    INT,
+    NONE,
+    STR,
+    TENSOR,
+    TS_TYPES,
+    TSModuleType,
+    TSNamedTuple,
+    TSTensor,
+    TSType,
+)
+from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.text import compose, read_type
+
+Scope: TypeAlias = Mapping[str, object]
+
+_CLASSES: dict[object, TSType] = {
+    int: INT,
+    float: FLOAT,
+    bool: BOOL,
+    str: STR,
+    type(None): NONE,
+    None: NONE,
+    object: ANY,
+    Any: ANY,
+    torch.Tensor: TENSOR,
+    MetaTensorType: TENSOR,
+}
+_BARE = {list: "List[X]", dict: "Dict[K, V]", tuple: "Tuple[X, Y]"}
+_ADVICE = (
+    "a type is Any, int, float, bool, str, None, Tensor, MetaTensorType(...), Tuple[X, Y], "
+    "List[X], Dict[K, V], Optional[X], Future[X], RRef[X], a NamedTuple, an Enum, or a class"
+)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What holds while one annotation is read.
+
+    Attributes:
+        where: how errors call it.
+        scope: what names in strings stand for; None: the words of the grammar alone.
+        inside: the named tuples around it.
+    """
+
+    where: str
+    scope: Scope | None
+    inside: tuple[type, ...] = ()
+
+    def error(self, what: str) -> AnnotationError:
+        return AnnotationError(f"{self.where}: {what}")
+
+
+def from_annotation(
+    annotation: Any, scope: Scope | None = None, *, where: str = "the annotation"
+) -> TSType:
+    """The type that an annotation stands for.
+
+    Args:
+        annotation: a typing object of the old or the new style, a class, a `MetaTensorType`,
+            a string, a forward reference, or a type itself.
+        scope: what names in strings stand for, such as the globals of the module. Without it
+            strings are read by `parse`.
+        where: how error messages call it.
+
+    Raises:
+        AnnotationError: it is no type of the language.
+
+    Example:
+        >>> from typing import Dict, Optional
+        >>> print(from_annotation(Dict[str, Optional[torch.Tensor]]))
+        Dict[str, Optional[Tensor]]
+        >>> print(from_annotation(list[MetaTensorType(["n", 64], dtype=torch.float32)]))
+        List[f32[n, 64]]
+        >>> print(from_annotation("Tuple[int, List[Node]]", {"Node": torch.nn.Module}))
+        Tuple[int, List[torch.nn.Module]]
+
+    Source: the type annotations of the TorchScript type system proposal.
+    """
+    try:
+        return _read(annotation, _Reading(where, scope))
+    except RecursionError:
+        raise AnnotationError(f"{where}: nested too deeply for a type") from None
+
+
+def _read(annotation: Any, reading: _Reading) -> TSType:
+    if isinstance(annotation, TS_TYPES):
+        return annotation
+    if isinstance(annotation, TSModuleType):
+        raise reading.error(
+            f"{annotation.cls.__name__} stands here for the type of one module, which is no "
+            f"annotation; write the class"
+        )
+    if isinstance(annotation, MetaTensorType):
+        return TSTensor(meta=annotation)
+    if isinstance(annotation, typing.ForwardRef):
+        annotation = annotation.__forward_arg__
+    if isinstance(annotation, str):
+        return _from_string(annotation, reading)
+    if typing.get_origin(annotation) is not None:
+        return _from_generic(annotation, reading)
+    try:
+        known = _CLASSES.get(annotation)
+    except TypeError:  # not hashable
+        known = None
+    if known is not None:
+        return known
+    if isinstance(annotation, type):
+        return _from_class(annotation, reading)
+    if isinstance(annotation, typing.NewType):
+        return _read(annotation.__supertype__, reading)
+    if type(annotation).__name__ == "TypeAliasType":  # Python 3.12's `type X = ...`
+        return _read(annotation.__value__, reading)
+    raise reading.error(f"{annotation!r} is no type of the language; {_ADVICE}")
+
+
+def _from_string(text: str, reading: _Reading) -> TSType:
+    if reading.scope is None:
+        try:
+            return read_type(text, {}, lambda found: _read(found, reading))
+        except AnnotationError as error:
+            raise AnnotationError(f"{reading.where}: {error}") from None
+    try:
+        names: Any = ChainMap(dict(reading.scope), _WORDS)
+        found = eval(text, {"__builtins__": builtins}, names)
+    except Exception as error:
+        # A text of the grammar that is no Python: f32[n, 64] cpu.
+        try:
+            return read_type(text, reading.scope, lambda found: _read(found, reading))
+        except AnnotationError:
+            raise reading.error(f"{text!r} can't be read: {error}") from None
+    return _read(found, reading)
+
+
+_WORDS: dict[str, object] = {
+    **{name: getattr(typing, name) for name in ("Any", "Dict", "List", "Optional", "Tuple")},
+    "Union": Union,
+    "Tensor": torch.Tensor,
+    "MetaTensorType": MetaTensorType,
+    "Future": torch.futures.Future,
+    "torch": torch,
+}
+"""What names in strings mean where the scope lacks them: the grammar's own words."""
+
+
+def parse(text: str, scope: Scope | None = None) -> TSType:
+    """The type that a text says; the inverse of ``str``.
+
+    Args:
+        text: a type as its ``str`` is, or as Python code would write it.
+        scope: what the names of classes in the text stand for; those that it lacks are looked up
+            by their module and qualified name.
+
+    Raises:
+        AnnotationError: the text is no type.
+
+    Example:
+        >>> parse("Dict[str, Tuple[int, Tensor]]")
+        TSDict(key=TSPrimitiveType(name='str'), value=TSTuple(elements=(TSPrimitiveType(name='int')\
+, TSTensor(cls=<class 'torch.Tensor'>, meta=MetaTensorType()))))
+        >>> print(parse("list[f32[n, 64] cpu | None]"))
+        List[Optional[f32[n, 64] cpu]]
+
+    Source: the grammar of the TorchScript type system proposal.
+    """
+    if not isinstance(text, str):
+        raise AnnotationError(f"parse(text): expected a str, got {text!r}")
+    return read_type(text, scope or {}, lambda found: from_annotation(found, scope))
+
+
+# --- typing objects
+
+
+def _from_generic(annotation: Any, reading: _Reading) -> TSType:
+    """A typing object that has been given arguments, or waits for them (``List``)."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _from_annotated(args, reading)
+    if origin in (typing.Final, typing.ClassVar):
+        return _read(args[0], reading)
+    name = _constructor(origin)
+    if name is None:
+        if isinstance(origin, type) and typing.Generic in origin.__bases__:
+            return _from_class(
+                origin, reading
+            )  # a class of the user's: its parameters are not ours
+        raise reading.error(f"{annotation!r} is no type of the language; {_ADVICE}")
+    if not args and annotation in (typing.List, typing.Dict, typing.Tuple):  # noqa: UP006
+        raise reading.error(f"{annotation!r} says not what is in it: write {_BARE[origin]}")
+    if Ellipsis in args:
+        raise reading.error(
+            f"{annotation!r} has any length, and the length of a tuple is part of its type; "
+            f"write List[X] for any length"
+        )
+    if args == ((),):  # Tuple[()] on Python 3.10
+        args = ()
+    try:
+        return compose(name, [_read(arg, reading) for arg in args])
+    except AnnotationError as error:
+        text = str(error)
+        raise error if text.startswith(reading.where) else reading.error(text) from None
+
+
+def _constructor(origin: Any) -> str | None:
+    """The grammar's name of what a typing object was made with."""
+    if origin in (Union, types.UnionType):
+        return "Union"
+    if origin in (list, dict, tuple):
+        return str(origin.__name__)
+    if not isinstance(origin, type):
+        return None
+    if issubclass(origin, torch.futures.Future | torch.jit.Future):
+        return "Future"
+    return "RRef" if is_rref_class(origin) else None
+
+
+def _from_annotated(args: tuple[Any, ...], reading: _Reading) -> TSType:
+    """``Annotated[Tensor, MetaTensorType(...)]`` says more of a tensor to us than to others."""
+    base = _read(args[0], reading)
+    for extra in args[1:]:
+        if isinstance(extra, MetaTensorType):
+            if not isinstance(base, TSTensor):
+                raise reading.error(f"{extra!r} describes a tensor, but annotates {base}")
+            base = TSTensor(base.cls, extra)
+    return base
+
+
+# --- classes
+
+
+def _from_class(cls: type, reading: _Reading) -> TSType:
+    if cls in _BARE:
+        raise reading.error(f"{cls.__name__} says not what is in it: write {_BARE[cls]}")
+    if issubclass(cls, torch.futures.Future | torch.jit.Future):
+        raise reading.error("Future says not what is in it: write Future[X]")
+    if is_rref_class(cls):
+        raise reading.error("RRef says not what is in it: write RRef[X]")
+    if optree.is_namedtuple_class(cls):
+        return _from_named_tuple(cls, reading)
+    if typing.is_typeddict(cls):
+        raise reading.error(f"{cls.__name__} is a TypedDict, which no dict can be told to be")
+    try:
+        return nominal_type(cls)
+    except AnnotationError as error:
+        raise AnnotationError(f"{reading.where}: {error}") from None
+
+
+def _from_named_tuple(cls: type, reading: _Reading) -> TSType:
+    """A field without annotation is a tensor, as a parameter without one is."""
+    if cls in reading.inside:
+        raise reading.error(
+            f"{cls.__name__} has itself among its elements; a named tuple is its elements, so "
+            f"that such a type has no end: make it a class"
+        )
+    names = optree.namedtuple_fields(cls)
+    inner = replace(reading, inside=(*reading.inside, cls))
+    found = dict(raw_annotations(cls))
+    elements = []
+    for name in names:
+        where = f"{reading.where}: {cls.__name__}.{name}"
+        scope = class_scope(cls)
+        elements.append(_read(found.get(name, TENSOR), replace(inner, where=where, scope=scope)))
+    return TSNamedTuple(names, tuple(elements))
+
+
+def raw_annotations(cls: type) -> Iterator[tuple[str, Any]]:
+    """The annotations of a class and of those that it is derived from, as they were written."""
+    for home in reversed(cls.__mro__):
+        yield from inspect.get_annotations(home).items()
+
+
+def class_scope(cls: type) -> Scope:
+    """What the names in the annotations of a class stand for."""
+    module = sys.modules.get(cls.__module__)
+    return ChainMap({cls.__name__: cls}, vars(module) if module else {})
+
+
+def attribute_types(cls: type) -> dict[str, TSType]:
+    """The annotated attributes of a class; `Any` where the annotation is no type.
+
+    An attribute is checked when it is reached for: an annotation that says nothing to us must
+    not keep the rest of the class from being used.
+    """
+    scope = class_scope(cls)
+    found: dict[str, TSType] = {}
+    for name, annotation in raw_annotations(cls):
+        try:
+            found[name] = from_annotation(annotation, scope, where=f"{cls.__name__}.{name}")
+        except AnnotationError:
+            found[name] = ANY
+    return found

@@ -1,0 +1,115 @@
+"""Names of classes: a class has one, and the name leads back to the class.
+
+Types are printed and parsed, so that the classes in them need names. A class is called by its
+module and qualified name, torch's own by the names that people write. A class that can't be found
+by its name (it was made inside of a function, or another has taken its place) is remembered, for
+as long as it lives, by that name; where two claim one name, the second is told apart by a number:
+``module.f.<locals>.Model#2``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+NAME = re.compile(r"[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<\w+>))*(?:#\d+)?")
+"""A dotted name as this file makes them."""
+
+_PUBLIC: dict[str, type] = {
+    "torch.device": torch.device,
+    "torch.dtype": torch.dtype,
+    "torch.layout": torch.layout,
+    "torch.memory_format": torch.memory_format,
+    "torch.Size": torch.Size,
+    "torch.Generator": torch.Generator,
+    "torch.Stream": torch.Stream,
+    "torch.Event": torch.Event,
+    "torch.cuda.Stream": torch.cuda.Stream,
+    "torch.cuda.Event": torch.cuda.Event,
+    "torch.nn.Module": torch.nn.Module,
+    "torch.nn.ModuleList": torch.nn.ModuleList,
+    "torch.nn.ModuleDict": torch.nn.ModuleDict,
+    "torch.nn.Parameter": torch.nn.Parameter,
+    "torch.nn.Buffer": torch.nn.Buffer,
+}
+_PUBLIC_NAMES = {cls: name for name, cls in _PUBLIC.items()}
+
+_claims: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+_claimed: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def class_name(cls: type) -> str:
+    """The name that `find` finds the class by.
+
+    Example:
+        >>> class_name(torch.nn.Linear), class_name(complex)
+        ('torch.nn.modules.linear.Linear', 'complex')
+    """
+    if cls in _PUBLIC_NAMES:
+        return _PUBLIC_NAMES[cls]
+    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+    name = f"{module}{cls.__qualname__}"
+    return name if NAME.fullmatch(name) and _imported(name) is cls else _claim(cls, name)
+
+
+def _claim(cls: type, name: str) -> str:
+    with _lock:
+        known = _claimed.get(cls)
+        if known is None:
+            known = _free(name if NAME.fullmatch(name) else "_." + re.sub(r"\W", "_", name))
+            _claims[known] = cls
+            _claimed[cls] = known
+        return known
+
+
+def _free(name: str) -> str:
+    """The name itself, or with the first number that no class has."""
+    names = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
+    return next(each for each in names if each not in _claims and _imported(each) is None)
+
+
+def find(name: str, scope: Mapping[str, object]) -> Any:
+    """What a dotted name stands for, or None.
+
+    Args:
+        name: as `class_name` gives it, or as code that sees `scope` would write it.
+        scope: names that come first.
+
+    Nothing is imported for it: a class whose module isn't is not found.
+    """
+    root, *rest = name.split(".")
+    if root in scope:
+        return _attribute(scope[root], rest)
+    found = _PUBLIC.get(name) or _claims.get(name)
+    return _imported(name) if found is None else found
+
+
+def _imported(name: str) -> Any:
+    parts = name.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:i]))
+        if module is not None:
+            return _attribute(module, parts[i:])
+    return getattr(builtins, name, None)
+
+
+def _attribute(value: Any, names: list[str]) -> Any:
+    for name in names:
+        # vars, not getattr: looking up a name is to run no one's __getattr__.
+        value = next((vars(c)[name] for c in _homes(value) if name in vars(c)), None)
+    return value
+
+
+def _homes(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, type):
+        return value.__mro__
+    return (value,) if hasattr(value, "__dict__") else ()

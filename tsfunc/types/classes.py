@@ -1,0 +1,194 @@
+"""Nominal types: what kind of class a class is, and whether it keeps that kind's rules."""
+
+from __future__ import annotations
+
+import dis
+import enum
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from tsfunc.errors import AnnotationError
+from tsfunc.types.grammar import (
+    TSBuiltinClass,
+    TSCustomClass,
+    TSEnum,
+    TSModuleInterface,
+    TSNominalType,
+    TSTensor,
+)
+
+BUILTIN_CLASSES: frozenset[type] = frozenset(
+    {
+        torch.device,
+        torch.dtype,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+        torch.Generator,
+        torch.Stream,
+        torch.Event,
+        torch.cuda.Stream,
+        torch.cuda.Event,
+        torch.nn.ModuleList,
+        torch.nn.ModuleDict,
+    }
+)
+"""The classes, beside Tensor, whose meaning the language has built in."""
+
+_MARK = "__ts_interface__"
+_C = TypeVar("_C", bound=type)
+
+
+def nominal_type(cls: type) -> TSNominalType:
+    """The type that a class stands for.
+
+    Raises:
+        AnnotationError: an enum or an interface that breaks the rules for these.
+    """
+    if issubclass(cls, torch.Tensor):
+        return TSTensor(cls)
+    if cls in BUILTIN_CLASSES:
+        return TSBuiltinClass(cls)
+    if issubclass(cls, enum.Enum):
+        check_enum(cls)
+        return TSEnum(cls)
+    if is_interface(cls):
+        check_interface(cls)
+        return TSModuleInterface(cls)
+    return TSCustomClass(cls)
+
+
+def is_rref_class(cls: type) -> bool:
+    """Whether it is torch's RRef; a torch that was built without RPC has none."""
+    return any(base.__name__ == "PyRRef" for base in cls.__mro__)
+
+
+# --- enums
+
+
+def check_enum(cls: type[enum.Enum]) -> None:
+    """The members of an enum are literals of one type.
+
+    Python itself keeps the other rule: an enum that has members can't be derived from.
+    """
+    values = {name: member.value for name, member in cls.__members__.items()}
+    kinds = sorted({type(value).__name__ for value in values.values()})
+    if not values:
+        raise AnnotationError(
+            f"enum {cls.__name__} has no members, so nothing is of this type; annotate with an "
+            f"enum derived from it"
+        )
+    if len(kinds) > 1 or kinds[0] not in ("int", "float", "str"):
+        listed = ", ".join(f"{name} = {value!r}" for name, value in values.items())
+        raise AnnotationError(
+            f"enum {cls.__name__}: the values of its members must be all int, all float or all "
+            f"str, got {' and '.join(kinds)} ({listed})"
+        )
+
+
+# --- interfaces
+
+
+def interface(cls: _C) -> _C:
+    """Declares a module interface: a decorator for a class of abstract methods.
+
+    What has such methods may be passed where the interface is annotated; a ``typing.Protocol``
+    is an interface without being declared one.
+
+    Raises:
+        AnnotationError: the class has attributes, a constructor, a method with a body, or an
+            argument without annotation.
+
+    Example:
+        >>> @interface
+        ... class Encoder(torch.nn.Module):
+        ...     def encode(self, x: torch.Tensor, depth: int) -> torch.Tensor: ...
+        >>> print(nominal_type(Encoder).cls.__name__)
+        Encoder
+
+    Source: ``torch.jit.interface`` as the TorchScript type system proposal describes it.
+    """
+    setattr(cls, _MARK, True)
+    check_interface(cls)
+    return cls
+
+
+def is_interface(cls: type) -> bool:
+    """Whether the class itself (not one that it is derived from) is an interface."""
+    own = vars(cls)
+    # The second is how torch.jit.interface marks a class.
+    marked = _MARK in own or "__torch_script_interface__" in own
+    return marked or bool(own.get("_is_protocol", False))
+
+
+def interface_methods(cls: type) -> dict[str, types.FunctionType]:
+    """The methods that an interface asks for, its own and those of interfaces it extends."""
+    return {
+        name: value
+        for home in reversed(cls.__mro__)
+        if is_interface(home) and home not in (typing.Protocol, typing.Generic)
+        for name, value in vars(home).items()
+        if isinstance(value, types.FunctionType) and not _is_machinery(name, value)
+    }
+
+
+def check_interface(cls: type) -> None:
+    """An interface is methods without bodies, their arguments annotated, and nothing else."""
+    found = list(_faults(cls))
+    if found:
+        raise AnnotationError(
+            f"interface {cls.__name__} may have abstract methods with annotated arguments, and "
+            f"nothing else: {'; '.join(found)}"
+        )
+
+
+def _faults(cls: type) -> Iterator[str]:
+    for base in cls.__mro__[1:]:
+        plain = base in (object, torch.nn.Module, typing.Protocol, typing.Generic)
+        if not plain and base.__name__ != "ABC" and not is_interface(base):
+            yield f"it is derived from {base.__name__}, which is no interface"
+    own = vars(cls)
+    for name in inspect.get_annotations(cls):
+        yield f"it has the attribute {name}"
+    for name, value in own.items():
+        if _is_machinery(name, value):
+            continue
+        if name == "__init__":
+            yield "it has a constructor"
+        elif isinstance(value, types.FunctionType):
+            yield from _method_faults(name, value)
+        elif name not in inspect.get_annotations(cls):
+            yield f"{name} is no method but a {type(value).__name__}"
+
+
+def _is_machinery(name: str, value: Any) -> bool:
+    """What Python, abc and typing put into a class by themselves."""
+    if isinstance(value, types.FunctionType):
+        return value.__module__ in ("typing", "typing_extensions", "abc")
+    return name.startswith("_")
+
+
+def _method_faults(name: str, method: types.FunctionType) -> Iterator[str]:
+    _, *parameters = inspect.signature(method).parameters.values() or [None]
+    missing = [p.name for p in parameters if p is not None and p.annotation is p.empty]
+    if missing:
+        yield f"{name} has no annotation for {', '.join(missing)}"
+    if not _is_empty(method):
+        yield f"{name} has a body"
+
+
+_NOTHING = {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
+
+
+def _is_empty(method: types.FunctionType) -> bool:
+    """Whether a body is a docstring, ``pass``, ``...`` or ``raise NotImplementedError``."""
+    code = method.__code__
+    if code.co_names == ("NotImplementedError",):
+        return any(step.opname == "RAISE_VARARGS" for step in dis.get_instructions(code))
+    nothing = all(step.opname in _NOTHING for step in dis.get_instructions(code))
+    return nothing and all(each in (None, method.__doc__) for each in code.co_consts)

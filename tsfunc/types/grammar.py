@@ -1,0 +1,338 @@
+"""The types of the language, as frozen dataclasses under one union.
+
+The grammar is that of the TorchScript type system proposal, a class for each of its rules::
+
+    TSAllType        = TSType | TSInstanceClass
+    TSType           = TSMetaType | TSPrimitiveType | TSStructuralType | TSNominalType
+    TSStructuralType = TSTuple | TSNamedTuple | TSList | TSDict | TSOptional | TSFuture | TSRRef
+    TSNominalType    = TSBuiltinClass | TSTensor | TSCustomClass | TSEnum | TSModuleInterface
+    TSInstanceClass  = TSModuleType
+
+Functions over types match on the union and end in ``assert_never``, so that a member that one of
+them does not handle is an error of the type checker.
+
+NOTE [normal forms]
+Two types that are subtypes of each other are equal, so that a type can be compared, hashed and
+printed. For that ``Optional`` holds neither ``None``, ``Any`` nor another ``Optional``: `optional`
+gives the type that such a spelling stands for, and the constructor refuses it. (Names of sizes are
+the exception: ``f32[n]`` and ``f32[m]`` alone say the same.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NoReturn, TypeAlias
+
+import torch
+
+from tsfunc.errors import AnnotationError
+from tsfunc.types.class_names import class_name
+from tsfunc.types.meta import MetaTensorType
+
+
+@dataclass(frozen=True)
+class TSMetaType:
+    """``Any``: every value. It may stand in a signature, and nothing can be computed with it."""
+
+    name: Literal["Any"] = "Any"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class TSPrimitiveType:
+    """A type of single values that goes by a name of its own; a ``bool`` is no ``int``."""
+
+    name: Literal["int", "float", "double", "bool", "str", "None"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class TSTuple:
+    """``Tuple[X, Y]``: a tuple with exactly these elements."""
+
+    elements: tuple[TSType, ...]
+
+    def __post_init__(self) -> None:
+        _require_types(self, self.elements)
+
+    def __str__(self) -> str:
+        return f"Tuple[{', '.join(map(str, self.elements)) or '()'}]"
+
+
+@dataclass(frozen=True)
+class TSNamedTuple:
+    """``namedtuple(a: X, b: Y)``: like `TSTuple`, with a name for each element.
+
+    It is structural: the class that a named tuple was made by plays no part.
+    """
+
+    names: tuple[str, ...]
+    elements: tuple[TSType, ...]
+
+    def __post_init__(self) -> None:
+        _require_types(self, self.elements)
+        if len(self.names) != len(self.elements) or len(set(self.names)) != len(self.names):
+            raise AnnotationError(
+                f"TSNamedTuple has a name of its own for each element, got names "
+                f"{list(self.names)} for {len(self.elements)} element(s)"
+            )
+
+    def __str__(self) -> str:
+        pairs = zip(self.names, self.elements, strict=True)
+        return f"namedtuple({', '.join(f'{name}: {element}' for name, element in pairs)})"
+
+
+@dataclass(frozen=True)
+class TSList:
+    """``List[X]``: a list of any length."""
+
+    element: TSType
+
+    def __post_init__(self) -> None:
+        _require_types(self, (self.element,))
+
+    def __str__(self) -> str:
+        return f"List[{self.element}]"
+
+
+@dataclass(frozen=True)
+class TSDict:
+    """``Dict[K, V]``: a dict of any size; K is str, int, float, bool, Tensor or Any."""
+
+    key: TSType
+    value: TSType
+
+    def __post_init__(self) -> None:
+        _require_types(self, (self.key, self.value))
+        if not is_key_type(self.key):
+            raise AnnotationError(
+                f"Dict[{self.key}, {self.value}]: the keys of a dict are str, int, float, bool, "
+                f"Tensor or Any, not {self.key}"
+            )
+
+    def __str__(self) -> str:
+        return f"Dict[{self.key}, {self.value}]"
+
+
+@dataclass(frozen=True)
+class TSOptional:
+    """``Optional[X]``: X or None. See NOTE [normal forms]; `optional` makes one of any type."""
+
+    element: TSType
+
+    def __post_init__(self) -> None:
+        _require_types(self, (self.element,))
+        if _holds_none(self.element):
+            raise AnnotationError(
+                f"Optional[{self.element}] is {self.element}: write that, or call "
+                f"tsfunc.types.optional, which finds the shortest form"
+            )
+
+    def __str__(self) -> str:
+        return f"Optional[{self.element}]"
+
+
+@dataclass(frozen=True)
+class TSFuture:
+    """``Future[X]``: a value that is still being computed."""
+
+    element: TSType
+
+    def __post_init__(self) -> None:
+        _require_types(self, (self.element,))
+
+    def __str__(self) -> str:
+        return f"Future[{self.element}]"
+
+
+@dataclass(frozen=True)
+class TSRRef:
+    """``RRef[X]``: a value that another process holds."""
+
+    element: TSType
+
+    def __post_init__(self) -> None:
+        _require_types(self, (self.element,))
+
+    def __str__(self) -> str:
+        return f"RRef[{self.element}]"
+
+
+@dataclass(frozen=True)
+class TSTensor:
+    """``Tensor``, or a class derived from it; `meta` says what more is known of it."""
+
+    cls: type[torch.Tensor] = torch.Tensor
+    meta: MetaTensorType = MetaTensorType()  # noqa: RUF009  frozen
+
+    def __str__(self) -> str:
+        known = self.meta != MetaTensorType()
+        if self.cls is torch.Tensor:
+            return str(self.meta) if known else "Tensor"
+        name = class_name(self.cls)
+        return f"Annotated[{name}, {self.meta}]" if known else name
+
+
+@dataclass(frozen=True)
+class TSBuiltinClass:
+    """A class of torch's that is part of the language: ``torch.device``, ``torch.dtype``."""
+
+    cls: type
+
+    def __str__(self) -> str:
+        return class_name(self.cls)
+
+
+@dataclass(frozen=True)
+class TSCustomClass:
+    """Any other class. What is used of it is checked where it is used (see `attribute_type`)."""
+
+    cls: type
+
+    def __str__(self) -> str:
+        return class_name(self.cls)
+
+
+@dataclass(frozen=True)
+class TSEnum:
+    """An enum whose members are all ints, all floats or all strs."""
+
+    cls: type
+
+    def __str__(self) -> str:
+        return class_name(self.cls)
+
+
+@dataclass(frozen=True)
+class TSModuleInterface:
+    """A class of abstract methods with annotated arguments, and nothing else."""
+
+    cls: type
+
+    def __str__(self) -> str:
+        return class_name(self.cls)
+
+
+@dataclass(frozen=True)
+class TSModuleType:
+    """The type of one ``nn.Module``, read off the instance; two of one class may differ in it.
+
+    It is no `TSType`: it can't be written as an annotation and composes with nothing. Where a
+    type is needed, a module is one of its class, a `TSCustomClass`.
+    """
+
+    cls: type
+    attributes: tuple[tuple[str, TSAllType], ...]
+
+    def __str__(self) -> str:
+        attributes = ", ".join(f"{name}: {type_}" for name, type_ in self.attributes)
+        return f"{class_name(self.cls)}({attributes})"
+
+
+TSStructuralType: TypeAlias = (
+    TSTuple | TSNamedTuple | TSList | TSDict | TSOptional | TSFuture | TSRRef
+)
+TSNominalType: TypeAlias = TSBuiltinClass | TSTensor | TSCustomClass | TSEnum | TSModuleInterface
+TSType: TypeAlias = TSMetaType | TSPrimitiveType | TSStructuralType | TSNominalType
+TSInstanceClass: TypeAlias = TSModuleType
+TSAllType: TypeAlias = TSType | TSInstanceClass
+
+# What isinstance takes: on Python 3.10 it takes no union that is written as an alias of aliases.
+TS_TYPES = (
+    TSMetaType, TSPrimitiveType, TSTuple, TSNamedTuple, TSList, TSDict, TSOptional, TSFuture,
+    TSRRef, TSTensor, TSBuiltinClass, TSCustomClass, TSEnum, TSModuleInterface,
+)  # fmt: skip
+
+ANY = TSMetaType()
+INT = TSPrimitiveType("int")
+FLOAT = TSPrimitiveType("float")
+DOUBLE = TSPrimitiveType("double")
+BOOL = TSPrimitiveType("bool")
+STR = TSPrimitiveType("str")
+NONE = TSPrimitiveType("None")
+TENSOR = TSTensor()
+PRIMITIVES = (INT, FLOAT, DOUBLE, BOOL, STR, NONE)
+
+
+def assert_never(value: NoReturn) -> NoReturn:
+    """For the end of a match over a union: type checkers prove that it isn't reached."""
+    raise AssertionError(f"not handled: {value!r}")
+
+
+def optional(element: TSType) -> TSType:
+    """The type of what is of type `element` or None, in its normal form.
+
+    Example:
+        >>> print(optional(INT), optional(optional(INT)), optional(NONE), optional(ANY))
+        Optional[int] Optional[int] None Any
+    """
+    return element if _holds_none(element) else TSOptional(element)
+
+
+def _holds_none(type_: TSType) -> bool:
+    return type_ in (NONE, ANY) or isinstance(type_, TSOptional)
+
+
+def is_key_type(key: TSAllType) -> bool:
+    """Whether dicts may have such keys."""
+    return key in (STR, INT, FLOAT, BOOL, ANY) or isinstance(key, TSTensor)
+
+
+def children_of_type(type_: TSType) -> tuple[TSType, ...]:
+    """The types that a type is composed of."""
+    match type_:
+        case TSTuple(elements) | TSNamedTuple(elements=elements):
+            return elements
+        case TSList(element) | TSOptional(element) | TSFuture(element) | TSRRef(element):
+            return (element,)
+        case TSDict(key, value):
+            return key, value
+        case (
+            TSMetaType() | TSPrimitiveType() | TSTensor() | TSBuiltinClass() | TSCustomClass()
+            | TSEnum() | TSModuleInterface()
+        ):  # fmt: skip
+            return ()
+        case _:
+            assert_never(type_)
+
+
+def with_children(type_: TSType, children: Iterable[TSType]) -> TSType:
+    """A type of the same kind that is composed of other types."""
+    match type_:
+        case TSTuple():
+            return TSTuple(tuple(children))
+        case TSNamedTuple(names):
+            return TSNamedTuple(names, tuple(children))
+        case TSOptional():
+            (element,) = children
+            return optional(element)
+        case TSList() | TSFuture() | TSRRef() | TSDict():
+            return type(type_)(*children)
+        case (
+            TSMetaType() | TSPrimitiveType() | TSTensor() | TSBuiltinClass() | TSCustomClass()
+            | TSEnum() | TSModuleInterface()
+        ):  # fmt: skip
+            return type_
+        case _:
+            assert_never(type_)
+
+
+def _require_types(composed: object, children: tuple[object, ...]) -> None:
+    """Only a `TSType` composes: no Python class, and no `TSModuleType`."""
+    for child in children:
+        if isinstance(child, TSModuleType):
+            raise AnnotationError(
+                f"{type(composed).__name__}: {class_name(child.cls)} stands here for the type of "
+                f"one module, which composes with nothing, because another module of that class "
+                f"may have other attributes; use the class itself: TSCustomClass(cls)"
+            )
+        if not isinstance(child, TS_TYPES):
+            raise AnnotationError(
+                f"{type(composed).__name__} is composed of types, got {child!r} of type "
+                f"{type(child).__name__}; tsfunc.types.from_annotation makes a type of it"
+            )
