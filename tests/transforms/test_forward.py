@@ -91,6 +91,43 @@ def test_inside_of_ordinary_forward_mode() -> None:
         same(fwd.unpack_dual(out).tangent, X.cos() * Y)
 
 
+def test_where_forward_mode_was_switched_off() -> None:
+    """A caller's switch is no business of jvp's; one inside of the function is."""
+    with fwd._set_fwd_grad_enabled(False):
+        same(tsfunc.jvp(torch.sin, (X,), (Y,))[1], X.cos() * Y)
+        same(tsfunc.vmap(lambda x, t: tsfunc.jvp(torch.sin, (x,), (t,))[1])(X, Y), X.cos() * Y)
+        assert not fwd._is_fwd_grad_enabled()
+
+    def constant_part(x: Tensor) -> Tensor:
+        with fwd._set_fwd_grad_enabled(False):
+            shift = x.exp()
+        return x * 3 + shift
+
+    same(tsfunc.jvp(constant_part, (X,), (Y,))[1], 3 * Y)
+
+
+def test_in_the_forward_of_an_autograd_function() -> None:
+    """torch switches forward mode off there."""
+
+    class Tangent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            tangent: Tensor = tsfunc.jvp(torch.sin, (x,), (torch.ones_like(x),))[1]
+            return tangent
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            tangent: Tensor = tsfunc.jvp(torch.cos, (x,), (torch.ones_like(x),))[1]
+            return grad * tangent
+
+    x = X.clone().requires_grad_()
+    out = Tangent.apply(x)  # type: ignore[no-untyped-call]
+    same(out, X.cos())
+    same(torch.autograd.grad(out.sum(), x)[0], -X.sin())
+
+
 MESSAGES: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: tsfunc.jvp(torch.sin, [X], (Y,)),  # type: ignore[arg-type]

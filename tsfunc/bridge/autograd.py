@@ -9,7 +9,8 @@ the graph of the levels outside.
 
 Private names used here (torch 2.11 to 2.13): ``Variable._execution_engine`` runs a backward pass
 without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` says whether a dual level
-is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``;
+is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``,
+``forward_ad._set_fwd_grad_enabled`` switches tangents on;
 ``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
 """
 
@@ -292,7 +293,9 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
     else:
         _plain_forward.depth += 1
     try:
-        yield
+        # A caller may have switched it off, as the forward of every autograd.Function does.
+        with forward_ad._set_fwd_grad_enabled(True):
+            yield
     finally:
         if level is not None:
             level.forward -= 1
