@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,12 +29,15 @@ from tsfunc.types import (
     TSList,
     TSModuleInterface,
     TSNamedTuple,
+    TSOptional,
     TSRRef,
     TSTensor,
     TSTuple,
     TSType,
+    is_subtype,
     optional,
 )
+from tsfunc.types.grammar import children_of_type, with_children
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
 
@@ -128,3 +132,45 @@ def types(names: bool = True) -> st.SearchStrategy[TSType]:
         )
 
     return st.recursive(leaves, grow, max_leaves=6)
+
+
+def below(type_: TSType) -> st.SearchStrategy[TSType]:
+    """Subtypes of a type; no size in them has a name."""
+    simple = st.sampled_from([t for t in (*SIMPLE, *NOMINAL) if is_subtype(t, type_)] or [type_])
+    if isinstance(type_, TSTensor):
+        return simple | st.builds(TSTensor, st.just(type_.cls), _more_known(type_.meta))
+    if isinstance(type_, TSOptional):
+        return st.one_of(simple, st.just(type_), below(type_.element))
+    if isinstance(type_, TSList | TSDict):
+        return _composed(type_, _described)
+    if children_of_type(type_):
+        return _composed(type_, below)
+    return simple
+
+
+def _composed(
+    type_: TSType, make: Callable[[TSType], st.SearchStrategy[TSType]]
+) -> st.SearchStrategy[TSType]:
+    children = st.tuples(*map(make, children_of_type(type_)))
+    return children.map(lambda found: with_children(type_, found))
+
+
+def _described(type_: TSType) -> st.SearchStrategy[TSType]:
+    """The same type with more known of its tensors."""
+    if isinstance(type_, TSTensor):
+        return st.builds(TSTensor, st.just(type_.cls), _more_known(type_.meta))
+    return _composed(type_, _described)
+
+
+def _more_known(meta: MetaTensorType) -> st.SearchStrategy[MetaTensorType]:
+    def fill(other: MetaTensorType) -> MetaTensorType:
+        dims = other.shape
+        if meta.shape is not None:
+            dims = tuple(1 if dim is None else dim for dim in meta.shape)
+        known = {
+            name: getattr(other if getattr(meta, name) is None else meta, name)
+            for name in ("dtype", "device", "requires_grad", "layout")
+        }
+        return MetaTensorType(shape=dims, **known)
+
+    return st.just(meta) | metas(names=False).map(fill)

@@ -41,7 +41,6 @@ META = MetaTensorType(["n", 64], dtype=torch.float32, device="cpu")
 
 
 @given(types())
-@settings(max_examples=300)
 def test_parse_is_the_inverse_of_str(type_: TSType) -> None:
     assert parse(str(type_)) == type_
     assert hash(parse(str(type_))) == hash(type_)

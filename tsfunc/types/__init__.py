@@ -6,6 +6,8 @@ The types, in the order in which they rest on each other:
     class_names  how a class is called in a text, and found by it
     text         a text read into a type
     classes      nominal types: enums, interfaces, torch's own classes, any class
+    lattice      which type is a subtype of which, and the least type above two
+    sizes        the same for the sizes of tensors, whose names hold across a type
     annotation   what typing objects, classes and strings stand for
 
 Descriptors, in the order in which one passes through them:
@@ -54,6 +56,7 @@ from tsfunc.types.grammar import (
     TSType,
     optional,
 )
+from tsfunc.types.lattice import is_subtype, join
 from tsfunc.types.meta import MetaTensorType
 
 __all__ = [
@@ -98,6 +101,8 @@ __all__ = [
     "compile_descriptors",
     "from_annotation",
     "interface",
+    "is_subtype",
+    "join",
     "optional",
     "parse",
 ]

@@ -27,7 +27,7 @@ from tsfunc.types.descriptors import (
 )
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.grammar import assert_never
-from tsfunc.types.meta import MetaTensorType, tensor_text
+from tsfunc.types.meta import MetaTensorType, on_device, tensor_text
 from tsfunc.types.values import describe, same_value
 
 Path: TypeAlias = tuple[Any, ...]
@@ -137,7 +137,7 @@ def _tensor_check(meta: MetaTensorType, dims: Mapping[str, Dim]) -> Check:
             run.fail(path, ".dtype", f"promised {dtype}, came {value.dtype}")
         if check_shape is not None:
             check_shape(value, path, run)
-        if device is not None and not _on_device(value.device, device):
+        if device is not None and not on_device(value.device, device):
             run.fail(path, ".device", f"promised {device}, came {value.device}")
         if grad is not None and value.requires_grad != grad:
             run.fail(path, ".requires_grad", f"promised {grad}, came {value.requires_grad}")
@@ -145,10 +145,6 @@ def _tensor_check(meta: MetaTensorType, dims: Mapping[str, Dim]) -> Check:
             run.fail(path, ".layout", f"promised {layout}, came {value.layout}")
 
     return check
-
-
-def _on_device(came: torch.device, promised: torch.device) -> bool:
-    return came == promised or (promised.index is None and came.type == promised.type)
 
 
 def _shape_check(forms: tuple[DimForm, ...], dims: Mapping[str, Dim]) -> Check:

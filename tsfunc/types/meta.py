@@ -176,6 +176,11 @@ class MetaTensorType:
         raise TypeError(f"{self!r} describes tensors and can't be called; it makes none")
 
 
+def on_device(came: torch.device, promised: torch.device) -> bool:
+    """Whether a device is the one that is promised, or one of that kind where none is."""
+    return came == promised or (promised.index is None and came.type == promised.type)
+
+
 def tensor_text(
     dtype: torch.dtype | None,
     dims: Iterable[object] | None,

@@ -1,0 +1,293 @@
+"""The order of types: which is a subtype of which, and the least type above two.
+
+NOTE [the order of types]
+``a`` is a subtype of ``b`` if every value of type ``a`` may stand where a ``b`` is asked for.
+
+- `Any` is above all. ``None`` and ``X`` are below ``Optional[X]``.
+- Numbers do not convert: ``bool``, ``int`` and ``float`` are unrelated. ``float`` is below
+  ``double``, which Python's floats are.
+- What can't be written to varies with its elements: tuples, named tuples, futures and remote
+  references. A named tuple is below the tuple of its elements.
+- Lists and dicts do not: who takes a ``List[int]`` for a ``List[Any]`` may write a string into it.
+  What is known of a tensor is no bar, because writing is no matter of it: ``List[f32[3]]`` is
+  below ``List[Tensor]``.
+- Classes are below those that they are derived from. So an interface is above the classes that
+  are derived from it; what merely has its methods may be passed as one (see `check`).
+- The type of a module is below its class.
+
+Two classes that have several bases in common, neither derived from the other, have no least type
+above both; their join is `Any`. In every other case `join` is the least upper bound.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import typing
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, overload
+
+import torch
+
+from tsfunc.errors import AnnotationError
+from tsfunc.types.classes import nominal_type
+from tsfunc.types.dims import DimForm
+from tsfunc.types.grammar import (
+    ANY,
+    DOUBLE,
+    FLOAT,
+    NONE,
+    TSAllType,
+    TSBuiltinClass,
+    TSCustomClass,
+    TSDict,
+    TSEnum,
+    TSFuture,
+    TSList,
+    TSMetaType,
+    TSModuleInterface,
+    TSModuleType,
+    TSNamedTuple,
+    TSOptional,
+    TSPrimitiveType,
+    TSRRef,
+    TSTensor,
+    TSTuple,
+    TSType,
+    assert_never,
+    children_of_type,
+    optional,
+    with_children,
+)
+from tsfunc.types.meta import MetaTensorType, on_device
+from tsfunc.types.sizes import Generalization, Instance
+
+
+def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
+    """Whether values of one type may stand where another is asked for.
+
+    See NOTE [the order of types].
+
+    Example:
+        >>> from tsfunc.types import parse
+        >>> [is_subtype(parse("int"), parse(wider)) for wider in ("Optional[int]", "float")]
+        [True, False]
+        >>> is_subtype(parse("f32[3, 3]"), parse("f32[n, n]"))
+        True
+
+    Source: the subtypes of TorchScript's types, with Python's classes and descriptions of tensors.
+    """
+    if narrower == wider:
+        return True
+    if isinstance(wider, TSModuleType):
+        return False
+    inner = _nominal(narrower)
+    sizes = Instance(dims_of(inner))
+    return _below(inner, wider, sizes) and sizes.settled()
+
+
+def _below(narrower: TSType, wider: TSType, sizes: Instance) -> bool:
+    match wider:
+        case TSMetaType():
+            return True
+        case TSOptional(element):
+            inner = _inner(narrower)
+            return inner == NONE or _below(inner, element, sizes)
+        case TSPrimitiveType():
+            return narrower == wider or (narrower == FLOAT and wider == DOUBLE)
+        case TSTuple():
+            return isinstance(narrower, _TUPLES) and _children_below(narrower, wider, sizes)
+        case TSNamedTuple(names):
+            return (
+                isinstance(narrower, TSNamedTuple)
+                and narrower.names == names
+                and _children_below(narrower, wider, sizes)
+            )
+        case TSList() | TSDict():
+            return _plain(narrower) == _plain(wider) and _children_below(narrower, wider, sizes)
+        case TSFuture() | TSRRef():
+            return type(narrower) is type(wider) and _children_below(narrower, wider, sizes)
+        case TSTensor(cls, meta):
+            return (
+                isinstance(narrower, TSTensor)
+                and cls in narrower.cls.__mro__
+                and _describes_less(narrower.meta, meta, sizes)
+            )
+        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls) | TSModuleInterface(cls):
+            return isinstance(narrower, _CLASSES) and cls in narrower.cls.__mro__
+        case _:
+            assert_never(wider)
+
+
+_TUPLES = (TSTuple, TSNamedTuple)
+_CLASSES = (TSBuiltinClass, TSCustomClass, TSEnum, TSModuleInterface)
+
+
+def _children_below(narrower: TSType, wider: TSType, sizes: Instance) -> bool:
+    ones, others = children_of_type(narrower), children_of_type(wider)
+    return len(ones) == len(others) and all(
+        _below(one, other, sizes) for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _plain(type_: TSType) -> TSType:
+    """A type without the descriptions of its tensors."""
+    if isinstance(type_, TSTensor):
+        return TSTensor(type_.cls)
+    return with_children(type_, map(_plain, children_of_type(type_)))
+
+
+def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
+    """Whether all that `wider` says of a tensor follows from what `narrower` says."""
+    for name in ("dtype", "requires_grad", "layout"):
+        known = getattr(wider, name)
+        if known is not None and getattr(narrower, name) != known:
+            return False
+    if wider.device is not None and (
+        narrower.device is None or not on_device(narrower.device, wider.device)
+    ):
+        return False
+    if wider.dims is None:
+        return True
+    if narrower.dims is None or len(narrower.dims) != len(wider.dims):
+        return False
+    pairs = zip(narrower.dims, wider.dims, strict=True)
+    return all(sizes.fits(size, other) for size, other in pairs)
+
+
+def dims_of(type_: TSType) -> Iterator[DimForm]:
+    """All sizes in a type."""
+    if isinstance(type_, TSTensor):
+        yield from type_.meta.dims or ()
+    else:
+        for child in children_of_type(type_):
+            yield from dims_of(child)
+
+
+# --- join
+
+
+@overload
+def join(left: TSType, right: TSType, /) -> TSType: ...
+@overload
+def join(left: TSAllType, right: TSAllType, /) -> TSAllType: ...
+def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
+    """The least type that two types are subtypes of.
+
+    It is the type of what is one or the other, as after the branches of a condition. Where
+    nothing else is above both it is `Any`, with which nothing can be computed; `join_branches`
+    makes an error of that.
+
+    Example:
+        >>> from tsfunc.types import parse
+        >>> print(join(parse("int"), parse("None")), join(parse("int"), parse("str")))
+        Optional[int] Any
+        >>> print(join(parse("Tuple[f32[3, 3], int]"), parse("Tuple[f32[4, 4], int]")))
+        Tuple[f32[n1, n1], int]
+
+    Source: the unification of types at the joins of control flow in TorchScript.
+    """
+    below, above = is_subtype(left, right), is_subtype(right, left)
+    if below and above:  # the same but for names of sizes
+        return min(left, right, key=str)
+    if below or above:
+        return right if below else left
+    one, other = _nominal(left), _nominal(right)
+    sizes = Generalization(dims_of(one), dims_of(other))
+    _join(one, other, _counting(sizes))
+    return _join(one, other, sizes.size)
+
+
+_Sizes: TypeAlias = Callable[[DimForm, DimForm], DimForm]
+
+
+def _counting(sizes: Generalization) -> _Sizes:
+    def count(left: DimForm, right: DimForm) -> DimForm:
+        sizes.add(left, right)
+        return None
+
+    return count
+
+
+def _nominal(type_: TSAllType) -> TSType:
+    """A type that composes: for the type of a module that of its class."""
+    return nominal_type(type_.cls) if isinstance(type_, TSModuleType) else type_
+
+
+def _join(left: TSType, right: TSType, size: _Sizes) -> TSType:
+    if left == NONE or right == NONE:
+        return optional(right if left == NONE else left)
+    if isinstance(left, TSOptional) or isinstance(right, TSOptional):
+        return optional(_join(_inner(left), _inner(right), size))
+    if isinstance(left, _TUPLES) and isinstance(right, _TUPLES):
+        return _join_tuples(left, right, size)
+    if isinstance(left, TSTensor) and isinstance(right, TSTensor):
+        cls = _common_class(left.cls, right.cls) or torch.Tensor
+        return TSTensor(cls, _join_descriptions(left.meta, right.meta, size))
+    if isinstance(left, _CLASSES) and isinstance(right, _CLASSES):
+        base = _common_class(left.cls, right.cls)
+        return ANY if base is None else nominal_type(base)
+    if {left, right} == {FLOAT, DOUBLE}:
+        return DOUBLE
+    immutable = isinstance(left, TSFuture | TSRRef) and type(left) is type(right)
+    return _join_children(left, right, size) if immutable or _plain(left) == _plain(right) else ANY
+
+
+def _join_tuples(
+    left: TSTuple | TSNamedTuple, right: TSTuple | TSNamedTuple, size: _Sizes
+) -> TSType:
+    if len(left.elements) != len(right.elements):
+        return ANY
+    joined = _join_children(TSTuple(left.elements), TSTuple(right.elements), size)
+    names = left.names if isinstance(left, TSNamedTuple) else None
+    if names is None or not isinstance(right, TSNamedTuple) or names != right.names:
+        return joined
+    return TSNamedTuple(names, children_of_type(joined))
+
+
+def _join_children(left: TSType, right: TSType, size: _Sizes) -> TSType:
+    pairs = zip(children_of_type(left), children_of_type(right), strict=True)
+    return with_children(left, [_join(one, other, size) for one, other in pairs])
+
+
+def _inner(type_: TSType) -> TSType:
+    return type_.element if isinstance(type_, TSOptional) else type_
+
+
+def _join_descriptions(left: MetaTensorType, right: MetaTensorType, size: _Sizes) -> MetaTensorType:
+    """What is true of both."""
+    known = {
+        name: value
+        for name in ("dtype", "requires_grad", "layout")
+        if (value := getattr(left, name)) == getattr(right, name)
+    }
+    one, other = left.device, right.device
+    if one is not None and other is not None and one.type == other.type:
+        known["device"] = one if one == other else one.type
+    if left.dims is not None and right.dims is not None and len(left.dims) == len(right.dims):
+        known["shape"] = [size(*pair) for pair in zip(left.dims, right.dims, strict=True)]
+    return MetaTensorType(**known)
+
+
+# Bases that say nothing of what a class is, and classes whose instances have types of their own.
+_NO_CLASSES = frozenset(
+    {object, abc.ABC, typing.Generic, typing.Protocol, int, float, str, list, dict, tuple}
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def _common_class(left: type, right: type) -> type | None:
+    """The one class that two are derived from and that is derived from all others such."""
+    common = [cls for cls in left.__mro__ if cls in right.__mro__ and _is_type(cls)]
+    least = [cls for cls in common if all(other in cls.__mro__ for other in common)]
+    return least[0] if least else None
+
+
+def _is_type(cls: type) -> bool:
+    if cls in _NO_CLASSES:
+        return False
+    try:
+        nominal_type(cls)
+    except AnnotationError:
+        return False
+    return True

@@ -1,0 +1,160 @@
+"""Sizes of two types held against each other: which names stand for which sizes.
+
+NOTE [names of sizes]
+A name says that sizes are equal, within one type: ``Tuple[f32[n], f32[n]]`` is two tensors of one
+length. ``f32[3]`` is a subtype of ``f32[n]``, with 3 for n, and ``f32[3, 4]`` is none of
+``f32[n, n]``. A name that stands once, without bounds, says no more than ``?``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from tsfunc.errors import DescriptorError
+from tsfunc.types.dims import Dim, DimExpr, DimForm, parse_dim
+
+Key: TypeAlias = int | str
+"""What tells one size of a type from another: a number, a name, the text of an expression."""
+
+_NAME = re.compile(r"[^\W\d]\w*")
+
+
+def all_bounds(dims: Iterable[DimForm]) -> dict[str, Dim]:
+    """Each name with all the bounds that it has anywhere."""
+    found: dict[str, Dim] = {}
+    for dim in dims:
+        if isinstance(dim, Dim):
+            try:
+                found[dim.name] = found.get(dim.name, dim).meet(dim)
+            except DescriptorError:
+                found[dim.name] = dim  # no size fits: then it matters little which bounds are kept
+    return found
+
+
+class Instance:
+    """What the names of a wider type stand for in a narrower one, as far as the two were compared.
+
+    Args:
+        narrower: all sizes of the narrower type.
+    """
+
+    def __init__(self, narrower: Iterable[DimForm]) -> None:
+        self._bounds = all_bounds(narrower)
+        self._meaning: dict[str, Key] = {}
+        self._pending: list[tuple[DimExpr, Key]] = []
+        self._opens = 0
+
+    def fits(self, size: DimForm, wider: DimForm) -> bool:
+        """Whether a size is one of those that the wider size allows, so far."""
+        if wider is None:
+            return True
+        low, high = self._range(size)
+        key = self._key(size)
+        if isinstance(wider, int):
+            return low == high == wider
+        if isinstance(wider, DimExpr):
+            self._pending.append((wider, key))
+            return True
+        enough = low >= (wider.min or 0)
+        bounded = wider.max is None or (high is not None and high <= wider.max)
+        return enough and bounded and self._meaning.setdefault(wider.name, key) == key
+
+    def settled(self) -> bool:
+        """Whether the computed sizes of the wider type fit too, all names being known now."""
+        return all(self._value(wider) == key for wider, key in self._pending)
+
+    def _range(self, size: DimForm) -> tuple[int, int | None]:
+        if isinstance(size, int):
+            return size, size
+        if isinstance(size, Dim):
+            dim = self._bounds[size.name]
+            return dim.min or 0, dim.max
+        return 0, None
+
+    def _key(self, size: DimForm) -> Key:
+        low, high = self._range(size)
+        if low == high:
+            return low
+        if size is None:  # every open size is its own
+            self._opens += 1
+            return f"?{self._opens}"
+        return size.name if isinstance(size, Dim) else str(size)
+
+    def _value(self, expression: DimExpr) -> Key | None:
+        """What an expression of the wider type comes to in the sizes of the narrower one."""
+        # A name that is no size by itself anywhere stands for itself.
+        meaning = {name: self._meaning.get(name, name) for name in expression.names}
+        if any(isinstance(key, str) and key.startswith("?") for key in meaning.values()):
+            return None
+        text = _NAME.sub(lambda name: f"({meaning[name[0]]})", expression.text)
+        try:
+            found = parse_dim(text)
+        except DescriptorError:  # it divides by zero, or comes out negative
+            return None
+        return found if isinstance(found, int) else str(found)
+
+
+class Generalization:
+    """The sizes that two types have in common: what is equal in both is kept.
+
+    A pair of sizes that stands in several places is one size there, and gets one name. All pairs
+    are first counted by `add`; `size` then says what each has become.
+
+    Source: least general generalization, Plotkin, "A note on inductive generalization" (1970).
+    """
+
+    def __init__(self, left: Iterable[DimForm], right: Iterable[DimForm]) -> None:
+        self._left, self._right = all_bounds(left), all_bounds(right)
+        self._counts: Counter[tuple[DimForm, DimForm]] = Counter()
+        self._names: dict[tuple[DimForm, DimForm], str] = {}
+
+    def add(self, left: DimForm, right: DimForm) -> None:
+        """Counts a pair."""
+        if left is not None and right is not None:
+            self._counts[_bare(left), _bare(right)] += 1
+
+    def size(self, left: DimForm, right: DimForm) -> DimForm:
+        """What both sizes are instances of."""
+        if left is None or right is None:
+            return None
+        pair = _bare(left), _bare(right)
+        if pair[0] == pair[1]:
+            if isinstance(left, Dim) and isinstance(right, Dim):
+                return _hull(self._left[left.name], self._right[right.name])
+            if isinstance(left, int):
+                return left
+            if isinstance(left, DimExpr) and self._kept().issuperset(left.names):
+                return left
+        return Dim(self._name(pair)) if self._counts[pair] > 1 else None
+
+    def _kept(self) -> set[str]:
+        """The names that stand for themselves in the result."""
+        return {
+            left.name for left, right in self._counts if isinstance(left, Dim) and left == right
+        }
+
+    def _name(self, pair: tuple[DimForm, DimForm]) -> str:
+        known = self._names.get(pair)
+        if known is None:
+            taken = {*self._kept(), *self._names.values()}
+            own = sorted(dim.name for dim in pair if isinstance(dim, Dim))
+            numbered = (f"n{i}" for i in itertools.count(1))
+            known = next(name for name in itertools.chain(own, numbered) if name not in taken)
+            self._names[pair] = known
+        return known
+
+
+def _bare(size: DimForm) -> DimForm:
+    """A name without its bounds."""
+    return Dim(size.name) if isinstance(size, Dim) else size
+
+
+def _hull(left: Dim, right: Dim) -> Dim:
+    """The name with the bounds that hold in both."""
+    low = None if left.min is None or right.min is None else min(left.min, right.min)
+    high = None if left.max is None or right.max is None else max(left.max, right.max)
+    return Dim(left.name, low, high)
