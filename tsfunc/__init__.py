@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tsfunc import dispatch, errors
 from tsfunc.bridge.tracer import Tracer, TracerLevel
+from tsfunc.transforms.explain import CallReport, explain
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
 from tsfunc.transforms.modules import functional_call, stack_module_state
@@ -15,12 +16,14 @@ from tsfunc.types import Dim, MetaTensorType
 __version__ = "0.1.0"
 
 __all__ = [
+    "CallReport",
     "Dim",
     "MetaTensorType",
     "Tracer",
     "TracerLevel",
     "dispatch",
     "errors",
+    "explain",
     "functional_call",
     "grad",
     "grad_and_value",

@@ -207,7 +207,7 @@ def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     if level.autograd or not level.alive:
         return NotImplemented
     state = tls.state
-    if state.include or state.excluded or maybe_functorch_level() is not None:
+    if not state.plain or maybe_functorch_level() is not None:
         return NotImplemented
     tls.state = level.outer
     try:
@@ -233,7 +233,7 @@ def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
     if not level.alive or level._restores:
         return NotImplemented
     state = tls.state
-    if state.include or state.excluded or not state.mask & level.bits:
+    if not state.plain or not state.mask & level.bits:
         return NotImplemented
     captured = level.torch_state
     guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)

@@ -12,6 +12,7 @@ from tsfunc.bridge.fallback import PLAIN_TENSORS, loop, without_rule, write_out
 from tsfunc.bridge.operators import TorchOperator, overload_of
 from tsfunc.bridge.tracer import METHODS, innermost_level, into_torch
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
+from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
 from tsfunc.ops import find
 from tsfunc.ops.dims import InplaceRefused
@@ -49,6 +50,7 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             return _with_batched_kwargs(op, level, args, kwargs, values, dims, pairs)
         kwargs = {name: value for name, (value, _) in pairs.items()}
     if not any_batched and not (isinstance(op, TorchOperator) and op.random):
+        note("once")
         return rewrap(op, level, args, kwargs, op.native(*values, **kwargs), None)  # type: ignore[misc]
     row = op.row if isinstance(op, TorchOperator) else None
     if row is not None and row.rule is not None:

@@ -36,6 +36,7 @@ from tsfunc.bridge.factories import on_first_level
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.mapped_function import MappedFunction, dim_of, has_setup, rewrapped, value_of
 from tsfunc.bridge.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
+from tsfunc.dispatch.recording import run_as
 
 _torch_vmap = Function.vmap
 _base: Any = _SingleLevelFunction
@@ -130,7 +131,8 @@ def _by_itself(cls: Any, level: TracerLevel, args: Sequence[Any], dims: Sequence
     with level.restored():
         if isinstance(level, BatchLevel):
             info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
-            outs, out_dims = cls.vmap(info, tuple(dims), *values)
+            name = f"{cls.__qualname__}.apply"
+            outs, out_dims = run_as(name, level, cls.vmap, info, tuple(dims), *values)
             out_dims = pytrees.broadcast_prefix(out_dims, outs, lambda d: d is None)
         else:
             outs, out_dims = cls.apply(*values), None

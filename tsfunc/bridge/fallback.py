@@ -8,6 +8,7 @@ operator's parts, ``OpOverload._schema`` names its arguments;
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.recording import note
+from tsfunc.dispatch.state import tls
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.dims import refuse_inplace
 from tsfunc.ops.random import check_randomness
@@ -38,6 +41,7 @@ def without_rule(
         # along as tracers, for the parts may write into what they make of them.
         parts = _parts_of(op)
         if parts is not None:
+            note("decomposition", *_name_and_source(parts, op))
             args = [level.lift(a) if type(a) in PLAIN_TENSORS else a for a in args]
             with level.at_own_level():
                 out = parts(*args, **kwargs)
@@ -51,6 +55,7 @@ def write_out(
 ) -> Any:
     """``out=``: the functional form, then copies into what was given."""
     functional = _functional_form(op)
+    note("decomposition", f"{functional} and copy_")
     rest = {name: arg for name, arg in kwargs.items() if name not in op.out_names}
     outs = [kwargs[name] for name in op.out_names]
     with level.at_own_level():
@@ -98,6 +103,14 @@ def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
     return found if getattr(found, "__module__", "") == _DECOMPOSITIONS else None
 
 
+def _name_and_source(parts: Callable[..., Any], op: TorchOperator) -> tuple[str, str]:
+    """What reports say of an operator's parts: their name and ``file:line``."""
+    if op.composite:
+        return "torch's own composite", ""
+    code = inspect.unwrap(parts).__code__
+    return f"{parts.__module__}.{parts.__name__}", f"{code.co_filename}:{code.co_firstlineno}"
+
+
 _DECOMPOSITIONS = "torch._decomp.decompositions"
 
 
@@ -115,7 +128,8 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
             f"allow. Give it a rule (tsfunc.ops.row, or torch.library.register_vmap for an "
             f"operator of your own), call another operator there, or leave out strict=True."
         )
-    if op.name not in _warned:
+    note("loop", f"one call for each of {level.batch_size} examples")
+    if op.name not in _warned and tls.state.recorder is None:
         _warned.add(op.name)
         warnings.warn(
             f"There is a performance drop because we have not yet implemented the batching rule "

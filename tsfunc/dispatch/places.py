@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = (_OURS, os.path.dirname(torch.__file__) + os.sep)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_LIBRARIES = (_OURS, _TORCH)
 
 
 class Place(NamedTuple):
@@ -30,6 +31,16 @@ def users_frame() -> FrameType:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return frame
+
+
+def called_by_user() -> bool:
+    """Whether the innermost frame that does not run torch is the user's, and not this package's."""
+    frame = sys._getframe(1)
+    if frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
+        frame = frame.f_back  # who asks
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(_OURS)
 
 
 def users_place() -> Place:

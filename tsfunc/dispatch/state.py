@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tsfunc.dispatch.keys import WIDTH, DispatchKey, DispatchKeySet, bits_of
 from tsfunc.errors import DispatchError
+
+if TYPE_CHECKING:
+    from tsfunc.dispatch.recording import Recorder
 
 # The lowest bit of each level: shifted by a key's priority, that key at every level. Deeper
 # levels than that are not excluded until they are entered.
@@ -33,10 +36,11 @@ class State:
     """The include set, the mask of what is not excluded, and the active levels of a thread.
 
     ``mask`` lacks what the user has excluded and what a running kernel has put on. The first
-    kind is in ``excluded`` too: it goes on to hold at levels that are entered later.
+    kind is in ``excluded`` too: it goes on to hold at levels that are entered later. The state is
+    ``plain`` where nobody includes, excludes or records anything.
     """
 
-    __slots__ = ("_below", "excluded", "include", "levels", "mask", "running")
+    __slots__ = ("_below", "excluded", "include", "levels", "mask", "plain", "recorder", "running")
 
     def __init__(
         self,
@@ -45,12 +49,15 @@ class State:
         levels: tuple[Level, ...],
         running: Level | None = None,
         excluded: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
         self.include = include
         self.mask = mask
         self.levels = levels
         self.running = running
         self.excluded = excluded
+        self.recorder = recorder
+        self.plain = not (include or excluded or recorder)
         self._below: dict[int, State] | None = None
 
     def below(self, bit: int) -> State:
@@ -61,7 +68,9 @@ class State:
         state = known.get(bit)
         if state is None:
             mask = self.mask & ((1 << bit) - 1)
-            state = known[bit] = State(self.include, mask, self.levels, None, self.excluded)
+            state = known[bit] = State(
+                self.include, mask, self.levels, None, self.excluded, self.recorder
+            )
         return state
 
 
@@ -139,7 +148,8 @@ def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     """
     bits = DispatchKeySet(*keys).bits
     old = tls.state
-    tls.state = State(old.include | bits, old.mask, old.levels, old.running, old.excluded)
+    both = old.include | bits
+    tls.state = State(both, old.mask, old.levels, old.running, old.excluded, old.recorder)
     try:
         yield
     finally:
@@ -168,7 +178,8 @@ def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
             bits |= bits_of(key)
     old = tls.state
     mask = old.mask & ~bits
-    tls.state = State(old.include, mask, old.levels, old.running, old.excluded | bits)
+    both = old.excluded | bits
+    tls.state = State(old.include, mask, old.levels, old.running, both, old.recorder)
     try:
         yield
     finally:
@@ -244,15 +255,19 @@ class Level:
         self.outer = captured
         # Levels from here inward are new: a mask that a running kernel has put on them goes.
         excluded = captured.excluded
+        recorder = captured.recorder
         mask = captured.mask
         if mask != -1:
             mask |= inward & ~excluded if excluded else inward
         include = captured.include | self.bits if modal else captured.include
-        self.inner = State(include, mask, (*captured.levels, self), None, excluded)
+        self.inner = State(include, mask, (*captured.levels, self), None, excluded, recorder)
         self.name = name or key.name
         self._site = _user_code(sys._getframe(1))
         self._kernel_states: dict[int, State] = {}
         self._restores = tuple([capture() for capture in _captures]) if _captures else ()
+        if recorder is not None:
+            # Takes the level's calls past the short ways also on threads with a plain state.
+            self._restores += (nullcontext,)
         self._entered = False
 
     def __enter__(self: L) -> L:
@@ -289,7 +304,7 @@ class Level:
         if state is None:
             outer = self.outer
             mask = outer.mask & ((1 << bit) - 1)
-            state = State(outer.include, mask, outer.levels, self, outer.excluded)
+            state = State(outer.include, mask, outer.levels, self, outer.excluded, outer.recorder)
             self._kernel_states[bit] = state
         return state
 
@@ -310,7 +325,7 @@ class Level:
 
 def outside_all_levels() -> AbstractContextManager[None]:
     """Context manager: no level is active, and nothing included or excluded."""
-    return using(State(0, -1, ()))
+    return using(State(0, -1, (), recorder=tls.state.recorder))
 
 
 def running_level() -> Level | None:

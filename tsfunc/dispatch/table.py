@@ -168,9 +168,11 @@ class Operator:
                     raise DispatchError(messages.no_level(self.name, depth, bits))
             if not level.alive:
                 raise EscapedTracerError(messages.escaped(self.name, level))
-            tls.state = level.kernel_state(bit)
+            tls.state = state = level.kernel_state(bit)
         else:
-            tls.state = previous.below(bit)
+            tls.state = state = previous.below(bit)
+        if state.recorder is not None:
+            kernel, boxed = state.recorder.watched(self, bit, level, kernel, boxed), True
         try:
             if restore and depth:
                 assert level is not None

@@ -1,0 +1,146 @@
+"""The recorder: what is told to it, by calls of any key, on any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tsfunc.dispatch import (
+    DispatchKey,
+    Level,
+    Operator,
+    exclude,
+    include,
+    redispatch,
+    register,
+    register_fallback,
+)
+from tsfunc.dispatch.places import Place, called_by_user, users_place
+from tsfunc.dispatch.recording import Recorder, Use, note, recording, run_as
+from tsfunc.dispatch.state import outside_all_levels, tls
+
+HERE = Place(__file__, 1, "f")
+
+Watched = DispatchKey.define("Watched")
+
+
+@register_fallback(Watched)
+def watched_column(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return redispatch(op, *args, **kwargs)
+
+
+double = Operator("tests::recorded_double", native=lambda x: 2 * x)
+triple = Operator("tests::recorded_triple", native=lambda x: 3 * x)
+
+
+@register(triple, Watched)
+def triple_cell(x: Any) -> Any:
+    note("by parts", "double and add", "here:1")
+    with tls.state.running.at_own_level():  # type: ignore[union-attr]
+        return double(x) + x
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    recorder = Recorder(lambda: (HERE, False))
+    with recording(recorder):
+        yield recorder
+    assert tls.state.plain
+
+
+def test_each_call_of_a_level_is_recorded(recorder: Recorder) -> None:
+    x = torch.ones(2)
+    with Level(Watched, "outer", modal=True), Level(Watched, "inner", modal=True):
+        for _ in range(3):
+            assert torch.equal(double(x), 2 * x)
+    site = f"{__file__}:{watched_column.__code__.co_firstlineno}"
+    outer, inner = recorder.uses  # in the order in which they ended
+    column = "watched_column"
+    name = "tests::recorded_double"
+    assert outer == Use(name, HERE, False, "Watched", "outer", 1, "column", column, site)
+    assert inner == Use(name, HERE, False, "Watched", "inner", 2, "column", column, site)
+    assert [count.times for count in recorder.uses.values()] == [3, 3]
+    assert recorder.uses[inner].first < recorder.uses[outer].first
+    assert recorder.uses[inner].seconds >= recorder.uses[outer].seconds > 0
+    assert recorder.started == 6
+
+
+def test_a_kernel_says_what_it_does_and_its_parts_are_within(recorder: Recorder) -> None:
+    with Level(Watched, "level", modal=True):
+        triple(torch.ones(2))
+    by_name = {use.operator: use for use in recorder.uses}
+    use = by_name["tests::recorded_triple"]
+    assert (use.how, use.rule, use.source) == ("by parts", "double and add", "here:1")
+    assert by_name["tests::recorded_double"].within == "tests::recorded_triple"
+
+
+def test_calls_of_no_level_are_not_recorded(recorder: Recorder) -> None:
+    double(torch.ones(2))
+    with include(Watched):
+        double(torch.ones(2))
+    assert not recorder.uses
+
+
+def test_a_rule_that_is_in_no_table(recorder: Recorder) -> None:
+    level = Level(Watched, "level")
+    assert run_as("name", level, lambda a, b: a + b, 1, 2) == 3
+    (use,) = recorder.uses
+    assert use.operator == "name"
+    assert use.how == "rule"
+    assert use.source.startswith(__file__)
+    assert run_as("name", level, max, 1, 2) == 2  # written in C, so from no line
+
+
+def test_a_call_that_is_only_told_where_it_is_alone(recorder: Recorder) -> None:
+    def nested() -> None:
+        recorder.run(Use("inner", HERE, False, "", "", 0), lambda: None)
+
+    recorder.run(Use("outer", HERE, False, "", "", 0), nested, alone=True)
+    recorder.run(Use("alone", HERE, False, "", "", 0), lambda: None, alone=True)
+    assert [use.operator for use in recorder.uses] == ["inner", "alone"]
+
+
+def test_a_call_that_fails_is_recorded_and_nothing_is_left_behind(recorder: Recorder) -> None:
+    def fails() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        recorder.run(Use("outer", HERE, False, "", "", 1), fails)
+    assert recorder._within(1) == ""
+    assert len(recorder.uses) == 1
+
+
+def test_threads_record_what_levels_of_a_recorded_thread_run(recorder: Recorder) -> None:
+    with Level(Watched, "level", modal=True) as level:
+        thread = threading.Thread(target=lambda: double.run_at(level, (torch.ones(2),), {}))
+        thread.start()
+        thread.join()
+    assert [use.transform for use in recorder.uses] == ["level"]
+
+
+def test_states_made_from_a_recording_one_record_too(recorder: Recorder) -> None:
+    with include(Watched), exclude(DispatchKey.Trace), outside_all_levels():
+        assert tls.state.recorder is recorder
+        assert not tls.state.plain
+
+
+def test_a_state_is_plain_where_nothing_is_included_excluded_or_recorded() -> None:
+    assert tls.state.plain
+    with include(Watched):
+        assert not tls.state.plain
+    with exclude(Watched):
+        assert not tls.state.plain
+    note("nobody listens")
+    assert run_as("name", Level(Watched, "level"), max, 1, 2) == 2
+
+
+def test_the_users_line_is_outside_of_this_package_and_torch() -> None:
+    place = users_place()
+    assert place.file == __file__
+    assert place.function == "test_the_users_line_is_outside_of_this_package_and_torch"
+    assert str(place) == f"{__file__}:{place.line}, in {place.function}"
+    assert called_by_user()

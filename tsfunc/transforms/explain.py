@@ -1,0 +1,236 @@
+"""``explain``: which rules served a call, from which lines of the user's code.
+
+The call is run once with a recorder in the thread's state (``dispatch/recording``). What a plain
+``dispatch.explain`` says of one operator's call before it is made, by the key set, is another
+matter: here is told what happened.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tsfunc.bridge.watching import Lines, PlainCalls
+from tsfunc.dispatch import DispatchKey
+from tsfunc.dispatch.recording import Count, Recorder, Use, name_of_rule, recording
+from tsfunc.ops import Row, find
+from tsfunc.transforms.vmap_spec import name_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class OperatorUse:
+    """One row of a report: an operator, called from one line, served in one way.
+
+    Attributes:
+        operator: the dispatcher's name (``aten::add.Tensor``); for what met no transform the
+            name of the function (``torch.add``).
+        category: its shape category, None where it has no row in the registry.
+        file, line, function: the line of the user's code that called it.
+        backward: whether the backward pass of that line called it.
+        transform: the transform that it met, as ``vmap(f)``; the empty string for none.
+        depth: the level of that transform, 1 for the outermost; 0 for none.
+        how: "rule" (its batching rule), "kernel" (one registered for the transform's key),
+            "decomposition" (its parts were called instead, and are rows of their own), "loop"
+            (once for each example: slow), "once" (nothing batched among its arguments),
+            "traced" (a program was recorded), "torch" (it met no transform).
+        rule: the name of what ran, and ``source`` its ``file:line`` where there is one.
+        within: the operator whose parts it belongs to, or the empty string.
+        times: how often, and ``seconds`` how long together, on the host, with all that it called.
+    """
+
+    operator: str
+    category: str | None
+    file: str
+    line: int
+    function: str
+    backward: bool
+    transform: str
+    depth: int
+    how: str
+    rule: str
+    source: str
+    within: str
+    times: int
+    seconds: float
+
+    @property
+    def place(self) -> str:
+        """The user's line in short."""
+        suffix = ", backward" if self.backward else ""
+        return f"{os.path.basename(self.file)}:{self.line}, {self.function}{suffix}"
+
+    @property
+    def way(self) -> str:
+        """How it was served, in one phrase."""
+        rule = self.rule + (f" ({_short(self.source)})" if self.source else "")
+        return f"{self.how}: {rule}" if rule else self.how
+
+
+_COLUMNS = ("operator", "category", "line", "transform", "served by", "times", "ms")
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """What :func:`explain` found: a table by line of code, loops marked with ``!``.
+
+    ``str()`` and rich show it in a terminal, a notebook as HTML; ``to_dict`` is for machines.
+
+    Attributes:
+        function: what was called.
+        uses: a row for each operator, line and way, in the order of the lines.
+    """
+
+    function: str
+    uses: tuple[OperatorUse, ...]
+
+    @property
+    def loops(self) -> tuple[OperatorUse, ...]:
+        """The rows that were served by the slow loop."""
+        return tuple(use for use in self.uses if use.how == "loop")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain Python values, fit for JSON."""
+        return {
+            "function": self.function,
+            "calls": sum(use.times for use in self.uses),
+            "loops": sum(use.times for use in self.loops),
+            "operators": [asdict(use) for use in self.uses],
+        }
+
+    @property
+    def summary(self) -> str:
+        """One line: how much was found, and whether there are loops."""
+        calls, loops = sum(use.times for use in self.uses), len(self.loops)
+        slow = f"{loops} of {len(self.uses)} rows by the slow loop" if loops else "no slow loop"
+        return f"{self.function}: {calls} calls of operators, {slow}"
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for use in self.uses:
+            mark = "! " if use.how == "loop" else ""
+            indent = "  " if use.within else ""
+            level = f"{use.transform} (level {use.depth})" if use.depth else ""
+            ms = f"{use.seconds * 1e3:.3f}"
+            name = f"{mark}{indent}{use.operator}"
+            yield (name, use.category or "", use.place, level, use.way, str(use.times), ms)
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title=self.summary, title_justify="left")
+        for column in _COLUMNS:
+            table.add_column(column, justify="right" if column in ("times", "ms") else "left")
+        for use, row in zip(self.uses, self._rows(), strict=True):
+            table.add_row(*row, style="bold red" if use.how == "loop" else None)
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        # Outside of a terminal nothing is to be folded.
+        width = max(shutil.get_terminal_size((160, 24)).columns, 120)
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        console.print(self.__rich__())
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return text.rstrip("\n")
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
+        body = "".join(
+            f"<tr{_LOOP_STYLE if use.how == 'loop' else ''}>{_cells(row)}</tr>"
+            for use, row in zip(self.uses, self._rows(), strict=True)
+        )
+        caption = html.escape(self.summary)
+        return (
+            f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>{body}</tbody></table>"
+        )
+
+
+_LOOP_STYLE = ' style="color: #b00020; font-weight: bold"'
+
+
+def _cells(row: Sequence[str]) -> str:
+    return "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+
+
+def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallReport:
+    """Runs a call once, and reports each operator that it met and what served it.
+
+    Args:
+        func: what a transform returned, as ``vmap(f)``, or any function that uses transforms.
+        args: the arguments of the call, and ``kwargs`` its keyword arguments.
+
+    Returns:
+        A :class:`CallReport`: a row for each operator, the line of the user's code that called
+        it, and the way in which it was served (a batching rule, its parts, the slow loop), with
+        the number of calls and their time. Operators of a backward pass that a transform saw
+        stand at the lines of the forward pass. Calls of torch that met no transform are listed
+        as such; what their own backward pass calls is not.
+
+    Raises:
+        Exception: whatever the call raises.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import explain, vmap
+        >>> report = explain(vmap(lambda x: torch.sin(x) @ x), torch.ones(3, 2))
+        >>> for use in report.uses:
+        ...     print(use.operator, use.category, use.how, use.times)
+        aten::matmul N-Dimensional rule 1
+        aten::sin TensorIterator rule 1
+        >>> report.loops
+        ()
+
+    Nothing is paid for it by calls that are not explained.
+    """
+    recorder = Recorder(Lines().here)
+    with recording(recorder), PlainCalls(recorder):
+        func(*args, **kwargs)
+    # What a trace works results out with is part of tracing them.
+    kept = [(u, n) for u, n in recorder.uses.items() if u.key != DispatchKey.Specialize.name]
+    found = sorted(kept, key=_order)
+    return CallReport(name_of(func), tuple(_described(use, count) for use, count in found))
+
+
+def _order(found: tuple[Use, Count]) -> tuple[str, int, bool, int]:
+    """By line, each with its backward pass after it."""
+    use, count = found
+    return use.place.file, use.place.line, use.backward, count.first
+
+
+def _described(use: Use, count: Count) -> OperatorUse:
+    row = find(use.operator)
+    how, rule, source = _way(use, row)
+    category = row.category.value if row is not None else None
+    file, line, function = use.place
+    return OperatorUse(
+        use.operator, category, file, line, function, use.backward, use.transform, use.depth,
+        how, rule, source, use.within, count.times, count.seconds,
+    )  # fmt: skip
+
+
+def _way(use: Use, row: Row | None) -> tuple[str, str, str]:
+    """How it was served, by what, and where that is written."""
+    if use.how not in ("cell", "row", "column"):
+        return use.how, use.rule, use.source
+    if use.how == "column" and use.key == DispatchKey.Batch.name and row and row.rule:
+        return "rule", name_of_rule(row.rule), row.source
+    how = "traced" if use.key == DispatchKey.Trace.name else "kernel"
+    return how, use.rule, use.source
+
+
+def _short(source: str) -> str:
+    """``file:line`` from the package's own folder on."""
+    folder = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+    return source.removeprefix(folder)
