@@ -21,6 +21,7 @@ from tsfunc.bridge.operators import operator_of, overload_of
 from tsfunc.bridge.torch_state import (
     FACTORY_KEY_NAME,
     RANDOM_KEY_NAME,
+    after,
     with_factory_key,
     with_random_key,
     without_factory_keys,
@@ -70,24 +71,25 @@ def _install(key: str, names: Sequence[str]) -> None:
             for name in names:
                 overload = overload_of(f"aten::{name}")
                 if overload is not None:
-                    library.impl(name, _kernel(overload), key)
+                    library.impl(name, _kernel(overload, key), key, with_keyset=True)
         _libraries[key] = [library, every]
 
 
-def _kernel(overload: Any) -> Callable[..., Any]:
+def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     """What a factory does while a level is active."""
     random = overload._schema.name.removeprefix("aten::") in _RANDOM_NAMES
+    rest = after(key)
 
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        op = operator_of(overload)
-        with without_factory_keys():
-            given = innermost_level((*args, *kwargs.values()))
-            for level in reversed(current_levels()):
-                if isinstance(level, TracerLevel) and level.sees_factories(random):
-                    if given is not None and given.depth >= level.depth:
-                        break  # its tracers lead to the level, by way of their autograd
-                    return op.run_at(level, args, kwargs)
-            return overload(*args, **kwargs)
+    def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        given = innermost_level((*args, *kwargs.values()))
+        for level in reversed(current_levels()):
+            if isinstance(level, TracerLevel) and level.sees_factories(random):
+                if given is not None and given.depth >= level.depth:
+                    break  # its tracers lead to the level, by way of their autograd
+                with without_factory_keys():
+                    return operator_of(overload).run_at(level, args, kwargs)
+        # Its parts, and forward mode's lazy zeros among them, are to come here by themselves.
+        return overload.redispatch(keys & rest, *args, **kwargs)
 
     return factory
 

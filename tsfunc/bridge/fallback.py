@@ -19,6 +19,7 @@ from torch._C import _skip_one_hop_torch_function
 
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.torch_state import without_autograd
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.places import users_place
 from tsfunc.dispatch.recording import note
@@ -37,13 +38,14 @@ def without_rule(
     if isinstance(op, TorchOperator):
         if op.out_names:
             return write_out(op, level, args, kwargs)
-        # The parts are called on the tracers again, at their own level; unbatched arguments come
-        # along as tracers, for the parts may write into what they make of them.
+        # The parts are called on the tracers again, at their own level, whose autograd has seen the
+        # operator itself; unbatched arguments come along as tracers, for the parts may write into
+        # what they make of them.
         parts = _parts_of(op)
         if parts is not None:
             note("decomposition", *_name_and_source(parts, op))
             args = [level.lift(a) if type(a) in PLAIN_TENSORS else a for a in args]
-            with level.at_own_level():
+            with level.at_own_level(), without_autograd():
                 out = parts(*args, **kwargs)
             if out is not NotImplemented:
                 return out

@@ -9,6 +9,7 @@ fails by name when one goes):
 - ``_ExcludeDispatchKeyGuard``: adds to the exclude set for a block;
 - ``_IncludeDispatchKeyGuard``: adds a key to the include set for a block;
 - ``_parse_dispatch_key``, ``DispatchKeySet``, ``DispatchKey``;
+- ``_dispatch_keyset_full_after``: all keys of a lower priority than one;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
 
@@ -22,6 +23,7 @@ from torch._C import DispatchKey as TorchKey
 from torch._C import (
     DispatchKeySet,
     _current_graph_task_id,
+    _dispatch_keyset_full_after,
     _dispatch_tls_local_exclude_set,
     _dispatch_tls_local_include_set,
     _ExcludeDispatchKeyGuard,
@@ -113,6 +115,11 @@ def with_random_key() -> Any:
 def with_factory_key() -> Any:
     """Context manager: other factory functions reach the kernels of ``factories``."""
     return _IncludeDispatchKeyGuard(_FACTORY_KEY)
+
+
+def after(key: str) -> Any:
+    """The dispatch keys that come after one: what is left of a call that its kernel passes on."""
+    return _dispatch_keyset_full_after(_parse_dispatch_key(key))
 
 
 def without_factory_keys() -> Any:
