@@ -69,6 +69,9 @@ def embedding_bag(
     p, q, r = dims[:3]
     if sparse:
         return NotImplemented
+    if weight.requires_grad or (scales is not None and scales.requires_grad):
+        # C++ asks the tracer alone whether it will be differentiated, not the value inside.
+        op = torch.ops.aten._embedding_bag
     size = level.batch_size
     s = dims[6] if len(dims) > 6 else None
     indices, bags = batched_front(indices, q, size), batched_front(bags, r, size)
