@@ -56,6 +56,8 @@ _OTHERS: tuple[tuple[Any, str], ...] = (
     (torch.Tensor.softmax, "aten::softmax.int"),
     (torch.log_softmax, "aten::log_softmax.int"),
     (torch.Tensor.log_softmax, "aten::log_softmax.int"),
+    (torch.clamp, "aten::clamp"),
+    (torch.Tensor.clamp, "aten::clamp"),
 )
 
 

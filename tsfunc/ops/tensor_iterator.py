@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, promote_scalars, refuse_inplace
+from tsfunc.ops.dims import align, batched_front, promote_scalars, refuse_inplace
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
 
 
@@ -69,6 +69,20 @@ def pointwise_inplace(
     aligned, _ = align(promoted, dims, x.dim() - 1 - at)
     op(*aligned, **kwargs)
     return x, at
+
+
+@row(
+    Category.TENSOR_ITERATOR, "aten::clamp", "aten::clamp.Tensor", "aten::clip", "aten::clip.Tensor"
+)
+def clamp(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """torch's derivative writes into comparisons of two of them what depends on the third."""
+    bounds = [x for x in args[1:] if isinstance(x, Tensor)]
+    if len(bounds) == 2 and any(dim is None for dim in dims):
+        args = [batched_front(x, dim, level.batch_size) for x, dim in zip(args, dims, strict=True)]
+        dims = (0, 0, 0)
+    return pointwise(op, level, dims, args, kwargs)
 
 
 @row(Category.TENSOR_ITERATOR, "aten::frexp.Tensor", "aten::_prelu_kernel_backward")
@@ -186,7 +200,7 @@ def _with_inplace(names: str) -> tuple[list[str], list[str]]:
 # Operators that have an in-place variant of the same overload name.
 _BOTH = """
     abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh
-    ceil celu clamp clamp_max clamp_min clip conj_physical cos cosh deg2rad digamma elu erf erfc
+    ceil celu clamp_max clamp_min conj_physical cos cosh deg2rad digamma elu erf erfc
     erfinv exp exp2 expm1 fix floor frac hardsigmoid hardswish hardtanh i0 leaky_relu lgamma log
     log10 log1p log2 logical_not logit mish mvlgamma nan_to_num neg negative rad2deg
     reciprocal relu relu6 round round.decimals rsqrt selu sgn sigmoid sign silu sin sinc sinh
@@ -199,7 +213,7 @@ _BOTH = """
     fmod.Scalar fmod.Tensor remainder.Scalar remainder.Tensor
     atan2 arctan2 copysign.Scalar copysign.Tensor hypot nextafter heaviside gcd lcm igamma igammac
     xlogy.Tensor xlogy.Scalar_Other addcmul addcdiv lerp.Scalar lerp.Tensor
-    clamp.Tensor clamp_max.Tensor clamp_min.Tensor clip.Tensor
+    clamp_max.Tensor clamp_min.Tensor
     eq.Scalar eq.Tensor ne.Scalar ne.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor
     le.Scalar le.Tensor lt.Scalar lt.Tensor
     not_equal.Scalar not_equal.Tensor greater.Scalar greater.Tensor
@@ -239,6 +253,7 @@ _PLAIN = """
 """
 
 _INPLACE = """
+    clamp_ clamp_.Tensor clip_ clip_.Tensor
     __iand__.Scalar __iand__.Tensor __ior__.Scalar __ior__.Tensor __ixor__.Scalar __ixor__.Tensor
     floor_divide_.Tensor __ilshift__.Scalar __ilshift__.Tensor
     __irshift__.Scalar __irshift__.Tensor
