@@ -40,11 +40,13 @@ class Case:
         call: takes as many tensors and returns the tensors among the results.
         tensors: one example's own.
         always: those (by place) that are written into, so that they are batched in any case.
+        differentiable: the places of those to differentiate by.
     """
 
     call: Callable[..., Results]
     tensors: tuple[Tensor, ...]
     always: frozenset[int]
+    differentiable: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,14 @@ class Row:
         variant: "function", "method", "inplace", "operator" or "out".
         call: takes what the entry's samples have: an input, and its arguments.
         dtypes: those the entry lists for the CPU.
-        differentiable: whether torch can differentiate it.
+        differentiable: of these, those in which torch can differentiate it.
     """
 
     name: str
     variant: str
     call: Callable[..., Any]
     dtypes: frozenset[torch.dtype]
-    differentiable: bool
+    differentiable: frozenset[torch.dtype]
     samples: Callable[[torch.dtype, bool], Iterator[Any]]
 
     @property
@@ -72,7 +74,11 @@ class Row:
         return self.name.partition(" ")[0]
 
     def cases(self, dtype: torch.dtype, most: int | None, grad: bool = False) -> Iterator[Case]:
-        """The samples as functions of tensors; at most so many, the same ones every time."""
+        """The samples as functions of tensors; at most so many, the same ones every time.
+
+        With ``grad`` they are to be differentiated: results are as the entry says that they have
+        a derivative, and an in-place operator writes into a copy.
+        """
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -82,7 +88,23 @@ class Row:
             chosen = random.Random(0).sample(range(3, len(samples)), max(most - 3, 0))
             samples = [*samples[: min(3, most)], *(samples[i] for i in sorted(chosen))]
         for sample in samples:
-            yield from self._case(sample)
+            if not grad:
+                yield from self._case(sample)
+            elif self.variant in (FUNCTION, INPLACE):
+                yield from self._differentiable_case(sample)
+
+    def _differentiable_case(self, sample: Any) -> Iterator[Case]:
+        leaves, tree = optree.tree_flatten(
+            (sample.input, tuple(sample.args), sample.kwargs), none_is_leaf=True
+        )
+        if self.variant == INPLACE and sample.broadcasts_input:
+            return
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        by = [n for n, i in enumerate(places) if leaves[i].requires_grad]
+        func = functools.partial(_differentiable, self, sample.output_process_fn_grad)
+        tensors = tuple(leaves[i].detach() for i in places)
+        call = functools.partial(_call, func, leaves, tree, places)
+        yield Case(call, tensors, frozenset(), tuple(by))
 
     def _case(self, sample: Any) -> Iterator[Case]:
         leaves, tree = optree.tree_flatten(
@@ -99,6 +121,15 @@ class Row:
             yield from _out_case(self.call, leaves, tree, places, tensors)
         else:
             yield Case(call, tensors, frozenset())
+
+
+def _differentiable(
+    row: Row, process: Callable[[Any], Any], first: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The call with results that have a derivative, into a copy if it writes."""
+    if row.variant == INPLACE:
+        first = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, first)
+    return process(row.call(first, *args, **kwargs))
 
 
 def tensors_of(out: Any) -> Results:
@@ -171,6 +202,17 @@ def _named(info: Any, seen: dict[str, int]) -> str:
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
 
 
+def _differentiable_dtypes(info: Any, variant: str) -> frozenset[torch.dtype]:
+    supported = info.supports_inplace_autograd if variant == INPLACE else info.supports_autograd
+    if not supported or variant == OUT:
+        return frozenset()
+    return frozenset(
+        dtype
+        for dtype in info.supported_backward_dtypes("cpu")
+        if dtype.is_floating_point or dtype.is_complex
+    )
+
+
 def _variants(info: Any) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """The suffix of the name, the kind and the callable."""
     yield "", FUNCTION, info.op
@@ -212,13 +254,17 @@ def _database_rows() -> Iterator[Row]:
                 variant,
                 call,
                 frozenset(info.supported_dtypes("cpu")),
-                bool(info.supports_autograd),
+                _differentiable_dtypes(info, variant),
                 functools.partial(_samples_of, info),
             )
 
 
 def _extra_samples(extra: Extra, dtype: torch.dtype, grad: bool) -> Iterator[Any]:
-    return extra.samples(dtype)
+    for sample in extra.samples(dtype):
+        for leaf in optree.tree_leaves((sample.input, sample.args)):
+            if grad and isinstance(leaf, Tensor) and leaf.is_floating_point():
+                leaf.requires_grad_()
+        yield sample
 
 
 def _extra_rows() -> Iterator[Row]:
@@ -228,7 +274,7 @@ def _extra_rows() -> Iterator[Row]:
             INPLACE if extra.writes else FUNCTION,
             extra.call,
             frozenset(extra.dtypes),
-            extra.differentiable,
+            frozenset(d for d in extra.dtypes if extra.differentiable and d.is_floating_point),
             functools.partial(_extra_samples, extra),
         )
 

@@ -1,0 +1,370 @@
+"""Derivatives of batches, held to torch's own autograd in a Python loop: modes of ``sweep``.
+
+``case.differentiable`` says what is differentiated by. What is differentiated is the sum of all
+results that have a derivative, each number with a weight of its own. torch's side differentiates
+one example at a time, on plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import tsfunc
+from tests.ops.database import Case, Results
+from tests.ops.sweep import Batch, Mode, looped, mapped
+
+Function = Callable[..., Results]
+
+
+class NotDifferentiable(Exception):
+    """torch gives no derivative here."""
+
+
+def has_derivative(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def weights(x: Tensor) -> Tensor:
+    """Numbers of the type and shape of ``x``, all different."""
+    w = torch.linspace(0.5, 1.5, max(x.numel(), 1), dtype=torch.float64)[: x.numel()]
+    if x.is_complex():
+        w = torch.complex(w, w.flip(0) - 0.7)
+    return w.to(x.dtype).reshape(x.shape)
+
+
+def total(outs: Sequence[Tensor], weighted_as: Sequence[Tensor] | None = None) -> Tensor:
+    """One real number; ``weighted_as`` are single examples of batched results."""
+    examples = outs if weighted_as is None else weighted_as
+    parts = [(x * weights(like)).sum() for x, like in zip(outs, examples, strict=True)]
+    real = [x.real if x.is_complex() else x for x in parts]
+    return torch.stack([x.to(real[0].dtype) for x in real]).sum()
+
+
+def scalar(f: Function) -> Callable[..., Tensor]:
+    """The function whose gradient is taken; torch's marks of what has none are heeded."""
+
+    def one(*tensors: Tensor) -> Tensor:
+        outs = [x for x in f(*tensors) if has_derivative(x)]
+        if not outs:
+            raise NotDifferentiable("no result has a derivative")
+        return total(outs)
+
+    return one
+
+
+def filled(tensors: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """The tensors with others at the places."""
+    out = list(tensors)
+    for place, value in zip(places, values, strict=True):
+        out[place] = value
+    return out
+
+
+def leaves_of(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    """Copies of the tensors at the places, for torch to differentiate by."""
+    return [tensors[i].detach().clone().requires_grad_() for i in places]
+
+
+def torch_pulled(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Any = None, **options: Any
+) -> Results:
+    """torch's gradients, zeros where there is no path."""
+    kept = [i for i, out in enumerate(outs) if out.requires_grad]
+    if not kept:
+        raise NotDifferentiable("no result depends on the inputs")
+    given = None if cotangents is None else [cotangents[i] for i in kept]
+    found = torch.autograd.grad(
+        [outs[i] for i in kept], inputs, given, allow_unused=True, **options
+    )
+    return tuple(
+        torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)
+    )
+
+
+def torch_grad(f: Callable[..., Tensor], places: Sequence[int]) -> Function:
+    """One example's gradient."""
+
+    def gradient(*tensors: Tensor) -> Results:
+        inputs = leaves_of(tensors, places)
+        return torch_pulled([f(*filled(tensors, places, inputs))], inputs)
+
+    return gradient
+
+
+def our_grad(f: Callable[..., Tensor], places: Sequence[int]) -> Function:
+    def gradient(*tensors: Tensor) -> Results:
+        inputs = [tensors[i] for i in places]
+        of_inputs = tsfunc.grad(
+            lambda *values: f(*filled(tensors, places, values)),
+            argnums=tuple(range(len(places))),
+        )
+        return tuple(of_inputs(*inputs))
+
+    return gradient
+
+
+def gradient_mode(levels: int) -> Mode:
+    """``vmap(grad)``, vmap nested so many times."""
+
+    def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+        gradient = our_grad(scalar(case.call), case.differentiable)
+        out: Results = mapped(gradient, batch, "same")(*inputs)
+        return out
+
+    def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+        out: Results = looped(torch_grad(scalar(case.call), case.differentiable), batch)(*inputs)
+        return out
+
+    return Mode("vmap(grad)" if levels == 1 else "vmap(vmap(grad))", levels, ours, plain)
+
+
+def _of_batch(f: Function, batch: Batch, *, ours: bool) -> Callable[..., Tensor]:
+    """The sum over the batch of the weighted results of its examples."""
+
+    def whole(*inputs: Tensor) -> Tensor:
+        call = mapped(f, batch, "same") if ours else looped(f, batch, alias=True)
+        outs = [x for x in call(*inputs) if has_derivative(x)]
+        if not outs:
+            raise NotDifferentiable("no result has a derivative")
+        return total(outs, [x[0] for x in outs])
+
+    return whole
+
+
+def _grad_of_vmap(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+    return our_grad(_of_batch(case.call, batch, ours=True), case.differentiable)(*inputs)
+
+
+def _grad_of_loop(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+    return torch_grad(_of_batch(case.call, batch, ours=False), case.differentiable)(*inputs)
+
+
+def _second(grad: Any, case: Case) -> Function:
+    """The gradient of the weighted sum of the gradient."""
+    first = grad(scalar(case.call), case.differentiable)
+    return grad(scalar(first), case.differentiable)  # type: ignore[no-any-return]
+
+
+def torch_second(case: Case) -> Function:
+    """One example's gradient of the weighted sum of its gradient."""
+    places, f = case.differentiable, scalar(case.call)
+
+    def second(*tensors: Tensor) -> Results:
+        inputs = leaves_of(tensors, places)
+        value = f(*filled(tensors, places, inputs))
+        first = torch_pulled([value], inputs, create_graph=True)
+        return torch_pulled([total(first)], inputs)
+
+    return second
+
+
+def _vmap_second(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+    out: Results = mapped(_second(our_grad, case), batch, "same")(*inputs)
+    return out
+
+
+def _loop_second(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+    out: Results = looped(torch_second(case), batch)(*inputs)
+    return out
+
+
+# Forward mode.
+
+
+def direction(x: Tensor) -> Tensor:
+    """A tangent, made number by number, so that each example has its own."""
+    return x * 0.5 + (1 - 0.3j if x.is_complex() else 1)
+
+
+def torch_pushed(f: Function, primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
+    """Values and tangents by torch's forward mode."""
+    with forward_ad.dual_level():
+        duals = [
+            forward_ad.make_dual(x.detach().clone(), t)
+            for x, t in zip(primals, tangents, strict=True)
+        ]
+        outs = [forward_ad.unpack_dual(x) for x in f(*duals) if has_derivative(x)]
+        if all(tangent is None for _, tangent in outs):
+            raise NotDifferentiable("no result depends on the inputs")
+        values = [primal.detach() for primal, _ in outs]
+        pushed = [torch.zeros_like(p) if t is None else t.detach().resolve_conj() for p, t in outs]
+    return (*values, *pushed)
+
+
+def torch_pushed_by_pulling(
+    f: Function, primals: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> Results:
+    """The same where an operator has no forward formula: the derivative of the pullback."""
+    inputs = [x.detach().clone().requires_grad_() for x in primals]
+    outs = [x for x in f(*inputs) if has_derivative(x)]
+    cotangents = [torch.zeros_like(x, requires_grad=True) for x in outs]
+    pulled = torch_pulled(outs, inputs, cotangents, create_graph=True)
+    pushed = torch_pulled(pulled, cotangents, [t for t in tangents])
+    return (*[x.detach() for x in outs], *pushed)
+
+
+def _jvp(case: Case, *, ours: bool) -> Function:
+    """A function of the tensors and, after them, of the tangents."""
+    count, places = len(case.tensors), case.differentiable
+
+    def pushforward(*given: Tensor) -> Results:
+        tensors, tangents = given[:count], given[count:]
+        primals = tuple(tensors[i] for i in places)
+
+        def of_primals(*values: Tensor) -> Results:
+            outs = case.call(*filled(tensors, places, values))
+            return tuple(x for x in outs if has_derivative(x))
+
+        if ours:
+            values, pushed = tsfunc.jvp(of_primals, primals, tuple(tangents))
+            return (*values, *pushed)
+        try:
+            return torch_pushed(of_primals, primals, tangents)
+        except NotImplementedError:
+            return torch_pushed_by_pulling(of_primals, primals, tangents)
+
+    return pushforward
+
+
+def _with_tangents(case: Case, batch: Batch, inputs: Sequence[Tensor], which: str) -> Any:
+    """The batch with tangents: of both, or of one of primals and tangents only."""
+    (dims,) = batch.dims
+    places = case.differentiable
+    tangents = [direction(inputs[i]) for i in places]
+    at = [dims[i] for i in places]
+    first = [x if d is None else x.select(d, 0) for x, d in zip(inputs, dims, strict=True)]
+    none: list[int | None] = [None] * len(dims)
+    if which == "primals":
+        tangents, at = [direction(first[i]) for i in places], [None] * len(places)
+    elif which == "tangents":
+        inputs, dims = first, tuple(none)
+    every = (*dims, *at)
+    if all(dim is None for dim in every):
+        raise NotDifferentiable("nothing is batched")
+    given = (*inputs, *tangents)
+    return Batch(given, (every,), batch.sizes), given
+
+
+def forward_mode(which: str) -> Mode:
+    """``vmap(jvp)``, with "both" batched or only the "primals" or the "tangents"."""
+
+    def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+        both, given = _with_tangents(case, batch, inputs, which)
+        out: Results = mapped(_jvp(case, ours=True), both, "same")(*given)
+        return out
+
+    def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+        both, given = _with_tangents(case, batch, inputs, which)
+        out: Results = looped(_jvp(case, ours=False), both)(*given)
+        return out
+
+    return Mode("vmap(jvp)" if which == "both" else f"vmap(jvp), {which}", 1, ours, plain)
+
+
+def _jvp_of_vmap(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+    places = case.differentiable
+    primals = tuple(inputs[i] for i in places)
+
+    def whole(*values: Tensor) -> Results:
+        outs = mapped(case.call, batch, "same")(*filled(inputs, places, values))
+        return tuple(x for x in outs if has_derivative(x))
+
+    values, pushed = tsfunc.jvp(whole, primals, tuple(direction(x) for x in primals))
+    return (*values, *pushed)
+
+
+def _loop_of_jvp(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+    both, given = _with_tangents(case, batch, inputs, "both")
+    out: Results = looped(_jvp(case, ours=False), both)(*given)
+    return out
+
+
+# Reverse mode with cotangents of their own for each example.
+
+
+def _vjp(case: Case, *, ours: bool) -> Function:
+    """A function of the tensors and, after them, of a factor of the cotangents."""
+    places = case.differentiable
+
+    def pullback(*given: Tensor) -> Results:
+        *tensors, factor = given
+
+        def of_inputs(*values: Tensor) -> Results:
+            outs = case.call(*filled(tensors, places, values))
+            return tuple(x for x in outs if has_derivative(x))
+
+        if ours:
+            outs, pull = tsfunc.vjp(of_inputs, *[tensors[i] for i in places])
+            found: Results = pull(tuple((weights(x) * factor).to(x.dtype) for x in outs))
+            return found
+        inputs = leaves_of(tensors, places)
+        results = of_inputs(*inputs)
+        cotangents = [(weights(x) * factor).to(x.dtype) for x in results]
+        return torch_pulled(results, inputs, cotangents)
+
+    return pullback
+
+
+def _with_cotangents(batch: Batch, inputs: Sequence[Tensor]) -> Any:
+    """One example's tensors for all, and a factor for each."""
+    (dims,) = batch.dims
+    first = [x if d is None else x.select(d, 0) for x, d in zip(inputs, dims, strict=True)]
+    given = (*first, torch.linspace(1, 2, batch.sizes[0], dtype=torch.float64))
+    return Batch(given, ((*[None] * len(dims), 0),), batch.sizes), given
+
+
+def _vmap_of_vjp(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+    both, given = _with_cotangents(batch, inputs)
+    out: Results = mapped(_vjp(case, ours=True), both, "same")(*given)
+    return out
+
+
+def _loop_of_vjp(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+    both, given = _with_cotangents(batch, inputs)
+    out: Results = looped(_vjp(case, ours=False), both)(*given)
+    return out
+
+
+VMAP_GRAD = gradient_mode(1)
+GRAD_VMAP = Mode("grad(vmap)", 1, _grad_of_vmap, _grad_of_loop)
+VMAP_JVP = forward_mode("both")
+VMAP_JVP_PRIMALS = forward_mode("primals")
+VMAP_JVP_TANGENTS = forward_mode("tangents")
+JVP_VMAP = Mode("jvp(vmap)", 1, _jvp_of_vmap, _loop_of_jvp)
+VMAP_VJP = Mode("vmap(vjp), cotangents", 1, _vmap_of_vjp, _loop_of_vjp)
+VMAP_VMAP_GRAD = gradient_mode(2)
+VMAP_GRAD_GRAD = Mode("vmap(grad(grad))", 1, _vmap_second, _loop_second)
+
+MODES = (VMAP_GRAD, GRAD_VMAP, VMAP_JVP)  # those swept whole
+FURTHER = (
+    VMAP_JVP_PRIMALS, VMAP_JVP_TANGENTS, VMAP_VJP, JVP_VMAP, VMAP_VMAP_GRAD, VMAP_GRAD_GRAD,
+)  # fmt: skip
+
+TOLERANCES = {
+    torch.float64: 1e-7,
+    torch.complex128: 1e-7,
+    torch.float32: 1e-3,
+    torch.complex64: 1e-3,
+}
+
+
+def differ(got: Results, want: Results) -> str:
+    """What differs; measured by the largest number, since gradients are sums."""
+    if len(got) != len(want):
+        return f"{len(got)} results, not {len(want)}"
+    for k, (g, w) in enumerate(zip(got, want, strict=True)):
+        if g.shape != w.shape or g.dtype is not w.dtype:
+            return f"result {k}: {g.dtype} {tuple(g.shape)}, not {w.dtype} {tuple(w.shape)}"
+        wide = torch.complex128 if w.is_complex() else torch.float64
+        mine, theirs = g.detach().to(wide), w.detach().to(wide)
+        known = theirs.abs().nan_to_num(0, 0, 0)
+        tolerance = TOLERANCES.get(w.dtype, 0.06)
+        scale = tolerance * max(1.0, float(known.max()) if known.numel() else 0.0)
+        if not torch.allclose(mine, theirs, rtol=tolerance, atol=scale, equal_nan=True):
+            return f"result {k}: off by {float((mine - theirs).abs().nan_to_num(1e99).max()):.3g}"
+    return ""

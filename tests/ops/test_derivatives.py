@@ -1,0 +1,99 @@
+"""Derivatives of batches: calls that were once wrong or refused, and what the modes themselves do.
+
+The whole operator database is in ``test_database_derivatives``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tsfunc
+from tests.ops.database import Case
+from tests.ops.derivatives import FURTHER, GRAD_VMAP, MODES, VMAP_GRAD, VMAP_JVP, differ
+from tests.ops.sweep import Mode, Verdict, sweep_case
+
+F = torch.nn.functional
+ALL = (*MODES, *FURTHER)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.rand(shape, dtype=dtype, generator=seeded)
+
+
+def case(f: Callable[..., Any], *tensors: Tensor) -> Case:
+    """A function of the tensors, to be differentiated by those that it can be by."""
+
+    def call(*given: Tensor) -> tuple[Tensor, ...]:
+        out = f(*given)
+        return tuple(out) if isinstance(out, tuple | list) else (out,)
+
+    places = tuple(i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex())
+    return Case(call, tensors, frozenset(), places)
+
+
+def verdicts(mode: Mode, one: Case) -> dict[Verdict, str]:
+    found = sweep_case(mode, one, random.Random(0), differ=differ)
+    return {outcome.verdict: f"{outcome.what}: {outcome.message}" for outcome in found}
+
+
+# Each with a word on what was wrong.
+CASES: dict[str, Case] = {
+    # Where the bounds alone are batched torch's derivative wrote into a mask that is not.
+    "clamp": case(torch.clamp, rand(4), rand(4) - 0.2, rand(4) + 0.1),
+    # torch's decomposition was recorded a second time, within what it is the derivative of.
+    "masked index": case(
+        lambda x: torch.ops.aten._unsafe_masked_index(
+            x, torch.tensor([True, False, True]), [torch.tensor([0, 5, 2])], 0.5
+        ),
+        rand(4, 2),
+    ),
+    # C++ asks the tracer whether it will be differentiated, and takes a form without derivative.
+    "bag of embeddings": case(
+        lambda w, i: F.embedding_bag(i, w, torch.tensor([0, 2]), mode="sum"),
+        rand(6, 2),
+        torch.tensor([1, 5, 0, 1]),
+    ),
+    # Forward mode's lazy zeros came to kernels that take a tracer for a tensor with storage.
+    "dropout": case(lambda x: _seeded(F.dropout, x, 0.4), rand(4, 3)),
+    "feature dropout": case(lambda x: _seeded(F.dropout2d, x, 0.4), rand(2, 4, 3, 3)),
+}
+
+
+def _seeded(f: Callable[..., Tensor], *args: Any) -> Tensor:
+    torch.manual_seed(0)
+    return f(*args)
+
+
+@pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("name", CASES)
+def test_call(name: str, mode: Mode) -> None:
+    found = verdicts(mode, CASES[name])
+    assert found.keys() <= {Verdict.OK, Verdict.NONE}, found
+
+
+@pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
+def test_right_derivatives_pass_in_every_mode(mode: Mode) -> None:
+    one = case(lambda x, y: (x.sin() * y, x @ y, x > y), rand(3), rand(3))
+    assert verdicts(mode, one).keys() == {Verdict.OK}
+
+
+@pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
+def test_wrong_derivatives_are_found(mode: Mode) -> None:
+    """The modes hold tsfunc to something else: a function that is another one under a level."""
+
+    def odd(x: Tensor) -> Tensor:
+        return x.sin() * 2 if tsfunc.dispatch.current_levels() else x.sin()
+
+    assert Verdict.WRONG in verdicts(mode, case(odd, rand(3)))
+
+
+def test_what_has_no_derivative_counts_for_nothing() -> None:
+    for mode in (VMAP_GRAD, GRAD_VMAP, VMAP_JVP):
+        assert verdicts(mode, case(lambda x: x.argmax(), rand(3))).keys() == {Verdict.NONE}
