@@ -204,7 +204,7 @@ def torch_pushed_by_pulling(
     outs = [x for x in f(*inputs) if has_derivative(x)]
     cotangents = [torch.zeros_like(x, requires_grad=True) for x in outs]
     pulled = torch_pulled(outs, inputs, cotangents, create_graph=True)
-    pushed = torch_pulled(pulled, cotangents, [t for t in tangents])
+    pushed = torch_pulled(pulled, cotangents, list(tangents))
     return (*[x.detach() for x in outs], *pushed)
 
 

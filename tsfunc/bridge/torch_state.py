@@ -119,7 +119,8 @@ def with_factory_key() -> Any:
 
 def after(key: str) -> Any:
     """The dispatch keys that come after one: what is left of a call that its kernel passes on."""
-    return _dispatch_keyset_full_after(_parse_dispatch_key(key))
+    parsed: Any = _parse_dispatch_key(key)
+    return _dispatch_keyset_full_after(parsed)
 
 
 def without_factory_keys() -> Any:
