@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,74 @@ def test_what_it_answers(name: str) -> None:
     batch = torch.randn(5, 2, 3)
     vmap(func)(batch)
     assert seen == [ANSWERS[name](batch[0].clone())]
+
+
+def test_lazily_conjugated_and_negated() -> None:
+    """The tracer's value knows; the tracer is not asked."""
+    seen: list[Any] = []
+
+    def func(z: Tensor) -> Tensor:
+        conj = z.conj()
+        resolved = conj.resolve_conj()
+        seen.append((z.is_conj(), conj.is_conj(), torch.is_conj(conj), resolved.is_conj()))
+        seen.append((conj.conj().is_conj(), conj.is_neg(), torch._neg_view(z).is_neg()))
+        return resolved
+
+    batch = torch.randn(3, 2, dtype=torch.complex64)
+    same(vmap(func)(batch), batch.conj().resolve_conj())
+    vmap(lambda z: vmap(func)(z))(batch[:, None])
+    assert seen == [(False, True, True, False), (False, False, True)] * 2
+
+
+OFFSETS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of what was made inside": lambda x: (x * 2)[1:].as_strided((2,), (1,), 1),
+    "as it stands": lambda x: (x * 2)[2:].as_strided((2,), (1,)),
+    "read off the tensor": lambda x: (lambda y: y.as_strided((2,), (1,), y.storage_offset()))(
+        (x * 2)[1:3]
+    ),
+    "one further": lambda x: (lambda y: y.as_strided((2,), (1,), y.storage_offset() + 1))(
+        (x * 2)[1:]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+@pytest.mark.parametrize("at", [0, 1])
+def test_offsets_into_memory(name: str, at: int) -> None:
+    """They are counted from where torch counts them, also where they are differentiated."""
+    func, batch = OFFSETS[name], X.movedim(0, at)
+    want = torch.stack([func(x.clone()) for x in X])
+    same(vmap(func, at)(batch), want)
+    same(vmap(vmap(func), in_dims=at + 1)(batch[None]), want[:, None])
+    same(
+        vmap(tsfunc.grad(lambda x: (func(x) * W[:2]).sum()), at)(batch),
+        torch.stack([torch.func.grad(lambda x: (func(x) * W[:2]).sum())(x.clone()) for x in X]),
+    )
+
+
+def test_offsets_of_a_batch_that_begins_later() -> None:
+    """One that the user reads off the batch is where its first example begins."""
+    batch = torch.arange(24.0).view(2, 3, 4)[1].T  # examples are columns
+    offset = batch.storage_offset()
+    got = vmap(lambda x: x.as_strided((2,), (4,), offset + 4))(batch)
+    same(got, batch[:, 1:])
+
+
+STRIDED: list[tuple[Callable[[Tensor], Tensor], str]] = [
+    (lambda x: x.as_strided((4,), (1,), 1), "reads memory from 1 to 4, but the first example, of"),
+    (lambda x: x.as_strided((2, 3), (2, 1)), "of shape (4,), has that from 0 to 3. This is not"),
+    (lambda x: x[1:].as_strided((2,), (1,), 0), "supported inside of vmap: use other views"),
+    (lambda x: x[:0].as_strided((2,), (1,)), "supported inside of vmap: use other views"),
+    (lambda x: x.as_strided((2, 2), (1,)), "size and stride must have the same length, got [2, 2]"),
+]
+
+
+@pytest.mark.parametrize(("func", "message"), STRIDED, ids=range(len(STRIDED)))
+def test_a_view_does_not_reach_into_other_examples(
+    func: Callable[[Tensor], Tensor], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        vmap(func)(X)
 
 
 RESULTS: dict[str, Callable[[Tensor], Any]] = {

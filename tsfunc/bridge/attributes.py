@@ -67,6 +67,16 @@ def _without_door_1(
             return func(*args, **kwargs)
 
 
+def _bit(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Whether the value is conjugated or negated lazily, which its tracer does not know."""
+    value = args[0]
+    if isinstance(value, Tracer) and isinstance(inner := getattr(value, "value", None), _T):
+        return func(inner)
+    return metadata(func, types, args, kwargs)
+
+
 def _require_grad(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -105,7 +115,7 @@ def _refuse_backward(
 _T = torch.Tensor
 for _name in (
     "dim size stride numel nelement ndimension is_contiguous is_floating_point is_complex "
-    "is_signed is_inference is_conj is_neg element_size storage_offset get_device "
+    "is_signed is_inference element_size storage_offset get_device "
     "has_names is_set_to is_distributed is_nonzero_static"
 ).split():
     if hasattr(_T, _name):
@@ -126,6 +136,8 @@ for _name in (
     METHODS[getattr(_T, _name)] = _read
 METHODS[torch.is_nonzero] = _read
 METHODS[_T.unflatten] = _without_door_1
+for _func in (_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg):
+    METHODS[_func] = _bit
 METHODS[_T.__repr__] = _show
 METHODS[_T.requires_grad_] = _require_grad
 METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
@@ -157,5 +169,5 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in ("shape", "dtype", "device", "ndim"):
     setattr(Tracer, _name, _property(_name))
-for _name in ("dim", "stride", "is_contiguous", "numel"):
+for _name in ("dim", "stride", "is_contiguous", "numel", "storage_offset"):
     setattr(Tracer, _name, _method(_name))

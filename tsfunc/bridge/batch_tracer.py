@@ -51,7 +51,7 @@ class BatchLevel(TracerLevel):
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
-        return wrap(value, None, self)
+        return wrap(value, None, self, value.storage_offset())
 
     def sees_factories(self, random: bool) -> bool:
         return random
@@ -105,11 +105,13 @@ class BatchTracer(Tracer):
         return op.call(args, kwargs, True)
 
     def again(self) -> BatchTracer:
-        return wrap(self.value, self.bdim, self.dispatch_level)
+        value = self.value
+        return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 
     def cut(self) -> BatchTracer:
         disown((self,))  # detach shares memory, as a view does
-        return wrap(self.value.detach(), self.bdim, self.dispatch_level)
+        value = self.value.detach()
+        return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 
     def read(self, name: str) -> Any:
         if self.bdim is None:
@@ -144,23 +146,27 @@ class BatchTracer(Tracer):
 HOT: dict[Any, Rule] = {}
 
 
-def wrap(value: torch.Tensor, bdim: int | None, level: BatchLevel) -> BatchTracer:
-    """The tracer for a physical value."""
+def wrap(
+    value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any = None
+) -> BatchTracer:
+    """The tracer for a physical value, which begins at ``offset`` of its memory (None: at 0)."""
+    if type(offset) is int and offset == 0:
+        offset = None
     if bdim is None:
         shape: Any = value.shape
-        strides = None if value.is_contiguous() else value.stride()
+        strides = None if offset is None and value.is_contiguous() else value.stride()
     else:
         shape = value.shape
         # With the batch outermost in a contiguous value, the examples are contiguous too.
-        if bdim == 0 and value.is_contiguous():
+        if bdim == 0 and offset is None and value.is_contiguous():
             shape, strides = shape[1:], None
         else:
             shape = shape[:bdim] + shape[bdim + 1 :]
             steps = value.stride()
             strides = steps[:bdim] + steps[bdim + 1 :]
-    # By position, which is parsed in less time: no storage offset and no memory format.
+    # By position, which is parsed in less time: no memory format.
     tracer: Any = _make_wrapper(
-        BatchTracer, shape, strides, None, None, value.dtype, torch.strided, value.device
+        BatchTracer, shape, strides, offset, None, value.dtype, torch.strided, value.device
     )
     tracer.value = value
     tracer.bdim = bdim
@@ -284,7 +290,7 @@ def rewrap(
         if isinstance(op, TorchOperator) and op.inplace:
             args[0].bdim = out_dims
             return written(op, args, kwargs)
-        tracer = wrap(out, out_dims, level)
+        tracer = wrap(out, out_dims, level, out.storage_offset())
         if isinstance(op, TorchOperator):
             if op.is_view:
                 disown(args)
@@ -306,7 +312,7 @@ def rewrap(
 
 def _rewrap_one(item: Any, dim: Any, level: BatchLevel, owned: bool) -> Any:
     if isinstance(item, torch.Tensor):
-        tracer = wrap(item, dim, level)
+        tracer = wrap(item, dim, level, item.storage_offset())
         tracer.owned = owned
         return tracer
     if isinstance(item, list | tuple):

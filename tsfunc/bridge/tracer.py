@@ -137,7 +137,12 @@ class Tracer(torch.Tensor):
                 f"TracerLevel, got {level!r}. Outside of a kernel give level=."
             )
         tracer = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, like.stride(), dtype=like.dtype, device=like.device
+            cls,
+            like.shape,
+            like.stride(),
+            like.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
         )
         tracer.dispatch_level = level
         for name, value in attributes.items():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.refusal import ranks_at_least, refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
 
 
@@ -26,6 +27,8 @@ def cdist(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Leading dims broadcast."""
+    if not ranks_at_least(dims, args[:2], 2, 2):
+        return refused(op, dims, args, kwargs)
     x, y = _lined_up(level, dims[:2], args[:2])
     return op(x, y, *args[2:]), 0
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, refuse_inplace
+from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
 
 
@@ -29,6 +30,8 @@ def embedding(
     p, q = dims[:2]
     if p is None:
         return op(weight, indices, *rest), q
+    if weight.dim() != 3:
+        return refused(op, dims, args, kwargs)
     if q is None:
         return (weight[indices], indices.dim()) if p == 1 else (front(weight, p)[:, indices], 0)
     weight, indices = front(weight, p), front(indices, q)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.ops.dims import align
+from tsfunc.ops.dims import align, logical_rank
+from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
 
 
@@ -27,6 +28,8 @@ def new_empty_strided(
 ) -> Any:
     """Each example gets as much memory as its sizes and strides span."""
     x, sizes, strides = args
+    if any(type(size) is int and size == 0 for size in sizes):
+        return op(x, [level.batch_size, *sizes], [0, *strides], **kwargs), 0
     span: Any = 1
     for size, stride in zip(sizes, strides, strict=True):
         span = span + (size - 1) * stride
@@ -43,6 +46,9 @@ def linspace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes numbers, so batched ends need arithmetic: from each end to the middle."""
+    ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, torch.Tensor)]
+    if any(logical_rank(x, at) for x, at in ends):
+        return refused(op, dims, args, kwargs)
     (start, end), _ = align(args[:2], dims)
     steps, options = args[2], dict(kwargs)
     dtype = options.pop("dtype", None) or torch.get_default_dtype()
@@ -70,6 +76,9 @@ def logspace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Powers of the base at evenly spaced exponents."""
+    ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, torch.Tensor)]
+    if any(logical_rank(x, at) for x, at in ends):
+        return refused(op, dims, args, kwargs)
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
     exponents, at = linspace(op, level, dims, args[:3], {**kwargs, "dtype": exact})

@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_front, front, place, refuse_inplace, unit_dims
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+from tsfunc.ops.dims import (
+    align,
+    batched_front,
+    front,
+    logical_rank,
+    place,
+    refuse_inplace,
+    unit_dims,
+)
+from tsfunc.ops.refusal import ranks_are, refused
+from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
 
 
 def _lead(x: Tensor, at: int, rank: int, to: int) -> Tensor:
@@ -85,15 +94,54 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return x.bmm(y)
 
 
-def matmul(
+def of_ranks(first: int, second: int) -> Rule:
+    """The rule of a product of tensors of just these ranks: ``matmul`` does it."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x, y = args
+        p, q = dims
+        if x.dim() - (p is not None) != first or y.dim() - (q is not None) != second:
+            return refused(op, dims, args, kwargs)
+        return product(x, p, y, q)
+
+    return rule
+
+
+rows(Category.FIXED, of_ranks(2, 2), "aten::mm")
+rows(Category.FIXED, of_ranks(2, 1), "aten::mv")
+rows(Category.FIXED, of_ranks(1, 1), "aten::dot")
+
+
+def _fit(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
+    """Whether two tensors have these ranks, and stacks as many matrices: ``matmul`` broadcasts."""
+    if not ranks_are(dims, args, first, second):
+        return False
+    sizes = [x.shape[1 if d == 0 else 0] for x, d in zip(args, dims, strict=True)]
+    return first < 3 or bool(sizes[0] == sizes[1])
+
+
+@row(Category.FIXED, "aten::bmm")
+def bmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """mm, bmm, mv, dot and matmul: all are ``matmul`` of their ranks."""
+    """Products of the matrices of two stacks."""
+    if not _fit(dims, args, 3, 3):
+        return refused(op, dims, args, kwargs)
     return product(args[0], dims[0], args[1], dims[1])
 
 
-rows(Category.FIXED, matmul, *(f"aten::{n}" for n in "mm bmm mv dot matmul".split()))
-rows(Category.FIXED, matmul, "aten::linalg_matmul")
+@row(Category.FIXED, "aten::matmul", "aten::linalg_matmul")
+def matmul(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A product by the ranks of its arguments."""
+    x, y = args
+    p, q = dims
+    if x.dim() == (p is not None) or y.dim() == (q is not None):
+        return refused(op, dims, args, kwargs)
+    return product(x, p, y, q)
 
 
 @row(Category.FIXED, "aten::vdot")
@@ -101,6 +149,8 @@ def vdot(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """dot with the first vector conjugated."""
+    if not _fit(dims, args, 1, 1):
+        return refused(op, dims, args, kwargs)
     return product(args[0].conj(), dims[0], args[1], dims[1])
 
 
@@ -113,33 +163,35 @@ def linear(
     bias = args[2] if len(args) > 2 else None
     at, q = dims[0], dims[1]
     r = dims[2] if len(dims) > 2 else None
-    if q is None and r is None:
+    if q is None and r is None and x.dim() > 1 and (bias is None or bias.dim() == 1):
         if at < x.dim() - 1:
             return op(x, weight, bias), at
         return op(x.movedim(at, 0), weight, bias), 0
+    rank = logical_rank(weight, q)
+    vector = bias is not None and logical_rank(bias, r) == 1
+    if logical_rank(x, at) == 0 or rank > 2 or (bias is not None and (rank != 2 or not vector)):
+        return refused(op, dims, args, kwargs)
     if q is None:
         out, at = (op(x, weight), None) if at is None else linear(op, level, (at, q), args[:2], {})
-    elif weight.dim() == 2:
+    elif rank == 1:
         out, at = product(x, at, weight, q)
     else:
-        return _linear_weights(level.batch_size, x, at, front(weight, q), bias, r)
+        weight = front(weight, q)
+        if logical_rank(x, at) > 1:
+            return _linear_weights(level.batch_size, x, at, weight, bias, r)
+        out = weight.matmul(x) if at is None else weight.bmm(front(x, at).unsqueeze(2)).squeeze(2)
+        at = 0
     if bias is None:
         return out, at
-    (out, bias), at = align((out, bias), (at, r))
-    return out + bias, at
+    found = _sum(bias, r, out, at)
+    return refused(op, dims, args, kwargs) if found is None else found
 
 
 def _linear_weights(
     size: int, x: Tensor, at: int | None, weight: Tensor, bias: Tensor | None, r: int | None
 ) -> tuple[Tensor, int]:
-    """linear with a matrix of weights for each example, batch dim first."""
-    rank = x.dim() if at is None else x.dim() - 1
-    if rank == 1:
-        if at is None:
-            out = weight.matmul(x)
-        else:
-            out = weight.bmm(front(x, at).unsqueeze(2)).squeeze(2)
-        return (out if bias is None else out + (bias.mT if r else bias)), 0
+    """linear of rows, with a matrix of weights for each example, batch dim first."""
+    rank = logical_rank(x, at)
     shape = (x if at is None else front(x, at)[0]).shape[:-1] if rank > 2 else None
     rowwise = batched_front(x, at, size)
     if shape is not None:
@@ -161,17 +213,40 @@ def _is_one(number: Any) -> bool:
 
 
 def _added(
-    x: Tensor, at: int | None, out: Tensor, p: int | None, kwargs: Mapping[str, Any]
-) -> tuple[Tensor, int]:
-    """``beta * x + alpha * out``."""
+    op: Any,
+    dims: Dims,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    out: Tensor,
+    p: int | None,
+) -> Any:
+    """``beta * x + alpha * out`` of the first argument, which may not be larger than ``out``."""
+    x, at = args[0], dims[0]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     if _is_zero(beta):  # x may hold anything then, even nan; only its batch dim counts
         if at is None:
             assert p is not None
             return (out if _is_one(alpha) else out * alpha), p
         x = torch.zeros_like(x)
+    found = _sum(x if _is_one(beta) else x * beta, at, out, p, alpha)
+    return refused(op, dims, args, kwargs) if found is None else found
+
+
+def _sum(
+    x: Tensor, at: int | None, out: Tensor, p: int | None, alpha: Any = 1
+) -> tuple[Tensor, int] | None:
+    """``x + alpha * out`` in the shape of ``out``; None where ``x`` does not fit into it."""
+    shape = _logical_shape(out, p)
     (x, out), at = align((x, out), (at, p))
-    return torch.add(x if _is_one(beta) else x * beta, out, alpha=alpha), at
+    total = torch.add(x, out, alpha=alpha)
+    return (total, at) if _logical_shape(total, at) == shape else None
+
+
+def _logical_shape(x: Tensor, at: int | None) -> list[int]:
+    shape = list(x.shape)
+    if at is not None:
+        del shape[at]
+    return shape
 
 
 def _pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
@@ -188,6 +263,8 @@ def addmm(
     """One kernel for the common cases: rows of the batch folded, or all of it batched."""
     x, a, b = args
     at, p, q = dims
+    if not _fit(dims[1:], args[1:], 2, 2) or logical_rank(x, at) > 2:
+        return refused(op, dims, args, kwargs)
     if q is None and p is not None and at is None and x.dim() < 2 and p < 2:
         out = op(x, a.flatten(0, 1), b, **kwargs)
         return out.unflatten(0, a.shape[:2]), p
@@ -195,15 +272,24 @@ def addmm(
         if at is not None:
             x = unit_dims(front(x, at), 1, 3 - x.dim())
         return torch.baddbmm(x, front(a, p), front(b, q), **kwargs), 0
-    return _added(x, at, *_pair(dims, args), kwargs)
+    return _added(op, dims, args, kwargs, *_pair(dims, args))
 
 
-@row(Category.FIXED, "aten::addmv", "aten::baddbmm")
-def added_product(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """The product, and then the sum."""
-    return _added(args[0], dims[0], *_pair(dims, args), kwargs)
+def added_product(first: int, second: int) -> Rule:
+    """The rule of a product of tensors of just these ranks, and then a sum."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if not _fit(dims[1:], args[1:], first, second):
+            return refused(op, dims, args, kwargs)
+        return _added(op, dims, args, kwargs, *_pair(dims, args))
+
+    return rule
+
+
+rows(Category.FIXED, added_product(2, 1), "aten::addmv")
+rows(Category.FIXED, added_product(3, 3), "aten::baddbmm")
 
 
 def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
@@ -223,7 +309,9 @@ def addbmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The sum over products is a product of longer rows."""
-    return _added(args[0], dims[0], *_sum_pair(dims, args), kwargs)
+    if not _fit(dims[1:], args[1:], 3, 3):
+        return refused(op, dims, args, kwargs)
+    return _added(op, dims, args, kwargs, *_sum_pair(dims, args))
 
 
 def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int | None]:
@@ -238,6 +326,8 @@ def outer(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A pointwise product."""
+    if not _fit(dims, args, 1, 1):
+        return refused(op, dims, args, kwargs)
     return _outer(args[0], dims[0], args[1], dims[1])
 
 
@@ -246,7 +336,18 @@ def addr(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """An outer product and a sum."""
-    return _added(args[0], dims[0], *_outer(args[1], dims[1], args[2], dims[2]), kwargs)
+    if not _fit(dims[1:], args[1:], 1, 1):
+        return refused(op, dims, args, kwargs)
+    return _added(op, dims, args, kwargs, *_outer(args[1], dims[1], args[2], dims[2]))
+
+
+_RANKS = {
+    "aten::addmm_": (2, 2),
+    "aten::addmv_": (2, 1),
+    "aten::addr_": (1, 1),
+    "aten::addbmm_": (3, 3),
+    "aten::baddbmm_": (3, 3),
+}
 
 
 @row(
@@ -261,12 +362,16 @@ def added_product_inplace(
     if at is None:
         refuse_inplace(op)
     name = op.name()
+    if not _fit(dims[1:], args[1:], *_RANKS[name]):
+        return refused(op, dims, args, kwargs)
     if name == "aten::addbmm_":
         out, p = _sum_pair(dims, args)
     elif name == "aten::addr_":
         out, p = _outer(args[1], dims[1], args[2], dims[2])
     else:
         out, p = _pair(dims, args)
+    if out.numel() * (1 if p is not None else x.shape[at]) != x.numel():
+        return refused(op, dims, args, kwargs)
     beta = kwargs.get("beta", 1)
     if _is_zero(beta):
         x.zero_()

@@ -18,6 +18,7 @@ from tsfunc.ops.dims import (
     refuse_inplace,
     wrap,
 )
+from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
 
 ND = Category.N_DIMENSIONAL
@@ -247,6 +248,8 @@ def masked_scatter(
 ) -> Any:
     """The k-th place of the mask gets the k-th element of the source."""
     x, mask, source = args
+    if mask.dtype is not torch.bool or x.dtype is not source.dtype:
+        return refused(op, dims, args, kwargs)
     inplace = _is_inplace(op)
     at = dims[0]
     if inplace and at is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.refusal import ranks_at_least, refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
 
 BATCHED = Category.BATCHED
@@ -30,6 +31,8 @@ def leading(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A function of one matrix."""
+    if args[0].dim() < 3:
+        return refused(op, dims, args, kwargs)
     out = op(front(args[0], dims[0]), *args[1:], **kwargs)
     return out, result_dims(out, level.batch_size)
 
@@ -59,14 +62,22 @@ def _together(
     ]
 
 
-def together(*ranks: int) -> Any:
-    """The rule of a function of several matrices with the same leading dims."""
+def together(*ranks: int, broadcast: bool = False) -> Any:
+    """The rule of a function of several matrices with the same leading dims.
+
+    The operator takes other leading dims only where ``broadcast`` says so.
+    """
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         count = len(ranks)
+        if not ranks_at_least(dims, args[:count], *ranks):
+            return refused(op, dims, args, kwargs)
         tensors = _together(level, dims[:count], args[:count], ranks)
+        leads = {tuple(_shape(x, d)[:-r]) for x, d, r in zip(args, dims, ranks, strict=False)}
+        if len(leads) > 1 and not broadcast:
+            return refused(op, dims, args, kwargs)
         lead = torch.broadcast_shapes(
             *(x.shape[: x.dim() - r] for x, r in zip(tensors, ranks, strict=True))
         )
@@ -79,7 +90,8 @@ def together(*ranks: int) -> Any:
 
 
 rows(BATCHED, together(2, 1), "aten::lu_unpack", "aten::linalg_householder_product")
-rows(BATCHED, together(2, 1, 2), "aten::ormqr", "aten::linalg_ldl_solve")
+rows(BATCHED, together(2, 1, 2), "aten::ormqr")
+rows(BATCHED, together(2, 1, 2, broadcast=True), "aten::linalg_ldl_solve")
 
 
 @row(BATCHED, "aten::linalg_cross")
@@ -89,9 +101,9 @@ def linalg_cross(
     """Dims are counted from the end, which the batch dim at the front does not change."""
     x, y = args
     rank = logical_rank(x, dims[0])
-    if rank != logical_rank(y, dims[1]):
-        return NotImplemented
     dim = kwargs.get("dim", -1)
+    if rank != logical_rank(y, dims[1]) or not -rank <= dim < rank:
+        return refused(op, dims, args, kwargs)
     x, y = (v.unsqueeze(0) if d is None else front(v, d) for v, d in ((x, dims[0]), (y, dims[1])))
     return op(x, y, dim=dim - rank if dim >= 0 else dim), 0
 
@@ -123,6 +135,8 @@ def solve_ex(
 ) -> Any:
     """A right-hand side with one dim less than the matrix is a vector, or several."""
     a, b = args
+    if not ranks_at_least(dims, args, 2, 1):
+        return refused(op, dims, args, kwargs)
     left = kwargs.get("left", True)
     rank, other = logical_rank(a, dims[0]), logical_rank(b, dims[1])
     vector = other == 1
@@ -150,6 +164,8 @@ def solve_triangular(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The matrix comes first."""
+    if not ranks_at_least(dims, args, 2, 2):
+        return refused(op, dims, args, kwargs)
     a, b = args
     if dims[0] is None:
         left = kwargs.get("left", True)
@@ -163,6 +179,8 @@ def solve_factored(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The matrix comes second. triangular_solve returns a copy of it, too."""
+    if not ranks_at_least(dims, args, 2, 2):
+        return refused(op, dims, args, kwargs)
     b, a, *rest = args
     if dims[1] is None and logical_rank(b, dims[0]) >= a.dim():
         outs, out, at = _as_columns(lambda wide: op(wide, a, *rest, **kwargs), b, dims[0], True)
@@ -177,7 +195,11 @@ def lu_solve(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Factors and pivots belong together; the kernel broadcasts them with the right-hand side."""
+    if not ranks_at_least(dims, args, 2, 1, 2):
+        return refused(op, dims, args, kwargs)
     lu, pivots, b = args
+    if _shape(lu, dims[0])[:-1] != _shape(pivots, dims[1]):
+        return refused(op, dims, args, kwargs)
     if dims[0] is None and dims[1] is None:
         left = kwargs.get("left", True)
         _, out, at = _as_columns(lambda wide: op(lu, pivots, wide, **kwargs), b, dims[2], left)
@@ -192,9 +214,13 @@ def lstsq(
 ) -> Any:
     """Results that the driver does not compute are empty."""
     a, b, *rest = args
+    if not ranks_at_least(dims, args, 2, 1):
+        return refused(op, dims, args, kwargs)
     rank, other = logical_rank(a, dims[0]), logical_rank(b, dims[1])
     vector = other == rank - 1
     a, b = batched_front(a, dims[0], level.batch_size), batched_front(b, dims[1], level.batch_size)
+    if a.shape[1:-1] != b.shape[1 : a.dim() - 1]:
+        return refused(op, dims, args, kwargs)
     out, *others = op(a, b.unsqueeze(-1) if vector else b, *rest, **kwargs)
     results = (out.squeeze(-1) if vector else out, *others)
     return results, result_dims(results, level.batch_size)

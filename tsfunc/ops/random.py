@@ -23,6 +23,7 @@ from tsfunc.ops.dims import (
     place,
     refuse_inplace,
 )
+from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
 
 FACTORY = Category.FACTORY
@@ -296,6 +297,8 @@ def rrelu(
     """As with noise, which nobody keeps here."""
     x, lower, upper, training = filled(args[:4], None, 1 / 8, 1 / 3, False)
     at = dims[0]
+    if lower > upper:
+        return refused(op, dims, args, kwargs)
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), at
     check_randomness(op, level)

@@ -22,6 +22,7 @@ from tsfunc.ops.dims import (
     promote_scalars,
     wrap,
 )
+from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
 
 
@@ -206,6 +207,8 @@ def renorm(
     """The kernel has one dim of slices, the batch makes a second: norms, then a factor."""
     x, p, dim, limit = args
     at = dims[0]
+    if x.dim() < 3 or p <= 0 or limit < 0:
+        return refused(op, dims, args, kwargs)
     target = physical_dim(dim, x.dim() - 1, at)
     over = [d for d in range(x.dim()) if d != at and d != target]
     lengths = torch.linalg.vector_norm(x, p, over, True)

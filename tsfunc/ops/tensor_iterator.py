@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_front, promote_scalars, refuse_inplace
+from tsfunc.ops.dims import align, batched_front, logical_rank, promote_scalars, refuse_inplace
+from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
 
 
@@ -122,6 +123,8 @@ def masked_fill_tensor(
     if dims[2] is None:
         (x, mask), at = align(args[:2], dims[:2])
         return op(x, mask, args[2], **kwargs), at
+    if logical_rank(args[2], dims[2]) or args[1].dtype is not torch.bool:
+        return refused(op, dims, args, kwargs)
     (x, mask, value), at = align(args, dims)
     return torch.where(mask, value.to(x.dtype), x), at
 
@@ -149,6 +152,8 @@ def masked_fill_tensor_inplace(
     x, at = args[0], dims[0]
     if at is None:
         refuse_inplace(op)
+    if logical_rank(args[2], dims[2]) or args[1].dtype is not torch.bool:
+        return refused(op, dims, args, kwargs)
     (_, mask, value), _ = align(args, dims, x.dim() - 1 - at)
     x.copy_(torch.where(mask, value.to(x.dtype), x))
     return x, at

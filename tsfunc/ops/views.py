@@ -20,6 +20,7 @@ from tsfunc.ops.dims import (
     unit_dims,
     wrap,
 )
+from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
 
 ND = Category.N_DIMENSIONAL
@@ -54,6 +55,8 @@ def view(
     """With the batch dim first, a physical view exists wherever an example's does."""
     x, at = args[0], dims[0]
     sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+    if sum([type(size) is int and size == -1 for size in sizes]) > 1:
+        return refused(op, dims, args, kwargs)
     sizes = known_sizes(sizes, x, at)
     if at:
         x = x.movedim(at, 0)
@@ -275,14 +278,47 @@ def unfold(
     return op(x, physical_dim(dim, x.dim() - 1, at), size, step), at
 
 
+# NOTE [offsets into memory]
+# A batched tensor's storage offset is that of its physical value, where the first example begins.
+# Offsets given to as_strided are counted like it, and mean the same place in each example.
+def _within(x: Tensor, at: int, sizes: Sequence[Any], strides: Sequence[Any], offset: Any) -> None:
+    """Raises where a view of an example would reach out of it, into the memory of others."""
+    if len(sizes) != len(strides):
+        raise RuntimeError(
+            f"as_strided: mismatch in length of strides and shape: size and stride must have the "
+            f"same length, got {list(sizes)} and {list(strides)}"
+        )
+    if any(type(number) is not int for number in (*sizes, *strides, offset)) or 0 in sizes:
+        return
+    begin: Any = x.storage_offset()
+    shape = [size for dim, size in enumerate(x.shape) if dim != at]
+    steps = [step for dim, step in enumerate(x.stride()) if dim != at]
+    last = offset + _span(sizes, strides)
+    if 0 in shape or offset < begin or last > begin + _span(shape, steps):
+        raise RuntimeError(
+            f"vmap: as_strided(size={list(sizes)}, stride={list(strides)}, storage_offset="
+            f"{offset}) reads memory from {offset} to {last}, but the first example, of shape "
+            f"{tuple(shape)}, has that from {begin} to {begin + _span(shape, steps)}. This is not "
+            f"supported inside of vmap: use other views (slices, unfold, diagonal) instead."
+        )
+
+
+def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
+    """How far the last element is from the first."""
+    return sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+
+
 @row(ND, "aten::as_strided", "aten::as_strided_copy")
 def as_strided(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Offsets count from where an example begins, as a batched tensor's own offset does (0)."""
-    x, at = args[0], dims[0]
-    offset = x.storage_offset() + (args[3] if len(args) > 3 and args[3] is not None else 0)
-    return op(x, [x.shape[at], *args[1]], [x.stride(at), *args[2]], offset), 0
+    """The batch dim goes on lying where it does; see the note above."""
+    x, sizes, strides, offset = filled(args, None, None, None, None)
+    at = dims[0]
+    if offset is None:
+        offset = x.storage_offset()
+    _within(x, at, sizes, strides, offset)
+    return op(x, [x.shape[at], *sizes], [x.stride(at), *strides], offset), 0
 
 
 @row(ND, "aten::as_strided_scatter")
@@ -290,12 +326,17 @@ def as_strided_scatter(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """As as_strided; a target that is not batched becomes a batch of copies."""
-    x, source, sizes, strides = args[:4]
+    x, source, sizes, strides, offset = filled(args, None, None, None, None, None)
     at = dims[0]
+    begin = x.storage_offset()
+    if offset is None:
+        offset = begin
     if at is None:
-        x, at = x.expand(level.batch_size, *x.shape).clone(), 0
+        span = _span(x.shape, x.stride()) + 1 if x.numel() else 0
+        copies = x.new_empty_strided([level.batch_size, *x.shape], [span, *x.stride()])
+        x, at, offset = copies.copy_(x), 0, offset - begin
+    _within(x, at, sizes, strides, offset)
     source = source if dims[1] is None else front(source, dims[1])
-    offset = x.storage_offset() + (args[4] if len(args) > 4 and args[4] is not None else 0)
     sizes = [x.shape[at], *sizes]
     return op(x, source.expand(sizes), sizes, [x.stride(at), *strides], offset), at
 
@@ -306,6 +347,8 @@ def view_last(
 ) -> Any:
     """They change the last dim, which must not be the batch dim."""
     x, at = args[0], dims[0]
+    if x.dim() == 1 and (len(args) == 1 or args[1].itemsize != x.dtype.itemsize):
+        return refused(op, dims, args, kwargs)
     if at == x.dim() - 1 and at:
         x, at = x.movedim(at, 0), 0
     return op(x, *args[1:]), at

@@ -169,7 +169,7 @@ def _run(
     level = BatchLevel(size, spec.randomness, spec.label, spec.strict)
     with level, watching_random():
         inputs: Any = [
-            value if dim is None else wrap(value, dim, level)
+            value if dim is None else wrap(value, dim, level, value.storage_offset())
             for value, dim in zip(flat, at, strict=True)
         ]
         if not isinstance(tree, int):

@@ -1,0 +1,161 @@
+"""What torch refuses for each example is refused for the batch, and what it takes is taken."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import tsfunc
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+SIZE = 3  # of the batch; also a size of examples, so that one may be taken for the other
+
+Call = Callable[..., Any]
+
+PRODUCTS: dict[str, tuple[Call, int]] = {
+    **{name: (getattr(torch, name), 2) for name in "mm bmm mv dot vdot matmul outer".split()},
+    **{name: (getattr(torch, name), 3) for name in "addmm addmv addr addbmm baddbmm".split()},
+    "linear": (torch.nn.functional.linear, 3),
+    "in place": (lambda x, a, b: x.clone().addmm_(a, b), 3),
+}
+
+shapes = st.lists(st.integers(0, SIZE), max_size=3).map(tuple)
+
+
+def taken(call: Callable[[], Any]) -> bool:
+    """Whether the call is taken, not refused."""
+    try:
+        call()
+    except (RuntimeError, IndexError):
+        return False
+    return True
+
+
+def batched(values: Sequence[Any], which: Sequence[bool]) -> tuple[list[Any], tuple[Any, ...]]:
+    """The values, some of them three times, and the in_dims."""
+    out = [torch.stack([x] * SIZE) if b else x for x, b in zip(values, which, strict=True)]
+    return out, tuple(0 if b else None for b in which)
+
+
+@settings(max_examples=120, deadline=None)
+@given(name=st.sampled_from(sorted(PRODUCTS)), data=st.data())
+def test_products(name: str, data: st.DataObject) -> None:
+    op, count = PRODUCTS[name]
+    values = [torch.ones(data.draw(shapes)) for _ in range(count)]
+    which = data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
+    inputs, in_dims = batched(values, which)
+    with warnings.catch_warnings():
+        # What only the loop can do is right as well.
+        warnings.simplefilter("ignore", tsfunc.errors.SlowFallbackWarning)
+        wanted = taken(lambda: op(*values))
+        assert taken(lambda: tsfunc.vmap(op, in_dims)(*inputs)) == wanted
+        if wanted:
+            out = tsfunc.vmap(op, in_dims)(*inputs)
+            torch.testing.assert_close(out, torch.stack([op(*values)] * SIZE))
+
+
+DECOMPOSITIONS: dict[str, Call] = {
+    name: getattr(torch.linalg, name)
+    for name in "inv cholesky qr eig eigh svd svdvals det slogdet lu lu_factor ldl_factor "
+    "matrix_exp pinv".split()
+}
+SOLVERS: dict[str, Call] = {
+    "solve": torch.linalg.solve,
+    "solve_triangular": lambda a, b: torch.linalg.solve_triangular(a, b, upper=True),
+    "cholesky_solve": torch.cholesky_solve,
+    "lstsq": torch.linalg.lstsq,
+    "householder_product": torch.linalg.householder_product,
+    "cdist": torch.cdist,
+}
+
+
+@pytest.mark.parametrize("name", DECOMPOSITIONS)
+def test_a_vector_is_no_matrix(name: str) -> None:
+    """Not even where there are as many examples as it is long."""
+    vectors = torch.ones(SIZE, SIZE)
+    with pytest.raises(RuntimeError, match="dimension"):
+        DECOMPOSITIONS[name](vectors[0])
+    with pytest.raises(RuntimeError, match="dimension"):
+        tsfunc.vmap(DECOMPOSITIONS[name])(vectors)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("of", [((3,), (3, 3)), ((3, 3), ()), ((), (3,)), ((2, 3, 3), (3, 3, 1))])
+def test_solvers(name: str, of: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    op = SOLVERS[name]
+    values = [torch.ones(shape) + (torch.eye(3) if shape[-2:] == (3, 3) else 0) for shape in of]
+    for which in ((True, False), (False, True), (True, True)):
+        inputs, in_dims = batched(values, which)
+        wanted = taken(lambda: op(*values))
+        assert taken(lambda i=inputs, d=in_dims: tsfunc.vmap(op, d)(*i)) == wanted  # type: ignore[misc]
+
+
+def test_the_message_is_torchs_and_says_what_came() -> None:
+    x, y = torch.ones(SIZE, 2, 2), torch.ones(SIZE, 2)
+    with pytest.raises(RuntimeError) as plain:
+        torch.mm(x[0], y[0])
+    with pytest.raises(RuntimeError, match=re.escape(str(plain.value))) as caught:
+        tsfunc.vmap(torch.mm)(x, y)
+    assert "Shape mismatch inside of vmap" in str(caught.value)
+    assert "was called on examples of shape (2, 2), (2,)." in str(caught.value)
+
+
+def test_an_empty_batch_is_refused_as_well() -> None:
+    with pytest.raises(RuntimeError, match="Shape mismatch inside of vmap"):
+        tsfunc.vmap(torch.mm)(torch.ones(0, 2, 2), torch.ones(0, 2))
+
+
+def test_nothing_is_written_before_a_refusal() -> None:
+    x = torch.zeros(SIZE, 2, 2)
+    with pytest.raises(RuntimeError, match="Shape mismatch inside of vmap"):
+        tsfunc.vmap(lambda x: x.addmm_(torch.ones(2, 3), torch.ones(3)))(x)
+    assert not x.any()
+
+
+# What the rules let pass because torch's check is of values, or of Python's arguments.
+UNSEEN = {"clamp_min", "clamp_max", "masked_fill"}
+
+
+ENTRIES = [op for op in op_db if op.error_inputs_func is not None and op.name not in UNSEEN]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ENTRIES, ids=lambda op: str(op.formatted_name))
+def test_error_inputs_of_torchs_database(op: Any) -> None:
+    for error in op.error_inputs("cpu"):
+        sample = error.sample_input
+        leaves, tree = pytree.tree_flatten((sample.input, *sample.args))
+        tensors = [
+            i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided
+        ]
+        for chosen in itertools.product((False, True), repeat=len(tensors)):
+            which = {i for i, b in zip(tensors, chosen, strict=True) if b}
+            for at in (0, -1):
+                inputs = [
+                    torch.stack([x.detach()] * SIZE, at) if i in which else x
+                    for i, x in enumerate(leaves)
+                ]
+                in_dims = [at if i in which else None for i in range(len(leaves))]
+                if not which:
+                    continue
+                mapped = tsfunc.vmap(
+                    lambda *a, s=sample: op(*a, **s.kwargs),
+                    pytree.tree_unflatten(in_dims, tree),
+                    randomness="different",
+                )
+                with pytest.raises(Exception), warnings.catch_warnings():  # noqa: B017
+                    warnings.simplefilter("ignore")
+                    mapped(*pytree.tree_unflatten(inputs, tree))
