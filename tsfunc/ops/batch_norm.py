@@ -79,6 +79,8 @@ def _normalize(
     if updated and (m is None or v is None):
         _refuse_update()
     flat = [_flat(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]
+    if updated:  # autograd keeps what the kernel is given, which must not be written to after
+        flat[2:] = [t.clone() for t in flat[2:] if t is not None]
     results = call(_channels(x, at, size), *flat)
     if updated:
         for running, d, new in ((mean, m, flat[2]), (var, v, flat[3])):
@@ -126,8 +128,13 @@ def batch_norm_evaluating(
 def batch_norm_training(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """It always trains."""
-    return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], True)
+    """It always trains, and its derivative can't do without a weight."""
+
+    def call(x: Tensor, weight: Tensor | None, *rest: Any) -> Any:
+        weight = x.new_ones(x.shape[1]) if weight is None else weight
+        return op(x, weight, *rest, *args[5:])
+
+    return _normalize(call, level, dims[:5], args[:5], True)
 
 
 @row(
