@@ -39,12 +39,15 @@ def without_rule(
         if op.out_names:
             return write_out(op, level, args, kwargs)
         # The parts are called on the tracers again, at their own level, whose autograd has seen the
-        # operator itself; unbatched arguments come along as tracers, for the parts may write into
-        # what they make of them.
+        # operator itself; unbatched arguments come along as tracers, for they may be differentiated
+        # outside of it, and the parts may write into what they make of them.
+        def lift(value: Any) -> Any:
+            return level.lift(value) if type(value) in PLAIN_TENSORS else value
+
         parts = _parts_of(op)
         if parts is not None:
             note("decomposition", *_name_and_source(parts, op))
-            args = [level.lift(a) if type(a) in PLAIN_TENSORS else a for a in args]
+            args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
             with level.at_own_level(), without_autograd():
                 out = parts(*args, **kwargs)
             if out is not NotImplemented:

@@ -202,8 +202,8 @@ class Tracer(torch.Tensor):
 
 def written(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an in-place operator returns: its first argument, in its new shape if it has one."""
-    if op.reshapes:
-        with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+    if op.reshapes:  # its own autograd has seen the call
+        with DisableTorchFunctionSubclass(), _DisableTorchDispatch(), without_autograd():
             op.overload(*args, **kwargs)
     return args[0]
 
