@@ -60,6 +60,31 @@ CASES: dict[str, Case] = {
         rand(6, 2),
         torch.tensor([1, 5, 0, 1]),
     ),
+    # ... and so was what its parts compute of arguments that are not batched.
+    "unbatched in a list": case(lambda x, y: torch.column_stack((x, y)), rand(3), rand(3, 2)),
+    "parts in Python": case(
+        lambda x, w, u: torch._VF.gru(x, rand(1, 2, 3), [w, u], False, 1, 0.0, False, False, False)[
+            0
+        ],
+        rand(3, 2, 4),
+        rand(9, 4),
+        rand(9, 3),
+    ),
+    # A comparison of each example's own wrote into the running statistics after they were saved.
+    "batch norm": case(
+        lambda x: F.batch_norm(x, x.detach()[0].clone(), x.detach()[1].clone(), training=True),
+        rand(4, 3),
+    ),
+    # The operator that autograd calls, whose derivative can't do without a weight.
+    "batch norm without a weight": case(
+        lambda x, bias: torch.ops.aten._batch_norm_with_update(
+            x, None, bias, x.detach()[0].clone(), x.detach()[1].clone(), 0.1, 1e-5
+        )[0],
+        rand(4, 3),
+        rand(3),
+    ),
+    # The tangent was squeezed twice.
+    "in place into the shape": case(lambda x: x.sin().squeeze_((1, 3)), rand(2, 1, 2, 1)),
     # Forward mode's lazy zeros came to kernels that take a tracer for a tensor with storage.
     "dropout": case(lambda x: _seeded(F.dropout, x, 0.4), rand(4, 3)),
     "feature dropout": case(lambda x: _seeded(F.dropout2d, x, 0.4), rand(2, 4, 3, 3)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import optree
@@ -38,21 +39,31 @@ def without_rule(
     if isinstance(op, TorchOperator):
         if op.out_names:
             return write_out(op, level, args, kwargs)
-        # The parts are called on the tracers again, at their own level, whose autograd has seen the
-        # operator itself; unbatched arguments come along as tracers, for they may be differentiated
-        # outside of it, and the parts may write into what they make of them.
-        def lift(value: Any) -> Any:
-            return level.lift(value) if type(value) in PLAIN_TENSORS else value
-
         parts = _parts_of(op)
         if parts is not None:
             note("decomposition", *_name_and_source(parts, op))
-            args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
-            with level.at_own_level(), without_autograd():
-                out = parts(*args, **kwargs)
+            out = _run_parts(parts, level, args, kwargs)
             if out is not NotImplemented:
                 return out
     return loop(op, level, args, kwargs)
+
+
+def _run_parts(
+    parts: Callable[..., Any], level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls the parts on the tracers again, at their own level.
+
+    If that level records, it has seen the operator itself. Unbatched arguments come along as
+    tracers: they may be differentiated outside of it, and the parts may write into what they make
+    of them.
+    """
+
+    def lift(value: Any) -> Any:
+        return level.lift(value) if type(value) in PLAIN_TENSORS else value
+
+    args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
+    with level.at_own_level(), without_autograd() if level.autograd else nullcontext():
+        return parts(*args, **kwargs)
 
 
 def write_out(
