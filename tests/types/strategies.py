@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from tsfunc.types import (
@@ -20,6 +22,8 @@ from tsfunc.types import (
     STR,
     TENSOR,
     Dim,
+    DimExpr,
+    DimForm,
     MetaTensorType,
     TSBuiltinClass,
     TSCustomClass,
@@ -27,9 +31,11 @@ from tsfunc.types import (
     TSEnum,
     TSFuture,
     TSList,
+    TSMetaType,
     TSModuleInterface,
     TSNamedTuple,
     TSOptional,
+    TSPrimitiveType,
     TSRRef,
     TSTensor,
     TSTuple,
@@ -37,7 +43,7 @@ from tsfunc.types import (
     is_subtype,
     optional,
 )
-from tsfunc.types.grammar import children_of_type, with_children
+from tsfunc.types.grammar import assert_never, children_of_type, with_children
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
 
@@ -82,6 +88,19 @@ class Deep(Encoder):
 class Mine(torch.Tensor): ...
 
 
+class PyRRef:
+    """Stands in for torch's class of this name, which asks for a process group."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def is_owner(self) -> bool:
+        return True
+
+    def local_value(self) -> object:
+        return self.value
+
+
 NOMINAL: tuple[TSType, ...] = (
     TSBuiltinClass(torch.device),
     TSBuiltinClass(torch.nn.ModuleList),
@@ -95,12 +114,12 @@ NOMINAL: tuple[TSType, ...] = (
 SIMPLE: tuple[TSType, ...] = (ANY, INT, FLOAT, DOUBLE, BOOL, STR, NONE, TENSOR)
 
 
-def metas(names: bool = True) -> st.SearchStrategy[MetaTensorType]:
-    """Descriptions of tensors; with `names` also named and computed sizes."""
+def metas(names: bool = True, computed: bool = True) -> st.SearchStrategy[MetaTensorType]:
+    """Descriptions of tensors; with `names` also named sizes, and those computed from them."""
     dim: st.SearchStrategy[int | str | Dim | None] = st.none() | st.integers(0, 3)
     if names:
         bounded = st.builds(Dim, st.just("k"), st.none() | st.just(1), st.none() | st.just(2))
-        dim = dim | st.sampled_from(["n", "m", "2*n+m"]) | bounded
+        dim = dim | st.sampled_from(["n", "m", "2*n+m"] if computed else ["n", "m"]) | bounded
     return st.builds(
         MetaTensorType,
         dtype=st.none() | st.sampled_from(DTYPES),
@@ -111,10 +130,99 @@ def metas(names: bool = True) -> st.SearchStrategy[MetaTensorType]:
     )
 
 
-def types(names: bool = True) -> st.SearchStrategy[TSType]:
+NAMED = {"n": 2, "m": 0, "k": 1}
+"""What the names of sizes stand for in generated values."""
+
+
+def values(type_: TSType) -> st.SearchStrategy[Any]:
+    """Values of a type; tensors on the CPU, strided, sizes of names as in `NAMED`."""
+    match type_:
+        case TSMetaType():
+            return st.sampled_from([3, None, "a", [], (1, 2.0), Base()])
+        case TSPrimitiveType(name):
+            return _SINGLE[name]
+        case TSOptional(element):
+            return st.none() | values(element)
+        case TSList(element):
+            return st.lists(values(element), max_size=2)
+        case TSDict(key, item):
+            keys = st.sampled_from(["a", "b"]) if key in (STR, ANY) else values(key)
+            return st.dictionaries(keys, values(item), max_size=2)
+        case TSTuple(elements):
+            return st.tuples(*map(values, elements))
+        case TSNamedTuple(names, elements):
+            made: Any = namedtuple("Made", names)  # type: ignore[misc]
+            return st.builds(made, *map(values, elements))
+        case TSFuture(element):
+            return values(element).map(_future)
+        case TSTensor(cls, meta):
+            return st.builds(_tensor, st.just(cls), st.just(meta))
+        case TSBuiltinClass():
+            return st.just(_BUILTIN[type_.cls])
+        case TSEnum(cls):
+            return st.sampled_from(list(cls))  # type: ignore[call-overload]
+        case TSCustomClass(cls):
+            return st.builds(_ARGUMENTS.get(cls, cls))
+        case TSModuleInterface():
+            return st.just(Deep())
+        case TSRRef(element):
+            return values(element).map(PyRRef)
+        case _:
+            assert_never(type_)
+
+
+_SINGLE: dict[str, st.SearchStrategy[Any]] = {
+    "int": st.integers(-1, 1),
+    "float": st.floats(),
+    "double": st.floats(),
+    "bool": st.booleans(),
+    "str": st.text(max_size=2),
+    "None": st.none(),
+}
+_BUILTIN: dict[type, Any] = {
+    torch.device: torch.device("cpu"),
+    torch.nn.ModuleList: torch.nn.ModuleList(),
+}
+_ARGUMENTS: dict[type, Callable[[], Any]] = {
+    Record: lambda: Record(3, torch.ones(1)),
+    torch.nn.Linear: lambda: torch.nn.Linear(1, 2),
+}
+
+
+def _future(value: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def _tensor(cls: type[torch.Tensor], meta: MetaTensorType) -> torch.Tensor:
+    """A tensor that fits a description, of those that `metas` gives for the CPU."""
+    sizes = [_size(dim) for dim in meta.dims or ()]
+    assume(meta.device is None or meta.device.type == "cpu")
+    assume(meta.layout in (None, torch.strided) and all(size >= 0 for size in sizes))
+    dtype = meta.dtype or torch.float32
+    differentiable = dtype.is_floating_point and dtype.itemsize > 1
+    assume(differentiable or not (meta.requires_grad or cls is torch.nn.Parameter))
+    tensor = torch.zeros(sizes, dtype=dtype)
+    if cls is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad=meta.requires_grad is not False)
+    return tensor.as_subclass(cls).requires_grad_(meta.requires_grad is True)
+
+
+def _size(dim: DimForm) -> int:
+    if isinstance(dim, DimExpr):
+        return dim.evaluate(NAMED)
+    if isinstance(dim, Dim):
+        return NAMED[dim.name]
+    return 1 if dim is None else dim
+
+
+def types(names: bool = True, computed: bool = True) -> st.SearchStrategy[TSType]:
     """Any type of the language; without `names`, no size in it has one."""
     tensors: st.SearchStrategy[TSType] = st.builds(
-        TSTensor, st.sampled_from([torch.Tensor, torch.Tensor, torch.nn.Parameter]), metas(names)
+        TSTensor,
+        st.sampled_from([torch.Tensor, torch.Tensor, torch.nn.Parameter]),
+        metas(names, computed),
     )
     leaves = st.sampled_from([*SIMPLE, *NOMINAL]) | tensors
     keys = st.sampled_from([STR, INT, FLOAT, BOOL, TENSOR, ANY])

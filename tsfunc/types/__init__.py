@@ -6,6 +6,10 @@ The types, in the order in which they rest on each other:
     class_names  how a class is called in a text, and found by it
     text         a text read into a type
     classes      nominal types: enums, interfaces, torch's own classes, any class
+    inference    the types of values
+    conformance  whether a value is of a type, and where it is not
+    interfaces   the same for the methods of classes
+    generated    the same as generated code, which says yes or no
     lattice      which type is a subtype of which, and the least type above two
     sizes        the same for the sizes of tensors, whose names hold across a type
     annotation   what typing objects, classes and strings stand for
@@ -23,6 +27,7 @@ Descriptors, in the order in which one passes through them:
 from tsfunc.types.annotation import from_annotation, parse
 from tsfunc.types.classes import interface
 from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
+from tsfunc.types.conformance import Mismatch, check
 from tsfunc.types.descriptors import Descriptor, Value, as_descriptor
 from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
 from tsfunc.types.grammar import (
@@ -56,6 +61,7 @@ from tsfunc.types.grammar import (
     TSType,
     optional,
 )
+from tsfunc.types.inference import of_value, schema_of
 from tsfunc.types.lattice import is_subtype, join
 from tsfunc.types.meta import MetaTensorType
 
@@ -76,6 +82,7 @@ __all__ = [
     "DimForm",
     "DimSpec",
     "MetaTensorType",
+    "Mismatch",
     "TSAllType",
     "TSBuiltinClass",
     "TSCustomClass",
@@ -98,11 +105,14 @@ __all__ = [
     "TSType",
     "Value",
     "as_descriptor",
+    "check",
     "compile_descriptors",
     "from_annotation",
     "interface",
     "is_subtype",
     "join",
+    "of_value",
     "optional",
     "parse",
+    "schema_of",
 ]

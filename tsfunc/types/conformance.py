@@ -1,0 +1,294 @@
+"""``check``: whether a value is of a type, and every place where it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tsfunc.types.annotation import attribute_types, from_annotation
+from tsfunc.types.classes import is_rref_class
+from tsfunc.types.dims import Dim, DimExpr
+from tsfunc.types.generated import Fits, generate
+from tsfunc.types.grammar import (
+    DOUBLE,
+    FLOAT,
+    TSAllType,
+    TSBuiltinClass,
+    TSCustomClass,
+    TSDict,
+    TSEnum,
+    TSFuture,
+    TSList,
+    TSMetaType,
+    TSModuleInterface,
+    TSModuleType,
+    TSNamedTuple,
+    TSOptional,
+    TSPrimitiveType,
+    TSRRef,
+    TSTensor,
+    TSTuple,
+    assert_never,
+)
+from tsfunc.types.inference import field_names, module_type, primitive_of
+from tsfunc.types.interfaces import missing_methods
+from tsfunc.types.meta import MetaTensorType, on_device, tensor_text
+from tsfunc.types.values import describe
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One place where a value is not what its type says.
+
+    Attributes:
+        path: the place, as Python would write it: ``x["w"][3]``.
+        expected: what the type asks for there.
+        got: what is there.
+    """
+
+    path: str
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: expected {self.expected}, got {self.got}"
+
+
+def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]:
+    """Every place where a value is not of a type; none if it is.
+
+    Sizes of one name are equal within the whole type.
+
+    Args:
+        value: anything.
+        type_: a type, or an annotation (see `from_annotation`).
+        name: how the paths call the value.
+
+    Raises:
+        AnnotationError: `type_` is no type.
+
+    Example:
+        >>> from tsfunc.types import parse
+        >>> weights = parse("Dict[str, List[f32[n, 64]]]")
+        >>> for mismatch in check({"w": [torch.ones(10), torch.ones(3, 64)], "b": 1}, weights):
+        ...     print(mismatch)
+        x["w"][0]: expected f32[n, 64], got f32[10]
+        x["b"]: expected List[f32[n, 64]], got 1 (int)
+
+    Source: the checks of parameter binding and assignment in the TorchScript type system proposal.
+    """
+    if not isinstance(type_, TSModuleType):
+        type_ = from_annotation(type_)
+    return [] if predicate(type_)(value) else mismatches([(name, value, type_)])
+
+
+@functools.lru_cache(maxsize=4096)
+def predicate(type_: TSAllType) -> Fits:
+    """A function that is true of values of a type alone, though perhaps not of all of them."""
+    return generate([type_], decide)
+
+
+def decide(type_: TSAllType) -> Fits:
+    """A function that is true of the values of a type."""
+    return lambda value: not mismatches([("x", value, type_)])
+
+
+def mismatches(values: Iterable[tuple[str, Any, TSAllType]]) -> list[Mismatch]:
+    """Every place where named values are not of their types; sizes of one name are equal in all."""
+    run = _Run()
+    for name, value, type_ in values:
+        run.visit(value, type_, name)
+    run.settle()
+    return run.found
+
+
+class _Run:
+    """One check: what was found so far, and the sizes that names stand for."""
+
+    def __init__(self) -> None:
+        self.found: list[Mismatch] = []
+        self.sizes: dict[str, tuple[int, str]] = {}
+        self.pending: list[tuple[DimExpr, torch.Tensor, int, str, TSTensor]] = []
+        self.entered: set[tuple[int, type]] = set()
+
+    def fail(self, path: str, expected: object, value: object) -> None:
+        self.found.append(Mismatch(path, str(expected), describe(value)))
+
+    def visit(self, value: Any, type_: TSAllType, path: str, shown: object = None) -> None:
+        """Checks one value; `shown` is the Optional that the type is the inside of."""
+        expected = type_ if shown is None else shown
+        match type_:
+            case TSMetaType():
+                return
+            case TSPrimitiveType():
+                own = primitive_of(value)
+                if own != type_ and not (own == FLOAT and type_ == DOUBLE):
+                    self.fail(path, expected, value)
+            case TSOptional(element):
+                if value is not None:
+                    self.visit(value, element, path, type_)
+            case TSList(element):
+                if not isinstance(value, list):
+                    return self.fail(path, expected, value)
+                for i, item in enumerate(value):
+                    self.visit(item, element, f"{path}[{i}]")
+            case TSDict(key_type, item_type):
+                if not isinstance(value, dict):
+                    return self.fail(path, expected, value)
+                for key, item in value.items():
+                    self.visit(key, key_type, f"a key of {path}")
+                    self.visit(item, item_type, f"{path}[{_spell(key)}]")
+            case TSTuple(elements):
+                if not isinstance(value, tuple) or len(value) != len(elements):
+                    return self.fail(path, expected, value)
+                for i, (item, element) in enumerate(zip(value, elements, strict=True)):
+                    self.visit(item, element, f"{path}[{i}]")
+            case TSNamedTuple(names, elements):
+                if field_names(value) != names:
+                    return self.fail(path, expected, value)
+                for name, item, element in zip(names, value, elements, strict=True):
+                    self.visit(item, element, f"{path}.{name}")
+            case TSFuture(element):
+                if not isinstance(value, torch.futures.Future):
+                    return self.fail(path, expected, value)
+                if value.done():
+                    self.visit(_outcome(value), element, f"{path}.value()")
+            case TSRRef(element):
+                if not is_rref_class(type(value)):
+                    return self.fail(path, expected, value)
+                if value.is_owner():
+                    self.visit(value.local_value(), element, f"{path}.local_value()")
+            case TSTensor():
+                self.tensor(value, type_, path, expected)
+            case TSBuiltinClass(cls) | TSEnum(cls) | TSCustomClass(cls):
+                if not is_instance(value, cls):
+                    return self.fail(path, expected, value)
+                if dataclasses.is_dataclass(cls):
+                    self.fields(value, cls, path)
+            case TSModuleInterface(cls):
+                for name, what in missing_methods(type(value), cls):
+                    self.found.append(Mismatch(f"{path}.{name}", *what))
+            case TSModuleType():
+                self.module(value, type_, path, expected)
+            case _:
+                assert_never(type_)
+
+    def fields(self, value: Any, cls: type, path: str) -> None:
+        """The fields of a dataclass, which are what its constructor declares."""
+        if (id(value), cls) in self.entered:  # an object that leads back to itself
+            return
+        self.entered.add((id(value), cls))
+        types = attribute_types(cls)
+        for field in dataclasses.fields(cls):
+            if hasattr(value, field.name):
+                self.visit(getattr(value, field.name), types[field.name], f"{path}.{field.name}")
+
+    def module(self, value: Any, type_: TSModuleType, path: str, expected: object) -> None:
+        if not isinstance(value, torch.nn.Module) or type(value) is not type_.cls:
+            return self.fail(path, expected, value)
+        own = dict(module_type(value).attributes)
+        for name, attribute in type_.attributes:
+            got = own.pop(name, None)
+            if got != attribute:
+                text = "no such attribute" if got is None else str(got)
+                self.found.append(Mismatch(f"{path}.{name}", str(attribute), text))
+        for name, attribute in own.items():
+            self.found.append(Mismatch(f"{path}.{name}", "no such attribute", str(attribute)))
+
+    # --- tensors
+
+    def tensor(self, value: Any, type_: TSTensor, path: str, expected: object) -> None:
+        if not isinstance(value, torch.Tensor):
+            return self.fail(path, expected, value)
+        if not isinstance(value, type_.cls):
+            got = f"{type(value).__name__} {_text(value, type_.meta)}"
+            self.found.append(Mismatch(path, str(expected), got))
+        elif not self.shape(value, type_, path) or not _has(value, type_.meta):
+            wanted = self.with_sizes(type_, value.shape, expected)
+            self.found.append(Mismatch(path, wanted, _text(value, type_.meta)))
+
+    def shape(self, value: torch.Tensor, type_: TSTensor, path: str) -> bool:
+        """Whether the sizes are those promised; the first to have a name says what it means."""
+        dims, shape = type_.meta.dims, value.shape
+        if dims is None:
+            return True
+        if len(dims) != len(shape):
+            return False
+        fits = all(size == dim for size, dim in zip(shape, dims, strict=True) if type(dim) is int)
+        for axis, dim in enumerate(dims):
+            if isinstance(dim, Dim):
+                size, _ = self.sizes.setdefault(dim.name, (shape[axis], f"{path}.shape[{axis}]"))
+                fits = fits and size == shape[axis] and dim.admits(shape[axis])
+            elif isinstance(dim, DimExpr) and fits:
+                self.pending.append((dim, value, axis, path, type_))
+        return fits
+
+    def settle(self) -> None:
+        """Checks computed sizes, now that all names that the value gives a size are known."""
+        known = {name: size for name, (size, _) in self.sizes.items()}
+        for expression, value, axis, path, type_ in self.pending:
+            try:
+                fits = expression.evaluate(known) == value.shape[axis]
+            except (KeyError, ZeroDivisionError):
+                fits = False
+            if not fits:
+                wanted = self.with_sizes(type_, value.shape, type_)
+                self.found.append(Mismatch(path, wanted, _text(value, type_.meta)))
+
+    def with_sizes(self, type_: TSTensor, shape: torch.Size, expected: object) -> str:
+        """What is expected, and where the names that the shape disagrees with got their sizes."""
+        dims = type_.meta.dims or ()
+        names: list[str] = []
+        for size, dim in zip(shape, dims, strict=True) if len(shape) == len(dims) else ():
+            if isinstance(dim, DimExpr):
+                names += dim.names
+            elif isinstance(dim, Dim) and self.sizes.get(dim.name, (size,))[0] != size:
+                names.append(dim.name)
+        known = [name for name in dict.fromkeys(names) if name in self.sizes]
+        notes = [f"{name} = {self.sizes[name][0]} at {self.sizes[name][1]}" for name in known]
+        return f"{expected} ({', '.join(notes)})" if notes else str(expected)
+
+
+def is_instance(value: object, cls: type) -> bool:
+    """``isinstance``, also for classes that refuse it."""
+    try:
+        return isinstance(value, cls)
+    except TypeError:
+        return cls in type(value).__mro__
+
+
+def _spell(key: object) -> str:
+    return json.dumps(key) if type(key) is str else repr(key)
+
+
+def _outcome(future: Any) -> object:
+    try:
+        return future.value()
+    except Exception as error:  # what the future's function raised, of whatever class
+        return error
+
+
+def _has(value: torch.Tensor, meta: MetaTensorType) -> bool:
+    return (
+        (meta.dtype is None or value.dtype == meta.dtype)
+        and (meta.device is None or on_device(value.device, meta.device))
+        and (meta.requires_grad is None or value.requires_grad == meta.requires_grad)
+        and (meta.layout is None or value.layout == meta.layout)
+    )
+
+
+def _text(value: torch.Tensor, meta: MetaTensorType) -> str:
+    """A tensor by what its description speaks of."""
+    return tensor_text(
+        value.dtype,
+        value.shape,
+        None if meta.device is None else value.device,
+        None if meta.requires_grad is None else value.requires_grad,
+        None if meta.layout is None else value.layout,
+    )

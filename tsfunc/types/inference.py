@@ -1,0 +1,237 @@
+"""The types of values."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import optree
+import torch
+
+from tsfunc.errors import AnnotationError, TypeCheckError
+from tsfunc.types.classes import BUILTIN_CLASSES, is_rref_class, nominal_type
+from tsfunc.types.grammar import (
+    ANY,
+    BOOL,
+    FLOAT,
+    INT,
+    NONE,
+    STR,
+    TENSOR,
+    TSAllType,
+    TSBuiltinClass,
+    TSCustomClass,
+    TSDict,
+    TSFuture,
+    TSList,
+    TSModuleType,
+    TSNamedTuple,
+    TSPrimitiveType,
+    TSRRef,
+    TSTensor,
+    TSTuple,
+    TSType,
+    is_key_type,
+    optional,
+)
+from tsfunc.types.lattice import join
+from tsfunc.types.meta import MetaTensorType
+
+# In this order: a bool is an int to Python, and not to the language.
+_PRIMITIVES = (
+    (bool | torch.SymBool, BOOL),
+    (int | torch.SymInt, INT),
+    (float | torch.SymFloat, FLOAT),
+    (str, STR),
+)
+_DESCRIBED: TypeAlias = Callable[[torch.Tensor], TSType]
+
+
+def of_value(value: Any, *, describe: bool = False) -> TSAllType:
+    """The type of a value.
+
+    Args:
+        value: anything. A tensor of any class is a ``Tensor``; a list or dict is one of what its
+            elements have in common, and an empty one of tensors; a module has a type of its own,
+            a `TSModuleType`; of any other object it is the class.
+        describe: whether tensors are described in full, sizes and all.
+
+    Raises:
+        TypeCheckError: a container contains itself.
+
+    Example:
+        >>> print(of_value({"a": [1, None], "b": []}))
+        Dict[str, List[Optional[int]]]
+        >>> print(of_value((torch.ones(2, 3), "sum"), describe=True))
+        Tuple[f32[2, 3] cpu no_grad strided, str]
+
+    Source: the inference of types in the TorchScript type system proposal.
+    """
+    try:
+        if isinstance(value, torch.nn.Module) and type(value) not in BUILTIN_CLASSES:
+            return _module_type(value, ())
+        return _common([value], _description if describe else lambda tensor: TENSOR)
+    except RecursionError:
+        raise TypeCheckError(
+            f"a {type(value).__name__} that contains itself, or is nested too deeply, has no type"
+        ) from None
+
+
+def _description(tensor: torch.Tensor) -> TSType:
+    return TSTensor(meta=MetaTensorType.of(tensor))
+
+
+def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
+    """The one type of several values, which stand in one place.
+
+    The elements of containers are taken together before they are joined: of ``[[1], [None], []]``
+    all lists have the elements 1 and None, and are therefore lists of Optional[int].
+    """
+    rest = [value for value in values if value is not None]
+    if len(rest) < len(values):
+        return optional(_common(rest, tensor)) if rest else NONE
+    if all(isinstance(value, list) for value in rest):
+        return TSList(_elements([item for value in rest for item in value], tensor, TENSOR))
+    if all(isinstance(value, dict) for value in rest):
+        key = _elements([key for value in rest for key in value], tensor, STR)
+        items = [item for value in rest for item in value.values()]
+        return TSDict(key if is_key_type(key) else ANY, _elements(items, tensor, TENSOR))
+    if all(is_tuple(value) for value in rest) and len({len(value) for value in rest}) == 1:
+        columns = tuple(_common(column, tensor) for column in zip(*rest, strict=True))
+        names, *others = {field_names(value) for value in rest}
+        return TSTuple(columns) if others or names is None else TSNamedTuple(names, columns)
+    return functools.reduce(join, dict.fromkeys(_single(value, tensor) for value in rest))
+
+
+def _elements(values: Sequence[Any], tensor: _DESCRIBED, default: TSType) -> TSType:
+    return _common(values, tensor) if values else default
+
+
+def is_tuple(value: object) -> bool:
+    """Whether a value is a tuple to the language; ``torch.Size`` is a class of its own."""
+    return isinstance(value, tuple) and type(value) not in BUILTIN_CLASSES
+
+
+def field_names(value: object) -> tuple[str, ...] | None:
+    """The names of a named tuple's elements; None for any other value."""
+    return names_of_class(type(value))
+
+
+def names_of_class(cls: type) -> tuple[str, ...] | None:
+    """`field_names` of the instances of a class."""
+    if optree.is_namedtuple_class(cls):
+        return tuple(optree.namedtuple_fields(cls))
+    if optree.is_structseq_class(cls):  # torch.return_types
+        return tuple(optree.structseq_fields(cls))
+    return None
+
+
+def _single(value: Any, tensor: _DESCRIBED) -> TSType:
+    if isinstance(value, torch.Tensor):
+        return tensor(value)
+    if isinstance(value, list | dict) or is_tuple(value):
+        return _common([value], tensor)
+    if isinstance(value, torch.futures.Future):
+        return TSFuture(_held(value, tensor))
+    cls = type(value)
+    if is_rref_class(cls):
+        return TSRRef(_common([value.local_value()], tensor) if value.is_owner() else ANY)
+    primitive = primitive_of(value)
+    if primitive is not None:
+        return primitive
+    builtin = next((base for base in cls.__mro__ if base in BUILTIN_CLASSES), None)
+    if builtin is not None and not isinstance(value, torch.nn.Module):
+        return TSBuiltinClass(builtin)
+    try:
+        return nominal_type(cls)
+    except AnnotationError:  # an enum that breaks the rules: its members are just objects
+        return TSCustomClass(cls)
+
+
+def primitive_of(value: Any) -> TSPrimitiveType | None:
+    """The primitive type of a single value, None included; None for a value of another type.
+
+    The members of an enum are no ints, even where Python has them for such.
+    """
+    if value is None:
+        return NONE
+    if isinstance(value, enum.Enum):
+        return None
+    return next((type_ for kind, type_ in _PRIMITIVES if isinstance(value, kind)), None)
+
+
+def _held(future: Any, tensor: _DESCRIBED) -> TSType:
+    """What a future holds, if it is there already."""
+    if not future.done():
+        return ANY
+    try:
+        return _common([future.value()], tensor)
+    except Exception:  # it holds an exception, of whatever class
+        return ANY
+
+
+# --- schemas of instances
+
+
+def module_type(module: torch.nn.Module) -> TSModuleType:
+    """The type of one module: its class, and the types of its attributes.
+
+    Example:
+        >>> print(module_type(torch.nn.Flatten()))
+        torch.nn.modules.flatten.Flatten(training: bool, start_dim: int, end_dim: int)
+    """
+    return _module_type(module, ())
+
+
+def _module_type(module: torch.nn.Module, inside: tuple[object, ...]) -> TSModuleType:
+    return TSModuleType(type(module), tuple(_schema(module, inside).items()))
+
+
+def schema_of(instance: Any) -> dict[str, TSAllType]:
+    """The types of the attributes that an object has of its own.
+
+    For a module these are its parameters, buffers and submodules, and what else was assigned to
+    it; not what torch keeps in it for itself. ``__slots__`` are attributes too.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> {name: str(type_) for name, type_ in schema_of(SimpleNamespace(n=3, on=None)).items()}
+        {'n': 'int', 'on': 'None'}
+    """
+    return _schema(instance, ())
+
+
+def _schema(instance: Any, inside: tuple[object, ...]) -> dict[str, TSAllType]:
+    """`schema_of`; `inside` are the objects around it, of which only the class is given."""
+    inside = (*inside, instance)
+    found: dict[str, TSAllType] = {}
+    for name, value in attributes_of(instance).items():
+        if any(value is each for each in inside):
+            found[name] = TSCustomClass(type(value))
+        elif isinstance(value, torch.nn.Module) and type(value) not in BUILTIN_CLASSES:
+            found[name] = _module_type(value, inside)
+        else:
+            found[name] = of_value(value)
+    return found
+
+
+_STATE = ("_parameters", "_buffers", "_modules")
+_OWN_TO_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+def attributes_of(instance: Any) -> dict[str, Any]:
+    """The attributes that an object has of its own, a module's state among them."""
+    found = dict(getattr(instance, "__dict__", {}))
+    for cls in type(instance).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(instance, name):
+                found.setdefault(name, getattr(instance, name))
+    if not isinstance(instance, torch.nn.Module):
+        return found
+    own = {k: v for k, v in found.items() if k == "training" or k not in _OWN_TO_MODULES}
+    for kind in _STATE:
+        own.update(found.get(kind, {}))
+    return own
