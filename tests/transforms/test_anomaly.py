@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from tsfunc import grad, vmap
 
@@ -24,3 +27,21 @@ def test_a_nan_in_one_example_is_found() -> None:
         pytest.raises(RuntimeError, match="SqrtBackward0' returned nan"),
     ):
         vmap(grad(lambda a: a.sqrt()))(x)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_torchs_own_checks_are_of_all_examples(depth: int) -> None:
+    """TORCH_CHECK_TENSOR_ALL asks for one answer."""
+
+    def func(x: Tensor) -> Tensor:
+        torch._test_check_tensor(x >= 0)
+        return x * 2
+
+    mapped: Any = func
+    for _ in range(depth):
+        mapped = vmap(mapped)
+    x = torch.ones(3, 2, 4)
+    torch.testing.assert_close(mapped(x), x * 2)
+    x[1, 0, 3] = -1
+    with pytest.raises(RuntimeError, match="Test message for TORCH_CHECK_TENSOR_ALL"):
+        mapped(x)

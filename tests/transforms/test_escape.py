@@ -86,6 +86,7 @@ def test_each_use_is_an_error(name: str) -> None:
     assert "vmap(keeps)" in message
     assert f"test_escape.py:{LINE}" in message
     assert "after that transform had ended" in message
+    assert "your tensor may have escaped from inside a function being vmapped" in message
     assert "Return the value from the transformed function" in message
 
 

@@ -117,6 +117,43 @@ def test_a_distribution_for_each_example() -> None:
     assert vmap(lambda p: torch.multinomial(p, 2), randomness="different")(X).shape == (5, 2)
 
 
+OUT: dict[str, Callable[[Tensor], Any]] = {
+    "randn": lambda out: torch.randn(2, out=out),
+    "rand": lambda out: torch.rand(2, out=out),
+    "randint": lambda out: torch.randint(5, (2,), out=out),
+    "randperm": lambda out: torch.randperm(2, out=out),
+    "normal": lambda out: torch.normal(torch.zeros(2), 1.0, out=out),
+    "bernoulli": lambda out: torch.bernoulli(torch.ones(2), out=out),
+    "multinomial": lambda out: torch.multinomial(torch.ones(2), 2, out=out),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_out_is_refused(name: str, randomness: str) -> None:
+    out = torch.zeros(2, dtype=torch.int64 if name in ("randperm", "multinomial") else None)
+    with pytest.raises(RuntimeError, match="calling out variants of random functions is not supp"):
+        tsfunc.vmap(lambda x: OUT[name](out), randomness=randomness)(torch.ones(3))
+    assert not out.any()
+
+
+def test_out_where_no_vmap_is_active() -> None:
+    """Levels of other transforms leave it to torch."""
+    out, x = torch.zeros(2), torch.ones(2)
+
+    def func(x: Tensor) -> Tensor:
+        return x * torch.randn(2, out=out)
+
+    def pushed(x: Tensor) -> Tensor:
+        return tsfunc.jvp(func, (x,), (x,))[1]  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    want = torch.randn(2)
+    torch.manual_seed(0)
+    torch.testing.assert_close(tsfunc.jvp(pushed, (x,), (x,))[0], want)
+    assert torch.equal(out, want)
+
+
 def test_under_grad() -> None:
     """The same mask in the forward and the backward pass."""
 

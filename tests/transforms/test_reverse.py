@@ -166,6 +166,25 @@ def test_the_grad_mode_of_the_pull_decides() -> None:
         same(torch.autograd.grad(g.sum(), leaf)[0], -W.sin() * W)
 
 
+def test_the_pull_is_told_what_of_the_graph_to_keep() -> None:
+    """By position or name, as torch.func's."""
+    x = X.clone().requires_grad_()
+    _, pull = tsfunc.vjp(torch.sin, x)
+    ones = torch.ones_like(X)
+    assert pull(ones)[0].requires_grad
+    assert pull(ones, True, True)[0].requires_grad
+    assert not pull(ones, create_graph=False)[0].requires_grad
+    with torch.no_grad():
+        assert not pull(ones)[0].requires_grad
+        (pulled,) = pull(ones, create_graph=True)
+        assert pulled.requires_grad
+    same(torch.autograd.grad(pulled.sum(), x)[0], -X.sin())
+    _, pull = tsfunc.vjp(lambda x: x.sin() * 2, X)
+    same(pull(ones, retain_graph=False)[0], 2 * X.cos())
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        pull(ones)
+
+
 def test_the_input_is_not_changed() -> None:
     leaf = W.clone().requires_grad_()
     tsfunc.grad(scalar)(leaf)

@@ -195,6 +195,20 @@ def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -
         call()
 
 
+@torch.library.custom_op("tsfunc_tests::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def test_a_loop_over_nothing() -> None:
+    """The operator has no rule, and there is no example to run it for."""
+    with pytest.raises(RuntimeError) as caught:
+        vmap(halved)(X[:0])
+    message = str(caught.value)
+    assert "Batching rule not implemented for tsfunc_tests::halved" in message
+    assert "The fallback path does not support vmap over dims of size 0" in message
+
+
 def test_a_failed_call_leaves_nothing_behind() -> None:
     def fails(x: Tensor) -> Tensor:
         raise KeyError("mine")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,9 @@ def _install(key: str, names: Sequence[str]) -> None:
             warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
             if key == RANDOM_KEY_NAME:
                 library.impl("_efficientzerotensor", _zero_tangent, key)
+                for overload in _out_variants():
+                    name = overload.name().removeprefix("aten::")
+                    library.impl(name, _refused(overload, key), key, with_keyset=True)
             else:
                 every.fallback(torch.library.fallthrough_kernel, key)
             for name in names:
@@ -92,6 +95,33 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
         return overload.redispatch(keys & rest, *args, **kwargs)
 
     return factory
+
+
+def _out_variants() -> Iterator[Any]:
+    """The overloads of random functions that write into tensors given as ``out=``."""
+    for name in sorted(_RANDOM_NAMES):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            found = getattr(packet, overload)
+            if any(argument.is_out for argument in found._schema.arguments):
+                yield found
+
+
+def _refused(overload: Any, key: str) -> Callable[..., Any]:
+    """What a random function with ``out=`` does while a level is active."""
+    rest = after(key)
+
+    def refuse(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        for level in reversed(current_levels()):
+            if isinstance(level, TracerLevel) and level.sees_factories(True):
+                raise RuntimeError(
+                    f"{level.name}: calling out variants of random functions is not supported "
+                    f"({overload.name()} was called with out=). Call it without, and copy the "
+                    f"result into the tensor."
+                )
+        return overload.redispatch(keys & rest, *args, **kwargs)
+
+    return refuse
 
 
 def _zero_tangent(*args: Any, **kwargs: Any) -> Any:

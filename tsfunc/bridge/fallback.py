@@ -189,7 +189,8 @@ def _check_loop(op: Operator, level: BatchLevel) -> None:
     if level.batch_size == 0:
         raise MissingRuleError(
             f"Batching rule not implemented for {op.name}, and a loop over a batch of size 0 "
-            f"can't tell the shape of its results."
+            f"can't tell the shape of its results (torch.func says: The fallback path does not "
+            f"support vmap over dims of size 0)."
         )
     if op.random:
         check_randomness(op, level)

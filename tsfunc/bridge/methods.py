@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.tracer import METHODS, Method, Tracer, metadata, refuse_escaped
+from tsfunc.dispatch import DispatchKey
 
 _T = torch.Tensor
+_DATA = "x.data = ..."
 
 
 def _copy(
@@ -42,9 +44,14 @@ def _refuse_storage(
     level = value.dispatch_level
     if not level.alive:
         refuse_escaped(func, level)
+    peer = (
+        " (torch.func says: mutating directly with `.data` under vmap is not allowed)"
+        if func.__name__ == _DATA and level.key is DispatchKey.Batch
+        else ""
+    )
     raise RuntimeError(
-        f"{func.__name__} was used on a value of {level.name}: cannot access the storage or data "
-        f"pointer of a Tensor that doesn't have storage. Use torch operations, which the "
+        f"{func.__name__} was used on a value of {level.name}{peer}: cannot access the storage or "
+        f"data pointer of a Tensor that doesn't have storage. Use torch operations, which the "
         f"transform sees (x.copy_(y) instead of x.data = y, x.clone() for memory of its own)."
     )
 
@@ -67,7 +74,7 @@ for _name in (
     "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ apply_ map_"
 ).split():
     METHODS[getattr(_T, _name)] = _refuse_storage
-METHODS[_T.data.__set__] = _named(_refuse_storage, "x.data = ...")  # type: ignore[attr-defined]
+METHODS[_T.data.__set__] = _named(_refuse_storage, _DATA)  # type: ignore[attr-defined]
 # It meets no door 1.
 Tracer.set_ = lambda self, *args, **kwargs: _refuse_storage(  # type: ignore[method-assign]
     _T.set_, (), (self, *args), kwargs

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.dispatch.arguments import keys_of_arguments
-from tsfunc.dispatch.keys import DispatchKeySet, split_bit
+from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, split_bit
 from tsfunc.dispatch.state import Level, tls
 
 
@@ -19,9 +19,14 @@ def call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 def escaped(name: str, level: Level) -> str:
     """A value is used after its level has ended."""
+    peer = (
+        " (torch.func says: your tensor may have escaped from inside a function being vmapped)"
+        if level.key is DispatchKey.Batch
+        else ""
+    )
     return (
         f"{name}: got a value of {level.name} (called at {level.site}) after that transform "
-        f"had ended. Return the value from the transformed function instead of storing it "
+        f"had ended{peer}. Return the value from the transformed function instead of storing it "
         f"in a variable or object outside of it."
     )
 

@@ -114,9 +114,9 @@ def nonzero_static(
     return torch.stack(columns[::-1], -1), 0
 
 
-@row(Category.TENSOR_ITERATOR, "aten::_is_any_true")
-def is_any_true(
+@row(Category.TENSOR_ITERATOR, "aten::_is_any_true", "aten::_is_all_true")
+def is_true(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Over all examples: only torch's anomaly mode asks, of whether a gradient has a NaN."""
-    return args[0].any(), None
+    """Over all examples: only torch's own checks ask (anomaly mode, TORCH_CHECK_TENSOR_ALL)."""
+    return op(args[0]), None

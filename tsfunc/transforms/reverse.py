@@ -117,9 +117,11 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         has_aux: whether ``func`` returns an auxiliary part, which is passed through.
 
     Returns:
-        ``(output, vjp_fn)``, with ``has_aux`` ``(output, vjp_fn, aux)``. ``vjp_fn(cotangents)``
-        takes what has the output's structure and returns a tuple with an entry of each
-        primal's structure. It can be called any number of times.
+        ``(output, vjp_fn)``, with ``has_aux`` ``(output, vjp_fn, aux)``.
+        ``vjp_fn(cotangents, retain_graph=True, create_graph=None)`` takes what has the output's
+        structure and returns a tuple with an entry of each primal's structure. It can be called
+        any number of times, unless told not to retain the graph. Its results can be
+        differentiated again where grad mode is on, or as ``create_graph`` says.
 
     Raises:
         RuntimeError: an output is not a tensor; the cotangents do not fit.
@@ -148,9 +150,13 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     recorded, (leaves, out_spec, aux) = record(run, flat, primals)
 
     @outside_dynamo
-    def vjp_fn(*cotangents: Any) -> tuple[Any, ...]:
-        tree = cotangents[0] if len(cotangents) == 1 else cotangents
-        pulled = recorded.pull(_match_cotangents(tree, leaves, out_spec), retain=True)
+    def vjp_fn(
+        cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
+    ) -> tuple[Any, ...]:
+        flat_cotangents = _match_cotangents(cotangents, leaves, out_spec)
+        create = torch.is_grad_enabled() if create_graph is None else create_graph
+        with torch.set_grad_enabled(create):
+            pulled = recorded.pull(flat_cotangents, retain=retain_graph)
         result: tuple[Any, ...] = pytrees.unflatten(spec, pulled)
         return result
 
