@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -246,3 +247,70 @@ def test_custom_function_marks_dirty() -> None:
         tsfunc.grad(total(tsfunc.vmap(tsfunc.grad(lambda x: f(x) * f(x)))))(X),
         torch.full_like(X, 32),
     )
+
+
+def of_rule(rule: Callable[..., Any], generate: bool = False) -> Any:
+    """An autograd.Function whose vmap staticmethod is the given one."""
+
+    class Ruled(torch.autograd.Function):
+        generate_vmap_rule = generate
+
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return inputs[0] * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+            return rule(info, in_dims, *args)
+
+    return Ruled
+
+
+def test_its_own_rule_gets_values_and_dims_of_containers() -> None:
+    """As torch gives them: the structure of the arguments, an entry for each tensor."""
+    seen: list[Any] = []
+
+    def rule(info: Any, in_dims: Any, x: Tensor, others: Any, flag: bool) -> Any:
+        seen.append((info.batch_size, info.randomness, in_dims, flag))
+        return (x + others[0].T, {"second": others[1]["y"]}), (0, {"second": None})
+
+    apply = of_rule(rule).apply
+    first, rest = tsfunc.vmap(lambda x, z: apply(x, [z, {"y": W}], True), in_dims=(0, -1))(X, X.T)
+    assert seen == [(3, "error", (0, [1, {"y": None}], None), True)]
+    same(first, X + X.T)
+    same(rest["second"], W.expand(3, 4))
+
+
+RULES: list[tuple[Any, str]] = [
+    (
+        of_rule(lambda info, in_dims, x: (x, 0), generate=True),
+        "vmap: Ruled has generate_vmap_rule=True and a vmap staticmethod: which of them is meant "
+        "can't be told. Remove one.",
+    ),
+    (
+        of_rule(lambda info, in_dims, x: x),
+        "vmap: the vmap staticmethod of Ruled is expected to have two returns, (output, out_dims), "
+        "got a Tensor.",
+    ),
+    (of_rule(lambda info, in_dims, x: (x, x, 0, 0)), "to have two returns, (output, out_dims), "),
+    (
+        of_rule(lambda info, in_dims, x: (x, (0,))),
+        "vmap: the vmap staticmethod of Ruled returned an incompatible (output, out_dims): "
+        "out_dims (0,) are no prefix of the structure of the output, PyTreeSpec(*",
+    ),
+    (of_rule(lambda info, in_dims, x: ([x], (None,))), "returned an incompatible (output, out"),
+]
+
+
+@pytest.mark.parametrize(("cls", "message"), RULES, ids=range(len(RULES)))
+def test_a_rule_that_is_not_well_formed(cls: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        tsfunc.vmap(cls.apply)(X)

@@ -116,26 +116,47 @@ def _differentiated_outside(arg: Any) -> bool:
 
 def _inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
     """The call on the values inside of the level's tracers; results are tracers again."""
-    dims = tuple([dim_of(arg, level) for arg in args])
-    if not isinstance(level, BatchLevel) or (
-        cls.vmap is not _torch_vmap and any(dim is not None for dim in dims)
-    ):
-        return _by_itself(cls, level, args, dims)
+    if not isinstance(level, BatchLevel):
+        values = [value_of(arg, level) for arg in args]
+        with level.restored():
+            outs = cls.apply(*values)
+        leaves, tree = pytrees.flatten(outs)
+        results = rewrapped(leaves, [None] * len(leaves), values, args, level)
+        return pytrees.unflatten(tree, results)
+    if cls.vmap is not _torch_vmap:
+        leaves, tree = pytrees.flatten(args)  # which may be containers of tensors
+        if any(dim_of(leaf, level) is not None for leaf in leaves):
+            return _by_own_rule(cls, level, leaves, tree)
     needs = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
     return MappedFunction(cls, level, args, needs)(args)[0]
 
 
-def _by_itself(cls: Any, level: TracerLevel, args: Sequence[Any], dims: Sequence[Any]) -> Any:
-    """The class called on the values, or its own rule for a batch."""
+def _by_own_rule(cls: Any, level: BatchLevel, args: Sequence[Any], tree: Any) -> Any:
+    """The class' ``vmap`` staticmethod on the values and their dims."""
+    if cls.generate_vmap_rule:
+        raise RuntimeError(
+            f"vmap: {cls.__name__} has generate_vmap_rule=True and a vmap staticmethod: which of "
+            f"them is meant can't be told. Remove one."
+        )
     values = [value_of(arg, level) for arg in args]
+    dims = pytrees.unflatten(tree, [dim_of(arg, level) for arg in args])
+    info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
+    called = f"{cls.__qualname__}.apply"
     with level.restored():
-        if isinstance(level, BatchLevel):
-            info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
-            name = f"{cls.__qualname__}.apply"
-            outs, out_dims = run_as(name, level, cls.vmap, info, tuple(dims), *values)
-            out_dims = pytrees.broadcast_prefix(out_dims, outs, lambda d: d is None)
-        else:
-            outs, out_dims = cls.apply(*values), None
-    leaves, tree = pytrees.flatten(outs)
-    results = rewrapped(leaves, out_dims or [None] * len(leaves), values, args, level)
-    return pytrees.unflatten(tree, results)
+        found = run_as(called, level, cls.vmap, info, dims, *pytrees.unflatten(tree, values))
+    if not isinstance(found, tuple) or len(found) != 2:
+        what = f"{len(found)} of them" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        raise RuntimeError(
+            f"vmap: the vmap staticmethod of {cls.__name__} is expected to have two returns, "
+            f"(output, out_dims), got {what}."
+        )
+    leaves, out_tree = pytrees.flatten(found[0])
+    try:
+        out_dims = pytrees.broadcast_prefix(found[1], found[0], lambda d: d is None)
+    except ValueError as error:
+        raise RuntimeError(
+            f"vmap: the vmap staticmethod of {cls.__name__} returned an incompatible (output, "
+            f"out_dims): out_dims {found[1]} are no prefix of the structure of the output, "
+            f"{out_tree}."
+        ) from error
+    return pytrees.unflatten(out_tree, rewrapped(leaves, out_dims, values, args, level))
