@@ -12,6 +12,7 @@
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
+    MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
 
 Each is also the built-in exception that a caller of torch.func would catch.
 """
@@ -65,3 +66,7 @@ class FileFormatError(TsfuncError, ValueError):
 
 class SlowFallbackWarning(UserWarning):
     """An operator without a batching rule runs once per example of the batch."""
+
+
+class MemoryBudgetWarning(UserWarning):
+    """A call takes more memory than its budget even when it runs one example at a time."""

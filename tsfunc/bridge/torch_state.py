@@ -5,6 +5,7 @@ fails by name when one goes):
 
 - ``_dispatch_tls_local_include_set``, ``_dispatch_tls_local_exclude_set``: the C++ dispatcher's
   thread-local sets, which hold among others whether autograd and autocast apply;
+- ``_dispatch_tls_is_dispatch_key_excluded``: whether a key is in the exclude set;
 - ``_ForceDispatchKeyGuard``: replaces both sets for a block;
 - ``_ExcludeDispatchKeyGuard``: adds to the exclude set for a block;
 - ``_IncludeDispatchKeyGuard``: adds a key to the include set for a block;
@@ -24,6 +25,7 @@ from torch._C import (
     DispatchKeySet,
     _current_graph_task_id,
     _dispatch_keyset_full_after,
+    _dispatch_tls_is_dispatch_key_excluded,
     _dispatch_tls_local_exclude_set,
     _dispatch_tls_local_include_set,
     _ExcludeDispatchKeyGuard,
@@ -100,6 +102,11 @@ class RestoredTorchState:
         if self.previous is not None:
             torch.set_grad_enabled(self.previous)
         self.guard.__exit__(kind, value, trace)
+
+
+def below_autograd() -> bool:
+    """Whether torch is past its autograd here, as in the handlers of its dispatch modes."""
+    return _dispatch_tls_is_dispatch_key_excluded(TorchKey.ADInplaceOrView)
 
 
 def without_autograd() -> Any:

@@ -33,6 +33,7 @@ from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.torch_state import (
     RestoredTorchState,
     TorchState,
+    below_autograd,
     without_autograd,
 )
 from tsfunc.dispatch import DispatchKey, Level, messages
@@ -262,7 +263,8 @@ def into_torch(
                 return _hop(func, types, args, kwargs)
             if not level.autograd:
                 if isinstance(func, OpOverload) and not kwargs:
-                    return operator_of(func).call(args, kwargs)
+                    # A dispatch mode that calls it is past autograd; what is inside is not.
+                    return operator_of(func).call(args, kwargs, below_autograd())
                 with without_autograd():
                     return _hop(func, types, args, kwargs)
             args, kwargs = lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}

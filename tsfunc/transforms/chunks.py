@@ -8,11 +8,100 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.transforms.out_dims import match_out_dims
+from tsfunc.bridge.tracing import tracing_here
+from tsfunc.transforms.chunk_sizes import ChunkSizes, FixedSize, MeasuredSize, MemoryModel
+from tsfunc.transforms.joined import Joined
+from tsfunc.transforms.memory_budget import default_budget
 from tsfunc.transforms.vmap_spec import Spec
 
 # Runs the function on the inputs of some of the examples, and how many these are.
 RunPart = Callable[[Sequence[Any], int], Any]
+
+# What was measured, by what the calls have in common.
+Models = dict[Any, MemoryModel]
+_MODELS_KEPT = 64
+
+
+def check_chunks(chunk_size: Any, memory_budget: Any) -> Any:
+    """The chunk size that the arguments mean.
+
+    Raises:
+        ValueError: one of them is none, or they contradict one another.
+    """
+    if memory_budget is not None:
+        number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool)
+        if not number or not memory_budget > 0:
+            raise ValueError(
+                f"vmap: memory_budget should be None or a number of bytes greater than 0. "
+                f"(got {memory_budget!r})"
+            )
+        if chunk_size is not None and chunk_size != "auto":
+            raise ValueError(
+                f"vmap: memory_budget= goes with chunk_size='auto'. (got chunk_size={chunk_size})"
+            )
+        return "auto"
+    if chunk_size is None or (isinstance(chunk_size, str) and chunk_size == "auto"):
+        return chunk_size
+    if isinstance(chunk_size, str) or not chunk_size > 0:
+        raise ValueError(
+            f"vmap: chunk_size should be None or greater than 0. (got {chunk_size}) It can be "
+            f"'auto' too."
+        )
+    return chunk_size
+
+
+def sizes_of_chunks(
+    spec: Spec, flat: Sequence[Any], at: Sequence[int | None], size: Any, rest: Any, models: Models
+) -> ChunkSizes | None:
+    """How the examples are to be run, None for all at once.
+
+    A trace has no memory to be measured: in a program chunks must have a number.
+
+    Args:
+        spec: the call's own arguments.
+        flat: the flattened inputs, mapped ``at`` these dims.
+        size: how many examples there are.
+        rest: what else the function is called with.
+        models: what earlier calls have found.
+    """
+    if spec.chunk_size != "auto":
+        return FixedSize(spec.chunk_size) if spec.chunk_size < size else None
+    if tracing_here() or size < 2:
+        return None
+    leaves = [*flat, *pytrees.leaves_of(rest)]
+    device = _device_of(leaves)
+    key = _signature(leaves, at)
+    model = models.pop(key, None) or MemoryModel()
+    models[key] = model  # the one used last stands last
+    if len(models) > _MODELS_KEPT:
+        del models[next(iter(models))]
+    budget = spec.memory_budget
+    if budget is None:
+        budget = default_budget(device)
+    if model.known and model.largest(budget, size) >= size:
+        return None
+    return MeasuredSize(model, int(budget), size, device, spec.name)
+
+
+def _device_of(leaves: Sequence[Any]) -> torch.device:
+    """Where the memory is to be counted: on the accelerator that inputs are on, if one is."""
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    devices = devices or [torch.get_default_device()]
+    return next((device for device in devices if device.type != "cpu"), devices[0])
+
+
+def _signature(leaves: Sequence[Any], at: Sequence[int | None]) -> Any:
+    """What calls have in common that differ in nothing but their values and batch size."""
+    found: list[Any] = [torch.is_grad_enabled()]
+    dims = [*at, *[None] * (len(leaves) - len(at))]
+    for leaf, dim in zip(leaves, dims, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            shape = tuple(n for i, n in enumerate(leaf.shape) if i != dim)
+            found.append((shape, leaf.dtype, leaf.device, leaf.requires_grad))
+        else:
+            plain = isinstance(leaf, bool | int | float | str | None)
+            found.append((type(leaf), leaf if plain else None))
+    return tuple(found)
 
 
 def run_in_chunks(
@@ -20,26 +109,25 @@ def run_in_chunks(
     flat: Sequence[Any],
     at: Sequence[int | None],
     size: int,
+    sizes: ChunkSizes,
     run: RunPart,
 ) -> Any:
-    """Runs ``chunk_size`` examples at a time and puts the results together."""
-    assert spec.chunk_size is not None
+    """Runs some of the examples at a time and puts the results together."""
     seed = torch.get_rng_state() if spec.randomness == "same" else None
-    outs = []
-    for start in range(0, size, spec.chunk_size):
-        length = min(spec.chunk_size, size - start)
+    joined = Joined(spec, size)
+    start = 0
+    while start < size:
+        length = min(sizes.next(), size - start)
         part = [
             value if dim is None else value.narrow(dim, start, length)
             for value, dim in zip(flat, at, strict=True)
         ]
         if seed is not None:
             torch.set_rng_state(seed)
-        out = run(part, length)
-        outs.append(pytrees.flatten(out))
-    out_tree = outs[0][1]
-    dims = match_out_dims(spec, pytrees.unflatten(out_tree, outs[0][0]), out_tree)
-    joined = [
-        parts[0] if dim is None or not isinstance(parts[0], torch.Tensor) else torch.cat(parts, dim)
-        for parts, dim in zip(zip(*(leaves for leaves, _ in outs), strict=True), dims, strict=True)
-    ]
-    return pytrees.unflatten(out_tree, joined)
+        with sizes.running(length):
+            out = run(part, length)
+        joined.add(start, out)
+        del out  # so that its memory is free for the next chunk
+        start += length
+        sizes.keep(start, joined.kept)
+    return joined.result()

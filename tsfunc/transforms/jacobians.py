@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from tsfunc.transforms.arguments import (
     refuse_complex,
     with_chosen,
 )
+from tsfunc.transforms.chunks import check_chunks
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
@@ -35,6 +36,17 @@ def _bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         bases.append(basis.view([total, *x.shape]))
         start += size
     return bases
+
+
+def _unit(index: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The unit vector of one of all the entries, in the shapes of the tensors."""
+    units, start = [], 0
+    for x in tensors:
+        places = torch.arange(start, start + x.numel(), device=x.device)
+        unit = (places == index.to(x.device)).to(x.dtype)
+        units.append(unit.view(x.shape))
+        start += x.numel()
+    return units
 
 
 def _of_leaves(
@@ -59,7 +71,8 @@ def jacrev(
     argnums: Argnums = 0,
     *,
     has_aux: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["auto"] | None = None,
+    memory_budget: float | None = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable[..., Any]:
     """The Jacobian by reverse mode: one pullback for each entry of the output, batched.
@@ -69,7 +82,9 @@ def jacrev(
             anything else.
         argnums: which positional arguments to differentiate by: an int, or a tuple of them.
         has_aux: whether ``func`` returns an auxiliary part.
-        chunk_size: how many rows are pulled back at a time; None takes all at once.
+        chunk_size: how many rows are pulled back at a time; None takes all at once, "auto" as many
+            as fit into ``memory_budget``, as for :func:`vmap`.
+        memory_budget: the bytes that this may take beside the function's own run.
 
     Returns:
         A function of the same arguments. For an output of shape ``o`` and an argument of shape
@@ -90,8 +105,9 @@ def jacrev(
 
     As ``torch.func.jacrev`` and ``jax.jacrev``.
     """
-    if chunk_size is not None and chunk_size <= 0:
+    if isinstance(chunk_size, int) and chunk_size <= 0:
         raise ValueError("jacrev: `chunk_size` should be greater than 0.")
+    chunks = check_chunks(chunk_size, memory_budget)
 
     @like(func)
     @outside_dynamo
@@ -104,7 +120,14 @@ def jacrev(
         def pull_flat(cotangents: Sequence[torch.Tensor]) -> Any:
             return pull(pytrees.unflatten(out_spec, cotangents))
 
-        rows = vmap(pull_flat, chunk_size=chunk_size)(_bases(outs))
+        if chunks is None:
+            rows = vmap(pull_flat)(_bases(outs))
+        else:
+            # Each chunk makes its own rows of the basis, which has the square of the output's size.
+            numbers = torch.arange(sum(out.numel() for out in outs))
+            mapped = vmap(lambda i: pull_flat(_unit(i, outs)), chunk_size=chunks,
+                          memory_budget=memory_budget)  # fmt: skip
+            rows = mapped(numbers)
         blocks = [_split_rows(by_input, outs) for by_input in rows]
         nested = [pytrees.unflatten(spec, [block[i] for block in blocks]) for i in range(len(outs))]
         result = pytrees.unflatten(out_spec, nested)

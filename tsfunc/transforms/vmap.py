@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,7 @@ from tsfunc.bridge.batch_tracer import HOT, BatchLevel, wrap
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
-from tsfunc.transforms.chunks import run_in_chunks
+from tsfunc.transforms.chunks import Models, check_chunks, run_in_chunks, sizes_of_chunks
 from tsfunc.transforms.in_dims import mapped, match_by_name, match_in_dims
 from tsfunc.transforms.out_dims import match_out_dims, result_of
 from tsfunc.transforms.vmap_spec import InDims, OutDims, Spec
@@ -34,7 +34,8 @@ def vmap(
     out_dims: OutDims = 0,
     randomness: str = "error",
     *,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["auto"] | None = None,
+    memory_budget: float | None = None,
     axis_size: int | None = None,
     strict: bool = False,
 ) -> Callable[..., Any]:
@@ -53,7 +54,12 @@ def vmap(
             no tensor (a number, a string, None, any object) is returned once, as it is.
         randomness: what random operators do: "error", "different" (a draw for each example) or
             "same" (one draw for all).
-        chunk_size: how many examples are run at a time; None runs all at once. Bounds memory.
+        chunk_size: how many examples are run at a time; None runs all at once, "auto" as many as
+            fit into ``memory_budget``. That is measured on the first chunks of the first call
+            with inputs of such shapes and types, and kept for later ones.
+        memory_budget: the bytes that the call may have in use at once beside its inputs, its
+            results included; by default half of what is free on the inputs' device. It implies
+            ``chunk_size="auto"``.
         axis_size: how many examples there are; needed only where no input is mapped.
         strict: an operator that would run by the slow loop is an error, in this ``vmap`` and in
             those inside of it.
@@ -88,19 +94,19 @@ def vmap(
             f"Only allowed values for randomness are 'error', 'different', or 'same'. "
             f"Got {randomness}"
         )
-    if chunk_size is not None and not (chunk_size == chunk_size and chunk_size > 0):
-        raise ValueError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
+    chunks = check_chunks(chunk_size, memory_budget)
     _check_axis_size(axis_size)
-    spec = Spec(func, in_dims, out_dims, randomness, chunk_size, axis_size, strict)
+    spec = Spec(func, in_dims, out_dims, randomness, chunks, memory_budget, axis_size, strict)
     by_name = spec.by_name
     plans: dict[Any, Sequence[int | None]] = {}
     out_plans: dict[Any, Sequence[int | None]] = {}
+    models: Models = {}
 
     @outside_dynamo
     def vmapped(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("vmap")) is not None:
             _refuse_own_arguments(spec)
-            theirs = other(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
+            theirs = other(func, in_dims, out_dims, randomness, chunk_size=chunks)
             return theirs(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return out_of_inference(vmapped, *args, **kwargs)
@@ -120,14 +126,12 @@ def vmap(
             matched = match_by_name(spec, args, kwargs) if by_name else match_in_dims(spec, args)
             dims = plans[tree] = matched
         at, size = mapped(spec, flat, dims)
-        if spec.chunk_size is not None and spec.chunk_size < size:
-            return run_in_chunks(
-                spec,
-                flat,
-                at,
-                size,
-                lambda part, length: _run(spec, part, at, length, tree, kwargs, {}),
-            )
+        if chunks is not None:
+            rest = () if by_name else kwargs
+            sizes = sizes_of_chunks(spec, flat, at, size, rest, models)
+            if sizes is not None:
+                run = functools.partial(_run_part, spec, at, tree, kwargs)
+                return run_in_chunks(spec, flat, at, size, sizes, run)
         return _run(spec, flat, at, size, tree, kwargs, out_plans)
 
     # ``wraps`` also of callables without a name or docstring, as modules and partials are.
@@ -145,13 +149,30 @@ def _check_axis_size(axis_size: Any) -> None:
 
 def _refuse_own_arguments(spec: Spec) -> None:
     """Where a transform of torch.func is the innermost, its vmap takes the call."""
-    own = {"a dict as in_dims": spec.by_name, "axis_size=": spec.sized, "strict=": spec.strict}
+    own = {
+        "a dict as in_dims": spec.by_name,
+        "axis_size=": spec.sized,
+        "chunk_size='auto'": spec.chunk_size == "auto",
+        "strict=": spec.strict,
+    }
     used = [name for name, given in own.items() if given]
     if used:
         raise RuntimeError(
             f"{spec.call()}: {' and '.join(used)} can't be served inside of a transform of "
             f"torch.func, whose own vmap runs there. Use tsfunc's transform around it too."
         )
+
+
+def _run_part(
+    spec: Spec,
+    at: Sequence[int | None],
+    tree: InTree,
+    kwargs: dict[str, Any],
+    part: Sequence[Any],
+    length: int,
+) -> Any:
+    """One chunk; what its results look like is no plan for the next ones."""
+    return _run(spec, part, at, length, tree, kwargs, {})
 
 
 def _run(

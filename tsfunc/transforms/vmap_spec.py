@@ -22,7 +22,8 @@ class Spec:
     in_dims: InDims
     out_dims: OutDims
     randomness: str
-    chunk_size: int | None
+    chunk_size: Any  # None, a number or "auto"
+    memory_budget: float | None
     axis_size: Any
     strict: bool
 

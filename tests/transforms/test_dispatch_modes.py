@@ -1,0 +1,53 @@
+"""torch's dispatch modes around transforms: what they see, and that it stays differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.transforms.support import same
+from tsfunc import grad, vmap
+
+X = torch.arange(12.0).view(3, 4).sin()
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+FUNCTIONS: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda x, w: x * w,
+    lambda x, w: (x * w).sum(),
+    lambda x, w: torch.cumsum(x * w, 0),
+    lambda x, w: torch.nn.functional.cross_entropy(x, w),
+    lambda x, w: grad(lambda y: (y.sin() * w).sum())(x),
+    lambda x, w: vmap(lambda y: torch.cumsum(y * w, 0), 0)(x.expand(2, 4)),
+]
+
+
+@pytest.mark.parametrize("func", FUNCTIONS, ids=range(len(FUNCTIONS)))
+def test_gradients_to_what_a_function_closes_over(func: Callable[[Tensor, Tensor], Any]) -> None:
+    w = torch.arange(4.0).cos().requires_grad_()
+    want = vmap(lambda x: func(x, w))(X)
+    with Passing():  # type: ignore[no-untyped-call]
+        got = vmap(lambda x: func(x, w))(X)
+    same(got.detach(), want.detach())
+    same(torch.autograd.grad(got.sum(), w), torch.autograd.grad(want.sum(), w))
+
+
+def test_flops_of_a_batch_are_counted() -> None:
+    weight = torch.randn(5, 4, requires_grad=True)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        vmap(lambda x: weight @ x)(X).sum().backward()
+    assert counter.get_total_flops() >= 2 * 3 * 4 * 5
+    assert weight.grad is not None

@@ -1,0 +1,176 @@
+"""Results of a ``vmap`` that is run chunk by chunk, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import optree
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge.autograd import tangents_here
+from tsfunc.bridge.tracer import Tracer
+from tsfunc.transforms.out_dims import match_out_dims
+from tsfunc.transforms.vmap_spec import Spec
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Joined:
+    """The results of the chunks so far.
+
+    Where nobody differentiates through a result, each chunk is copied to its place at once, and
+    its own memory is free for the next one. Else the parts are kept, and concatenated at the end.
+
+    Args:
+        spec: the call's own arguments.
+        size: how many examples there are in all.
+    """
+
+    def __init__(self, spec: Spec, size: int) -> None:
+        self.spec = spec
+        self.size = size
+        self._tree: optree.PyTreeSpec | None = None
+        self._leaves: list[_Leaf] = []
+
+    @property
+    def kept(self) -> int:
+        """The bytes of the largest result that has parts to be concatenated, so far."""
+        return max([leaf.bytes for leaf in self._leaves if isinstance(leaf, _Kept)], default=0)
+
+    def add(self, start: int, out: Any) -> None:
+        """The result of the chunk that begins at an example."""
+        values, tree = pytrees.flatten(out)
+        if self._tree is None:
+            self._tree = tree
+            dims = match_out_dims(self.spec, out, tree)
+            self._leaves = [_leaf(v, dim, self.size) for v, dim in zip(values, dims, strict=True)]
+        elif tree != self._tree:
+            self._refuse(tree, self._tree)
+        for leaf, value in zip(self._leaves, values, strict=True):
+            kind = leaf.kind(value)
+            if kind != leaf.first:
+                self._refuse(kind, leaf.first)
+            leaf.add(start, value)
+
+    def result(self) -> Any:
+        """All of it."""
+        assert self._tree is not None
+        return pytrees.unflatten(self._tree, [leaf.result() for leaf in self._leaves])
+
+    def _refuse(self, now: Any, first: Any) -> None:
+        raise ValueError(
+            f"{self.spec.call(out=True)}: `{self.spec.name}` returned {now} for a chunk of the "
+            f"examples, but {first} for the first one. It is called once for each chunk, and must "
+            f"return the same but for the examples."
+        )
+
+
+class _Leaf(Protocol):
+    """One leaf of the results."""
+
+    @property
+    def first(self) -> str:
+        """The kind of the first chunk's."""
+
+    def kind(self, value: Any) -> str:
+        """What all chunks must have in common."""
+
+    def add(self, start: int, value: Any) -> None:
+        """That of the chunk that begins at an example."""
+
+    def result(self) -> Any:
+        """That of all examples."""
+
+
+def _leaf(value: Any, dim: int | None, size: int) -> _Leaf:
+    if dim is None or not isinstance(value, torch.Tensor):
+        return _Once(value)
+    dim %= value.dim()
+    plain = type(value) in _PLAIN and value.layout is torch.strided
+    if plain and not value.requires_grad and not tangents_here():
+        return _Copied(value, dim, size)
+    return _Kept(value, dim)
+
+
+class _Once:
+    """What is the same for all examples: that of the first chunk."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.first = self.kind(value)
+
+    def kind(self, value: Any) -> str:
+        return "a tensor" if isinstance(value, torch.Tensor) else "no tensor"
+
+    def add(self, start: int, value: Any) -> None:
+        pass
+
+    def result(self) -> Any:
+        return self.value
+
+
+class _Kept:
+    """Parts that are concatenated at the end."""
+
+    def __init__(self, value: torch.Tensor, dim: int) -> None:
+        self.dim = dim
+        self.first = self.kind(value)
+        self.parts: list[torch.Tensor] = []
+        self.bytes = 0
+
+    def kind(self, value: Any) -> str:
+        return _kind(value, self.dim)
+
+    def add(self, start: int, value: torch.Tensor) -> None:
+        self.parts.append(value)
+        inner: Any = value
+        while isinstance(inner, Tracer):
+            inner = getattr(inner, "value", None)
+        if inner is not None:
+            self.bytes += inner.numel() * inner.element_size()
+
+    def result(self) -> torch.Tensor:
+        whole = torch.cat(self.parts, self.dim)
+        self.parts.clear()
+        return whole
+
+
+class _Copied:
+    """Parts that are copied into one tensor, laid out in memory as the first one is."""
+
+    def __init__(self, value: torch.Tensor, dim: int, size: int) -> None:
+        self.dim = dim
+        self.first = self.kind(value)
+        shape = list(value.shape)
+        shape[dim] = size
+        order = _outermost_first(value)
+        whole = value.new_empty([shape[i] for i in order])
+        self.whole = whole.permute([order.index(i) for i in range(len(order))])
+
+    def kind(self, value: Any) -> str:
+        return _kind(value, self.dim)
+
+    def add(self, start: int, value: torch.Tensor) -> None:
+        self.whole.narrow(self.dim, start, value.shape[self.dim]).copy_(value)
+
+    def result(self) -> torch.Tensor:
+        return self.whole
+
+
+def _kind(value: Any, dim: int) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "no tensor"
+    shape: list[Any] = list(value.shape)
+    if dim < len(shape):
+        shape[dim] = "examples"
+    return f"a tensor of shape ({', '.join(map(str, shape))}) and {value.dtype}"
+
+
+def _outermost_first(value: torch.Tensor) -> Sequence[int]:
+    """The dims in the order in which they lie in memory."""
+    strides = value.stride()
+    if 0 in strides:  # an expanded one: the same memory for all examples
+        return range(value.dim())
+    return sorted(range(value.dim()), key=lambda i: -strides[i])
