@@ -9,6 +9,7 @@ The types, in the order in which they rest on each other:
     inference    the types of values
     conformance  whether a value is of a type, and where it is not
     interfaces   the same for the methods of classes
+    signatures   the types of parameters and results
     generated    the same as generated code, which says yes or no
     lattice      which type is a subtype of which, and the least type above two
     sizes        the same for the sizes of tensors, whose names hold across a type
@@ -64,6 +65,7 @@ from tsfunc.types.grammar import (
 from tsfunc.types.inference import of_value, schema_of
 from tsfunc.types.lattice import is_subtype, join
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.signatures import Signature, signature
 
 __all__ = [
     "ANY",
@@ -83,6 +85,7 @@ __all__ = [
     "DimSpec",
     "MetaTensorType",
     "Mismatch",
+    "Signature",
     "TSAllType",
     "TSBuiltinClass",
     "TSCustomClass",
@@ -115,4 +118,5 @@ __all__ = [
     "optional",
     "parse",
     "schema_of",
+    "signature",
 ]

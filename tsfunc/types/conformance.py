@@ -91,7 +91,7 @@ def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]
 @functools.lru_cache(maxsize=4096)
 def predicate(type_: TSAllType) -> Fits:
     """A function that is true of values of a type alone, though perhaps not of all of them."""
-    return generate([type_], decide)
+    return generate(type_, decide)
 
 
 def decide(type_: TSAllType) -> Fits:

@@ -7,9 +7,12 @@ them. The code may say no of a value that fits, never yes of one that does not.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+import keyword
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,25 +46,72 @@ from tsfunc.types.meta import MetaTensorType, on_device
 Fits = Callable[..., bool]
 
 
-def generate(types: Sequence[TSAllType], decide: Callable[[TSAllType], Fits]) -> Fits:
-    """A function of as many values as there are types, true only if each is of its type.
+def generate(type_: TSAllType, decide: Callable[[TSAllType], Fits]) -> Fits:
+    """A function of a value that is true only if the value is of a type.
 
     Args:
-        types: sizes of one name are equal within all of them.
-        decide: gives a function for a type that generated code does not decide: a class with
+        decide: gives such a function for what generated code does not decide: a class with
             fields, an interface, a future.
     """
-    if any(_leaves_names_open(type_) for type_ in types):
-        return lambda *values: False
-    source = _Source(decide)
-    for i, type_ in enumerate(types):
-        source.emit(f"p{i}", type_, "    ")
-    names = ", ".join(f"p{i}" for i in range(len(types)))
-    start = [f"    {variable} = -1" for variable in source.sizes.values()]
-    text = "\n".join([f"def fits({names}):", *start, *source.lines, "    return True"])
-    exec(compile(text, "<type check>", "exec"), source.scope)
-    fits: Fits = source.scope["fits"]
-    return fits
+    if _leaves_names_open(type_):
+        return _unsure
+    source = _Source(decide, ())
+    source.emit("value", type_, "    ")
+    return source.function("fits", "value")
+
+
+def generate_call(
+    name: str,
+    signature: inspect.Signature,
+    types: Mapping[str, TSType],
+    decide: Callable[[TSAllType], Fits],
+) -> Fits:
+    """A function of a function's parameters that is true only if each argument is of its type.
+
+    Args:
+        name: what the errors of Python call it, where the arguments are too many or too few.
+        types: parameter name to type; sizes of one name are equal within all of them.
+    """
+    if any(map(_leaves_names_open, types.values())):
+        return _unsure
+    source = _Source(decide, signature.parameters)
+    absent = source.new(_ABSENT)
+    for parameter in signature.parameters.values():
+        at, type_ = parameter.name, types[parameter.name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            source.loop(item := source.new(), at, ((item, type_),), "    ")
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            source.loop(item := source.new(), f"{at}.values()", ((item, type_),), "    ")
+        elif parameter.default is parameter.empty:
+            source.emit(at, type_, "    ")
+        else:
+            source.lines.append(f"    if {at} is not {absent}:")
+            source.emit(at, type_, "        ")
+            source.lines.append("        pass")
+    bare = [
+        parameter.replace(
+            annotation=parameter.empty,
+            default=parameter.empty if parameter.default is parameter.empty else _Name(absent),
+        )
+        for parameter in signature.parameters.values()
+    ]
+    return source.function(name, str(inspect.Signature(bare))[1:-1])
+
+
+_ABSENT = object()
+
+
+def _unsure(*args: object, **kwargs: object) -> bool:
+    return False
+
+
+class _Name(str):
+    """Is spelled in a signature as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _leaves_names_open(type_: TSAllType) -> bool:
@@ -98,23 +148,64 @@ def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm,
                 yield from _dims(child, behind)
 
 
+def _is_derived(kind: str, value: object) -> bool:
+    """Whether a value of a class derived from int, float or str counts as one."""
+    own = primitive_of(value)
+    return own is not None and own.name == kind
+
+
+def _is_plain(cls: type) -> bool:
+    """Whether ``isinstance`` says all about a class: it has no fields, and answers as usual."""
+    return not dataclasses.is_dataclass(cls) and type(cls) in (type, abc.ABCMeta)
+
+
+def _is_on(promised: torch.device, came: torch.device) -> bool:
+    return on_device(came, promised)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of(cls: type) -> tuple[str, ...] | None:
+    return names_of_class(cls)
+
+
+_PYTHON: dict[str, type] = {"int": int, "float": float, "double": float, "bool": bool, "str": str}
+_BUILTINS: tuple[Any, ...] = (isinstance, len, type, list, dict, tuple, int, float, bool, str)
+
+
 class _Source:
     """The lines so far, the objects that they name, and a variable for each named size."""
 
-    def __init__(self, decide: Callable[[TSAllType], Fits]) -> None:
+    def __init__(self, decide: Callable[[TSAllType], Fits], taken: Container[str]) -> None:
         self.decide = decide
+        self.taken = taken
         self.lines: list[str] = []
-        self.scope: dict[str, Any] = {"Tensor": torch.Tensor, "names_of": _names_of}
+        self.scope: dict[str, Any] = {}
         self.sizes: dict[str, str] = {}
         self._count = 0
+        # By names of our own, because a parameter may be called `type` or `len`.
+        self.known = {each: self.new(each) for each in (*_BUILTINS, torch.Tensor, _names_of)}
 
     def new(self, value: object = None) -> str:
         """A new variable; for an object, a name of it."""
+        while (name := f"_{self._count}") in self.taken:
+            self._count += 1
         self._count += 1
-        name = f"v{self._count}"
         if value is not None:
             self.scope[name] = value
         return name
+
+    def no_instance(self, at: str, cls: type) -> str:
+        return f"not {self.known[isinstance]}({at}, {self.known.get(cls) or self.new(cls)})"
+
+    def function(self, name: str, parameters: str) -> Fits:
+        """The function that the lines make."""
+        name = name if name.isidentifier() and not keyword.iskeyword(name) else "call"
+        start = [f"    {variable} = -1" for variable in self.sizes.values()]
+        text = "\n".join([f"def {name}({parameters}):", *start, *self.lines, "    return True"])
+        scope = dict(self.scope)
+        exec(compile(text, "<type check>", "exec"), scope)
+        fits: Fits = scope[name]
+        return fits
 
     def refuse(self, condition: str, indent: str) -> None:
         self.lines.append(f"{indent}if {condition}: return False")
@@ -127,32 +218,38 @@ class _Source:
             case TSPrimitiveType("None"):
                 self.refuse(f"{at} is not None", indent)
             case TSPrimitiveType(name):
-                kind = "float" if name == "double" else name
-                other = self.new(functools.partial(_is_derived, kind))
-                self.refuse(f"type({at}) is not {kind} and not {other}({at})", indent)
+                cls = _PYTHON[name]
+                derived = self.new(functools.partial(_is_derived, cls.__name__))
+                exact = f"{self.known[type]}({at}) is not {self.known[cls]}"
+                self.refuse(f"{exact} and not {derived}({at})", indent)
             case TSOptional(element):
                 self.lines.append(f"{indent}if {at} is not None:")
                 self.emit(at, element, indent + "    ")
                 self.lines.append(f"{indent}    pass")
             case TSList(element):
-                self.refuse(f"not isinstance({at}, list)", indent)
+                self.refuse(self.no_instance(at, list), indent)
                 item = self.new()
                 self.loop(item, at, ((item, element),), indent)
             case TSDict(key_type, item_type):
-                self.refuse(f"not isinstance({at}, dict)", indent)
+                self.refuse(self.no_instance(at, dict), indent)
                 key, item = self.new(), self.new()
                 pairs = ((key, key_type), (item, item_type))
                 self.loop(f"{key}, {item}", f"{at}.items()", pairs, indent)
             case TSTuple(elements):
-                self.refuse(f"not isinstance({at}, tuple) or len({at}) != {len(elements)}", indent)
+                self.refuse(self.no_instance(at, tuple), indent)
+                self.refuse(f"{self.known[len]}({at}) != {len(elements)}", indent)
                 self.unpack(at, elements, indent)
             case TSNamedTuple(names, elements):
-                self.refuse(f"names_of(type({at})) != {names!r}", indent)
+                own = f"{self.known[_names_of]}({self.known[type]}({at}))"
+                self.refuse(f"{own} != {names!r}", indent)
                 self.unpack(at, elements, indent)
             case TSTensor(cls, meta):
-                self.tensor(at, "Tensor" if cls is torch.Tensor else self.new(cls), meta, indent)
+                self.refuse(self.no_instance(at, cls), indent)
+                self.tensor(at, meta, indent)
             case TSBuiltinClass(cls) | TSEnum(cls):
-                self.refuse(f"not isinstance({at}, {self.new(cls)})", indent)
+                self.refuse(self.no_instance(at, cls), indent)
+            case TSCustomClass(cls) if _is_plain(cls):
+                self.refuse(self.no_instance(at, cls), indent)
             case TSCustomClass() | TSModuleInterface() | TSModuleType() | TSFuture() | TSRRef():
                 self.refuse(f"not {self.new(self.decide(type_))}({at})", indent)
             case _:
@@ -175,14 +272,15 @@ class _Source:
         for item, type_ in zip(items, elements, strict=True):
             self.emit(item, type_, indent)
 
-    def tensor(self, at: str, cls: str, meta: MetaTensorType, indent: str) -> None:
-        self.refuse(f"not isinstance({at}, {cls})", indent)
+    def tensor(self, at: str, meta: MetaTensorType, indent: str) -> None:
         if meta.dtype is not None:
             self.refuse(f"{at}.dtype is not {self.new(meta.dtype)}", indent)
-        if meta.dims is not None:
+        if meta.dims is not None and all(isinstance(dim, int) for dim in meta.dims):
+            self.refuse(f"{at}.shape != {meta.dims}", indent)
+        elif meta.dims is not None:
             shape = self.new()
             self.lines.append(f"{indent}{shape} = {at}.shape")
-            self.refuse(f"len({shape}) != {len(meta.dims)}", indent)
+            self.refuse(f"{self.known[len]}({shape}) != {len(meta.dims)}", indent)
             for axis, dim in enumerate(meta.dims):
                 self.size(f"{shape}[{axis}]", dim, indent)
         if meta.device is not None:
@@ -199,25 +297,10 @@ class _Source:
         if isinstance(dim, int):
             self.refuse(f"{at} != {dim}", indent)
         elif isinstance(dim, Dim):
-            variable = self.sizes.setdefault(dim.name, f"size{len(self.sizes)}")
+            variable = self.sizes.get(dim.name) or self.sizes.setdefault(dim.name, self.new())
             if dim.min is not None:
                 self.refuse(f"{at} < {dim.min}", indent)
             if dim.max is not None:
                 self.refuse(f"{at} > {dim.max}", indent)
             self.lines.append(f"{indent}if {variable} == -1: {variable} = {at}")
             self.lines.append(f"{indent}elif {variable} != {at}: return False")
-
-
-def _is_derived(kind: str, value: object) -> bool:
-    """Whether a value of a class derived from int, float or str counts as one."""
-    own = primitive_of(value)
-    return own is not None and own.name == kind
-
-
-def _is_on(promised: torch.device, came: torch.device) -> bool:
-    return on_device(came, promised)
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_of(cls: type) -> tuple[str, ...] | None:
-    return names_of_class(cls)

@@ -1,0 +1,203 @@
+"""Signatures: the types of a function's parameters and of what it returns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+
+from tsfunc.errors import AnnotationError
+from tsfunc.types.annotation import Scope, class_scope, from_annotation
+from tsfunc.types.classes import nominal_type
+from tsfunc.types.conformance import Mismatch, decide, mismatches
+from tsfunc.types.generated import generate_call
+from tsfunc.types.grammar import (
+    NONE,
+    TENSOR,
+    TSModuleType,
+    TSType,
+    optional,
+)
+from tsfunc.types.inference import of_value
+
+_EMPTY = inspect.Parameter.empty
+_ONE, _MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """The types of a function's parameters and of its result; made by `signature`.
+
+    Attributes:
+        name: the function's.
+        parameters: parameter name to type, in order; for ``*args`` and ``**kwargs`` that of each
+            argument.
+        returns: the type of the result; None if it is not annotated, and so left to be inferred.
+    """
+
+    name: str
+    parameters: Mapping[str, TSType]
+    returns: TSType | None
+    _signature: inspect.Signature = field(repr=False)
+
+    @functools.cached_property
+    def _fits(self) -> Callable[..., bool]:
+        return generate_call(self.name, self._signature, self.parameters, decide)
+
+    def check(self, *args: Any, **kwargs: Any) -> list[Mismatch]:
+        """Every place where the arguments of a call are not what the parameters ask for.
+
+        Raises:
+            TypeError: the arguments are too many or too few.
+        """
+        if self._fits(*args, **kwargs):
+            return []
+        return mismatches(
+            (name, value, type_)
+            for parameter, argument in self._signature.bind(*args, **kwargs).arguments.items()
+            for name, value, type_ in self._values(parameter, argument)
+        )
+
+    def _values(self, parameter: str, argument: Any) -> list[tuple[str, Any, TSType]]:
+        kind, type_ = self._signature.parameters[parameter].kind, self.parameters[parameter]
+        if kind is _ONE:
+            return [(f"{parameter}[{i}]", value, type_) for i, value in enumerate(argument)]
+        if kind is _MANY:
+            return [(name, value, type_) for name, value in argument.items()]
+        return [(parameter, argument, type_)]
+
+    def __str__(self) -> str:
+        words = []
+        for name, parameter in self._signature.parameters.items():
+            stars = "*" if parameter.kind is _ONE else "**" if parameter.kind is _MANY else ""
+            default = "" if parameter.default is _EMPTY else f" = {parameter.default!r}"
+            words.append(f"{stars}{name}: {self.parameters[name]}{default}")
+        returns = "" if self.returns is None else f" -> {self.returns}"
+        return f"{self.name}({', '.join(words)}){returns}"
+
+
+def signature(func: Any) -> Signature:
+    """The types of a function's parameters and of its result.
+
+    A parameter has the type of its annotation; without one, that of its default value (of None:
+    an optional tensor); without either it is a Tensor. Where the default is None, None is allowed
+    whatever the annotation says. `self` has the type of its class and may not be annotated.
+
+    Args:
+        func: a function, a method, a ``functools.partial``, a module, a class, or another callable.
+
+    Raises:
+        AnnotationError: an annotation is no type, or `self` has one.
+
+    Example:
+        >>> def f(x, n: int, scale=1.0, mask=None) -> torch.Tensor: ...
+        >>> print(signature(f))
+        f(x: Tensor, n: int, scale: float = 1.0, mask: Optional[Tensor] = None) -> Tensor
+        >>> print(signature(f).check(torch.ones(2), "three")[0])
+        n: expected int, got 'three' (str)
+
+    Source: the rules for annotations in the TorchScript type system proposal.
+    """
+    if isinstance(func, torch.nn.Module):
+        func = func.forward
+    try:
+        plain = inspect.signature(func)
+    except (TypeError, ValueError) as error:
+        raise AnnotationError(f"{func!r} has no signature: {error}") from None
+    inner = _function(func)
+    name = getattr(inner, "__name__", type(func).__name__)
+    owner = _owner(inner)
+    _require_plain_self(inner, name)
+    scope = _scope(inner, owner)
+    parameters: dict[str, TSType] = {}
+    for i, parameter in enumerate(plain.parameters.values()):
+        if i == 0 and inner is func and owner is not None and _takes_self(inner, owner):
+            parameters[parameter.name] = nominal_type(owner)
+        else:
+            parameters[parameter.name] = _parameter_type(parameter, scope, name)
+    returns: TSType | None = None
+    if isinstance(func, type):
+        returns = nominal_type(func)
+    elif plain.return_annotation is not _EMPTY:
+        returns = from_annotation(plain.return_annotation, scope, where=f"{name}: what it returns")
+    return Signature(name, parameters, returns, plain)
+
+
+def _parameter_type(parameter: inspect.Parameter, scope: Scope, name: str) -> TSType:
+    where = f"{name}: parameter {parameter.name}"
+    default = parameter.default
+    if parameter.annotation is not _EMPTY:
+        type_ = from_annotation(parameter.annotation, scope, where=where)
+    elif default is _EMPTY or default is None:
+        type_ = TENSOR
+    else:
+        found = of_value(default)
+        type_ = nominal_type(found.cls) if isinstance(found, TSModuleType) else found
+    return optional(type_) if default is None and type_ != NONE else type_
+
+
+# --- where a function comes from
+
+
+def _function(func: Any) -> Any:
+    """The Python function behind wrappers, partials, bound methods, classes and instances."""
+    func = inspect.unwrap(func)
+    if isinstance(func, functools.partial):
+        return _function(func.func)
+    if isinstance(func, MethodType):
+        return _function(func.__func__)
+    if isinstance(func, type):
+        constructor: Any = vars(func).get("__init__", func.__new__)
+        return _function(constructor)
+    if inspect.isroutine(func):
+        return func
+    return _function(type(func).__call__)
+
+
+def _owner(func: Any) -> type | None:
+    """The class in whose body a function was defined, if it can be found by name."""
+    *path, _ = getattr(func, "__qualname__", "").split(".")
+    found: Any = getattr(func, "__globals__", {})
+    for name in path:  # "<locals>" is no name: a class made inside of a function isn't found
+        found = found.get(name) if isinstance(found, dict) else vars(found).get(name)
+        if not isinstance(found, type):
+            return None
+    return found if path else None
+
+
+def _takes_self(func: Any, owner: type) -> bool:
+    return not isinstance(inspect.getattr_static(owner, func.__name__, None), staticmethod)
+
+
+def _require_plain_self(func: Any, name: str) -> None:
+    *path, _ = getattr(func, "__qualname__", "").split(".")
+    if not path or path[-1] == "<locals>":
+        return  # it stands in no class
+    first = next(iter(inspect.signature(func).parameters.values()), None)
+    if first is not None and first.name == "self" and first.annotation is not _EMPTY:
+        raise AnnotationError(
+            f"{name}: self may not be annotated, because its type is the class that the method is "
+            f"defined in; got {first.annotation!r}"
+        )
+
+
+def _scope(func: Any, owner: type | None) -> Scope:
+    """What the names in a function's annotations stand for."""
+    module = sys.modules.get(getattr(func, "__module__", None) or "")
+    names = getattr(func, "__globals__", vars(module) if module else {})
+    cells = zip(getattr(getattr(func, "__code__", None), "co_freevars", ()),
+                getattr(func, "__closure__", None) or (), strict=False)  # fmt: skip
+    inner: dict[str, object] = {}
+    for name, cell in cells:
+        try:
+            inner[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    return ChainMap(inner, dict(class_scope(owner)) if owner else {}, names)
