@@ -160,7 +160,7 @@ def values(type_: TSType) -> st.SearchStrategy[Any]:
         case TSBuiltinClass():
             return st.just(_BUILTIN[type_.cls])
         case TSEnum(cls):
-            return st.sampled_from(list(cls))  # type: ignore[call-overload]
+            return st.sampled_from(list(cls))
         case TSCustomClass(cls):
             return st.builds(_ARGUMENTS.get(cls, cls))
         case TSModuleInterface():

@@ -2,18 +2,20 @@
 
 The types, in the order in which they rest on each other:
 
-    grammar      the types: frozen dataclasses under one union
-    class_names  how a class is called in a text, and found by it
-    text         a text read into a type
-    classes      nominal types: enums, interfaces, torch's own classes, any class
-    inference    the types of values
-    conformance  whether a value is of a type, and where it is not
-    interfaces   the same for the methods of classes
-    signatures   the types of parameters and results
-    generated    the same as generated code, which says yes or no
-    lattice      which type is a subtype of which, and the least type above two
-    sizes        the same for the sizes of tensors, whose names hold across a type
-    annotation   what typing objects, classes and strings stand for
+    grammar       the types: frozen dataclasses under one union
+    class_names   how a class is called in a text, and found by it
+    text          a text read into a type
+    classes       nominal types: enums, interfaces, torch's own classes, any class
+    annotation    what typing objects, classes and strings stand for
+    lattice       which type is a subtype of which, and the least type above two
+    sizes         the same for the sizes of tensors, whose names hold across a type
+    inference     the types of values
+    conformance   whether a value is of a type, and every place where it is not
+    generated     whether, as generated code
+    interfaces    whether a class has what an interface asks for
+    signatures    the types of parameters and results, and the check of a call
+    attributes    what an attribute of a type is
+    control_flow  the types of branches, and of what loops carry
 
 Descriptors, in the order in which one passes through them:
 
@@ -26,9 +28,11 @@ Descriptors, in the order in which one passes through them:
 """
 
 from tsfunc.types.annotation import from_annotation, parse
+from tsfunc.types.attributes import attribute_type
 from tsfunc.types.classes import interface
 from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
 from tsfunc.types.conformance import Mismatch, check
+from tsfunc.types.control_flow import check_carry, differences, join_branches
 from tsfunc.types.descriptors import Descriptor, Value, as_descriptor
 from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
 from tsfunc.types.grammar import (
@@ -108,12 +112,16 @@ __all__ = [
     "TSType",
     "Value",
     "as_descriptor",
+    "attribute_type",
     "check",
+    "check_carry",
     "compile_descriptors",
+    "differences",
     "from_annotation",
     "interface",
     "is_subtype",
     "join",
+    "join_branches",
     "of_value",
     "optional",
     "parse",

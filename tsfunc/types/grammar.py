@@ -20,6 +20,7 @@ the exception: ``f32[n]`` and ``f32[m]`` alone say the same.)
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NoReturn, TypeAlias
@@ -202,7 +203,7 @@ class TSCustomClass:
 class TSEnum:
     """An enum whose members are all ints, all floats or all strs."""
 
-    cls: type
+    cls: type[enum.Enum]
 
     def __str__(self) -> str:
         return class_name(self.cls)

@@ -81,7 +81,7 @@ def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
         return True
     if isinstance(wider, TSModuleType):
         return False
-    inner = _nominal(narrower)
+    inner = nominal_view(narrower)
     sizes = Instance(dims_of(inner))
     return _below(inner, wider, sizes) and sizes.settled()
 
@@ -104,7 +104,7 @@ def _below(narrower: TSType, wider: TSType, sizes: Instance) -> bool:
                 and _children_below(narrower, wider, sizes)
             )
         case TSList() | TSDict():
-            return _plain(narrower) == _plain(wider) and _children_below(narrower, wider, sizes)
+            return plain(narrower) == plain(wider) and _children_below(narrower, wider, sizes)
         case TSFuture() | TSRRef():
             return type(narrower) is type(wider) and _children_below(narrower, wider, sizes)
         case TSTensor(cls, meta):
@@ -130,11 +130,11 @@ def _children_below(narrower: TSType, wider: TSType, sizes: Instance) -> bool:
     )
 
 
-def _plain(type_: TSType) -> TSType:
+def plain(type_: TSType) -> TSType:
     """A type without the descriptions of its tensors."""
     if isinstance(type_, TSTensor):
         return TSTensor(type_.cls)
-    return with_children(type_, map(_plain, children_of_type(type_)))
+    return with_children(type_, map(plain, children_of_type(type_)))
 
 
 def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
@@ -192,7 +192,7 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
         return min(left, right, key=str)
     if below or above:
         return right if below else left
-    one, other = _nominal(left), _nominal(right)
+    one, other = nominal_view(left), nominal_view(right)
     sizes = Generalization(dims_of(one), dims_of(other))
     _join(one, other, _counting(sizes))
     return _join(one, other, sizes.size)
@@ -209,7 +209,7 @@ def _counting(sizes: Generalization) -> _Sizes:
     return count
 
 
-def _nominal(type_: TSAllType) -> TSType:
+def nominal_view(type_: TSAllType) -> TSType:
     """A type that composes: for the type of a module that of its class."""
     return nominal_type(type_.cls) if isinstance(type_, TSModuleType) else type_
 
@@ -230,7 +230,7 @@ def _join(left: TSType, right: TSType, size: _Sizes) -> TSType:
     if {left, right} == {FLOAT, DOUBLE}:
         return DOUBLE
     immutable = isinstance(left, TSFuture | TSRRef) and type(left) is type(right)
-    return _join_children(left, right, size) if immutable or _plain(left) == _plain(right) else ANY
+    return _join_children(left, right, size) if immutable or plain(left) == plain(right) else ANY
 
 
 def _join_tuples(

@@ -1,0 +1,169 @@
+"""Types where control flow joins: the branches of a condition, and what a loop carries round.
+
+A symbol keeps its type: after a branch it is the join of what the branches made of it, and that
+must be a type which something can be computed with; what a loop carries is the same at each turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from tsfunc.errors import TypeCheckError
+from tsfunc.types.grammar import (
+    ANY,
+    TSAllType,
+    TSDict,
+    TSFuture,
+    TSList,
+    TSNamedTuple,
+    TSOptional,
+    TSRRef,
+    TSTensor,
+    TSTuple,
+    TSType,
+)
+from tsfunc.types.lattice import is_subtype, join, nominal_view, plain
+
+
+def join_branches(
+    branches: Mapping[str, TSAllType], *, where: str = "cond", exact: bool = False
+) -> TSType:
+    """The type of what one of several branches returns.
+
+    Args:
+        branches: what errors call a branch, and the type of what it returns.
+        where: how errors call the operator.
+        exact: whether the types must be equal: no None beside another type, no tensors of
+            different descriptions.
+
+    Raises:
+        TypeCheckError: the branches have no type in common but `Any`, or, if `exact`, differ. The
+            message has the type of each branch, and each place where they part.
+
+    Example:
+        >>> from tsfunc.types import parse
+        >>> print(join_branches({"true": parse("f32[3, 4]"), "false": parse("f32[5, 4]")}))
+        f32[?, 4]
+        >>> join_branches({"true": parse("Tuple[int, Tensor]"), "false": parse("Tuple[int, str]")})
+        Traceback (most recent call last):
+        ...
+        tsfunc.errors.TypeCheckError: cond: its branches return values of different types:
+          true: Tuple[int, Tensor]
+          false: Tuple[int, str]
+        At [1] nothing is both Tensor and str but Any, which nothing computes with. Return the \
+same type from each branch.
+
+    Source: the check of control-flow joins in the TorchScript type system proposal.
+    """
+    first, *rest = map(nominal_view, branches.values())
+    joined, faults = first, []
+    for type_ in rest:
+        faults += [_fault(*part, exact) for part in differences(joined, type_)]
+        joined = join(joined, type_)
+    found = "; ".join(dict.fromkeys(fault for fault in faults if fault))
+    if found:
+        listed = "".join(f"  {name}: {type_}\n" for name, type_ in branches.items())
+        raise TypeCheckError(
+            f"{where}: its branches return values of different types:\n{listed}{found}. "
+            f"Return the same type from each branch."
+        )
+    return joined
+
+
+def _fault(path: str, one: TSType, other: TSType, exact: bool) -> str:
+    at = f"At {path}" if path else "There"
+    if exact:
+        return f"{at} one is {one}, the other {other}"
+    if join(one, other) == ANY and ANY not in (one, other):
+        return f"{at} nothing is both {one} and {other} but Any, which nothing computes with"
+    return ""
+
+
+def check_carry(
+    before: TSAllType, after: TSAllType, *, where: str = "while_loop", name: str = "the carry"
+) -> TSType:
+    """The type of what a loop carries from each turn to the next.
+
+    Args:
+        before: the type of the initial value.
+        after: the type of what the body returns for it.
+        where: how errors call the operator.
+        name: how errors call the carried value.
+
+    Raises:
+        TypeCheckError: what the body returns may not stand where the initial value did. The
+            message has both types, and each place where they part.
+
+    Example:
+        >>> from tsfunc.types import parse
+        >>> check_carry(parse("Tuple[f32[3], i64[]]"), parse("Tuple[f32[4], i64[]]"), where="scan")
+        Traceback (most recent call last):
+        ...
+        tsfunc.errors.TypeCheckError: scan: the type of the carry changes:
+          before the first turn: Tuple[f32[3], i64[]]
+          after a turn: Tuple[f32[4], i64[]]
+        At [0] f32[3] has become f32[4]. Return from the body what it was given, in type, shape \
+and dtype.
+
+    Source: the check of control-flow joins in the TorchScript type system proposal; ``lax.scan``.
+    """
+    one, other = nominal_view(before), nominal_view(after)
+    faults = [
+        f"At {path} {left} has become {right}" if path else f"{left} has become {right}"
+        for path, left, right in differences(one, other)
+        if not is_subtype(right, left) or not _same_sizes(left, right)
+    ]
+    if faults:
+        raise TypeCheckError(
+            f"{where}: the type of {name} changes:\n  before the first turn: {before}\n"
+            f"  after a turn: {after}\n{'; '.join(faults)}. Return from the body what it was "
+            f"given, in type, shape and dtype."
+        )
+    return one
+
+
+def _same_sizes(before: TSType, after: TSType) -> bool:
+    """Whether sizes that are known stay as they are.
+
+    A name is here the size of one value, the initial one, and not any size that comes.
+    """
+    if not isinstance(before, TSTensor) or not isinstance(after, TSTensor):
+        return True
+    pairs = zip(before.meta.dims or (), after.meta.dims or (), strict=False)
+    return all(size is None or size == other for size, other in pairs)
+
+
+def differences(
+    left: TSType, right: TSType, path: str = ""
+) -> Iterator[tuple[str, TSType, TSType]]:
+    """Each innermost place where two types differ, as a path, and the types there."""
+    match left, right:
+        case _ if left == right:
+            return
+        case TSNamedTuple(names, ones), TSNamedTuple(other_names, others) if names == other_names:
+            steps = [f".{name}" for name in names]
+            yield from _inside(steps, ones, others, path)
+        case TSTuple(ones), TSTuple(others) if len(ones) == len(others):
+            yield from _inside([f"[{i}]" for i in range(len(ones))], ones, others, path)
+        # Those of other elements are themselves what differs: see NOTE [the order of types].
+        case TSList(one), TSList(other) if plain(one) == plain(other):
+            yield from differences(one, other, f"{path}[...]")
+        case TSDict(key, one), TSDict(other_key, other) if key == other_key and plain(one) == plain(
+            other
+        ):
+            yield from differences(one, other, f"{path}[...]")
+        case TSOptional(one), TSOptional(other):
+            yield from differences(one, other, path)
+        case TSFuture(one), TSFuture(other):
+            yield from differences(one, other, f"{path}.value()")
+        case TSRRef(one), TSRRef(other):
+            yield from differences(one, other, f"{path}.local_value()")
+        case _:
+            yield path, left, right
+
+
+def _inside(
+    steps: list[str], ones: tuple[TSType, ...], others: tuple[TSType, ...], path: str
+) -> Iterator[tuple[str, TSType, TSType]]:
+    for step, one, other in zip(steps, ones, others, strict=True):
+        yield from differences(one, other, path + step)
