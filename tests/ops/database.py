@@ -39,13 +39,16 @@ class Case:
     Attributes:
         call: takes as many tensors and returns the tensors among the results.
         tensors: one example's own.
-        always: those (by place) that are written into, so that they are batched in any case.
+        written: those (by place) that the call writes into, so that they are batched in any
+            case. What is in them afterwards comes as the last results, in this order.
+        reshapes: whether a call changes what those are (``squeeze_``), and not their memory.
         differentiable: the places of those to differentiate by.
     """
 
     call: Callable[..., Results]
     tensors: tuple[Tensor, ...]
-    always: frozenset[int]
+    written: tuple[int, ...] = ()
+    reshapes: bool = False
     differentiable: tuple[int, ...] = ()
 
 
@@ -104,7 +107,7 @@ class Row:
         func = functools.partial(_differentiable, self, sample.output_process_fn_grad)
         tensors = tuple(leaves[i].detach() for i in places)
         call = functools.partial(_call, func, leaves, tree, places)
-        yield Case(call, tensors, frozenset(), tuple(by))
+        yield Case(call, tensors, differentiable=tuple(by))
 
     def _case(self, sample: Any) -> Iterator[Case]:
         leaves, tree = optree.tree_flatten(
@@ -112,15 +115,16 @@ class Row:
         )
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = tuple(leaves[i].detach() for i in places)
-        call = functools.partial(_call, self.call, leaves, tree, places)
-        if self.variant == INPLACE:
-            # Where the input would be broadcast, torch refuses, or resizes it.
-            if places and isinstance(sample.input, Tensor) and not sample.broadcasts_input:
-                yield Case(functools.partial(_with_target, call), tensors, frozenset({0}))
-        elif self.variant == OUT:
+        if self.variant == OUT:
             yield from _out_case(self.call, leaves, tree, places, tensors)
-        else:
-            yield Case(call, tensors, frozenset())
+            return
+        # Where the input would be broadcast, torch refuses to write it, or resizes it.
+        if self.variant == INPLACE and (sample.input is not leaves[0] or sample.broadcasts_input):
+            return
+        call = functools.partial(_call, self.call, leaves, tree, places)
+        written, reshapes = _written(call, tensors)
+        call = functools.partial(_with_written, call, written)
+        yield Case(call, tensors, written, reshapes)
 
 
 def _differentiable(
@@ -147,9 +151,36 @@ def _call(
     return tensors_of(func(*args, **kwargs))
 
 
-def _with_target(call: Callable[..., Results], *tensors: Tensor) -> Results:
-    """What an in-place operator returns, and what it wrote."""
-    return (*call(*tensors), tensors[0])
+def _with_written(
+    call: Callable[..., Results], written: Sequence[int], *tensors: Tensor
+) -> Results:
+    """The results, and what the call wrote."""
+    return (*call(*tensors), *[tensors[i] for i in written])
+
+
+def _written(
+    call: Callable[..., Results], tensors: Sequence[Tensor]
+) -> tuple[tuple[int, ...], bool]:
+    """Which of its tensors a call writes into, and whether their memory stays as it was."""
+    own = [x.clone() for x in tensors]
+    versions = [x._version for x in own]
+    memory = [x.detach() for x in own]
+    try:
+        call(*own)
+    except Exception:  # whatever torch refuses is found out later
+        return (), False
+    changed = [not _same(x, old) for x, old in zip(tensors, memory, strict=True)]
+    written = [i for i, x in enumerate(own) if changed[i] or x._version != versions[i]]
+    return tuple(written), not any(changed)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Bit by bit, for there may be nan."""
+    if x.layout is not torch.strided:
+        return True
+    return torch.equal(
+        *[v.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for v in (x, y)]
+    )
 
 
 def _out_case(
@@ -159,19 +190,23 @@ def _out_case(
     places: Sequence[int],
     tensors: tuple[Tensor, ...],
 ) -> Iterator[Case]:
-    """``out=``, given tensors of the right shape and type as further arguments."""
+    """``out=``, given tensors of the right shape and type as further arguments.
+
+    None where torch refuses it, or where it gives another result than without (``fft.ihfftn`` over
+    one dim forgets to conjugate).
+    """
     args, kwargs = _arguments(tree, leaves)
     try:
         results = func(*args, **kwargs)
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        if not isinstance(results, Tensor | tuple | list):
+            return
+        made = tuple(r.new_zeros(r.shape) for r in tensors_of(results))
+        single = isinstance(results, Tensor)
+        func(*args, **kwargs, out=made[0] if single else made)
+    except Exception:
         return
-    if isinstance(results, Tensor):
-        several = False
-    elif isinstance(results, tuple) and all(isinstance(r, Tensor) for r in results):
-        several = True
-    else:
+    if not all(_same(x, y.contiguous()) for x, y in zip(made, tensors_of(results), strict=True)):
         return
-    made = tuple(torch.zeros_like(r) for r in tensors_of(results))
     count = len(tensors)
 
     def call(*given: Tensor) -> Results:
@@ -180,10 +215,11 @@ def _out_case(
         for place, tensor in zip(places, given, strict=False):
             filled[place] = tensor
         args, kwargs = _arguments(tree, filled)
-        out = func(*args, **kwargs, out=outs if several else outs[0])
-        return (*tensors_of(out), *outs)
+        return tensors_of(func(*args, **kwargs, out=outs[0] if single else outs))
 
-    yield Case(call, (*tensors, *made), frozenset(range(count, count + len(made))))
+    given = (*tensors, *made)
+    written = sorted({*_written(call, given)[0], *range(count, len(given))})
+    yield Case(functools.partial(_with_written, call, written), given, tuple(written))
 
 
 def _arguments(tree: Any, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -115,7 +115,7 @@ def _indices(make: Make) -> Iterator[tuple[Tensor, Any]]:
         (None, ints(4, 3), None),
         (0, ints(5, 3)),
         (ints(4, 3), 1),
-        (ints(4, 3), None, ints(6, 3)),
+        (ints(4, 3), None, ints(5, 3)),
         (ints(4), ints(5)),
         (ints(4), slice(None), ints(6)),
         (ints(4, 3), ints(5), ints(6, 2, 1)),

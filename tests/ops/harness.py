@@ -21,6 +21,11 @@ from tsfunc.ops.registry import Row, all_rows, find
 
 SIZE = 3  # examples in a batch; other than the sizes that samples use for dims where possible
 
+# Floating types without arithmetic.
+EIGHT_BITS = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+)
+
 
 def overload(name: str) -> Any:
     """The operator that a row is for: ``aten::add.Tensor`` is ``torch.ops.aten.add.Tensor``."""
@@ -45,7 +50,7 @@ class Level:
 
 def vary(x: Tensor, i: int) -> Tensor:
     """Example ``i`` of a batch made from ``x``: other values of the same domain and shape."""
-    if x.is_floating_point() or x.is_complex():
+    if (x.is_floating_point() or x.is_complex()) and x.dtype not in EIGHT_BITS:
         return x * (1 - i / 16)
     if x.dtype is torch.bool and x.dim() == 0:
         return x ^ bool(i % 2)

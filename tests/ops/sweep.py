@@ -62,12 +62,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Mode:
-    """What is compared with what; both get inputs of their own and return stacked results."""
+    """What is compared with what; both get inputs of their own and return stacked results.
+
+    ``writes``: whether what a case writes is to be seen in the inputs afterwards.
+    """
 
     name: str
     levels: int
     ours: Callable[[Case, Batch, Sequence[Tensor]], Results]
     plain: Callable[[Case, Batch, Sequence[Tensor]], Results]
+    writes: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,16 @@ def mapped(f: Callable[..., Results], batch: Batch, randomness: str = "error") -
 def looped(f: Callable[..., Results], batch: Batch, *, alias: bool = False) -> Any:
     """``f`` in a Python loop for each level, and the results stacked.
 
-    ``alias``: examples are views of the inputs, so that what ``f`` writes is seen in them.
-    Otherwise each has memory of its own.
+    Each example has memory of its own; with ``alias`` it is a view of the inputs.
     """
-    own = f if alias else (lambda *examples: f(*[clone(x) for x in examples]))
+
+    def own(*examples: Tensor) -> Results:
+        return f(*[clone(x) for x in examples])
+
+    looped = f if alias else own
     for dims, size in zip(batch.dims, batch.sizes, strict=True):
-        own = _loop(own, dims, size)
-    return own
+        looped = _loop(looped, dims, size)
+    return looped
 
 
 def _loop(f: Callable[..., Results], dims: Sequence[int | None], size: int) -> Any:
@@ -122,7 +129,7 @@ def vmap_mode(levels: int, randomness: str = "error") -> Mode:
         return out
 
     def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-        out: Results = looped(case.call, batch, alias=bool(case.always))(*inputs)
+        out: Results = looped(case.call, batch)(*inputs)
         return out
 
     return Mode("vmap" if levels == 1 else "vmap(vmap)", levels, ours, plain)
@@ -131,7 +138,7 @@ def vmap_mode(levels: int, randomness: str = "error") -> Mode:
 VMAP, VMAP_VMAP = vmap_mode(1), vmap_mode(2)
 
 
-def subsets(count: int, always: frozenset[int], limit: int = 3) -> Iterator[tuple[int, ...]]:
+def subsets(count: int, always: Sequence[int], limit: int = 3) -> Iterator[tuple[int, ...]]:
     """Which tensors are batched: every choice of few; of many all, each one, and all but one.
 
     All comes first. ``always`` are in every choice.
@@ -191,7 +198,7 @@ def batch_of(
 
 def choices_of(case: Case, levels: int, rng: random.Random) -> Iterator[list[tuple[int, ...]]]:
     """For each way to batch the case, the tensors of each level."""
-    inner = list(subsets(len(case.tensors), case.always))
+    inner = list(subsets(len(case.tensors), case.written))
     if levels == 1:
         yield from ([one] for one in inner)
         return
@@ -240,11 +247,10 @@ def judge(
     mode: Mode, case: Case, batch: Batch, what: str, differ: Callable[..., str] = compare
 ) -> Outcome:
     """Runs both sides on one batch."""
-    inputs = batch.fresh()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            want = mode.plain(case, batch, inputs)
+            want = mode.plain(case, batch, batch.fresh())
         except Exception as error:
             return Outcome(Verdict.NONE, what, f"{type(error).__name__}: {error}")
         mine = batch.fresh()
@@ -260,10 +266,31 @@ def judge(
         except Exception as error:
             return Outcome(Verdict.FAIL, what, f"{type(error).__name__}: {error}")
     difference = differ(got, want)
-    if not difference and case.always:
-        difference = differ(tuple(mine), tuple(inputs))
+    if not difference and case.written and mode.writes and not case.reshapes:
+        difference = differ(*_written(case, batch, mine, want))
         difference = difference and f"written inputs: {difference}"
     return Outcome(Verdict.WRONG if difference else Verdict.OK, what, difference)
+
+
+def _written(
+    case: Case, batch: Batch, inputs: Sequence[Tensor], want: Results
+) -> tuple[Results, Results]:
+    """What is in the inputs that were written, and what should be.
+
+    Operators that change the shape of a tensor (``squeeze_``) do so to an example only.
+    """
+    count = len(case.written)
+    mine, wanted = [], []
+    for i, result in zip(case.written, want[-count:], strict=True):
+        x = inputs[i]
+        for level, dims in enumerate(reversed(batch.dims)):
+            at = dims[i]
+            assert at is not None
+            x = x.movedim(at + level if at >= 0 else at, level)
+        if x.shape == result.shape:
+            mine.append(x)
+            wanted.append(result)
+    return tuple(mine), tuple(wanted)
 
 
 def _describe(batch: Batch) -> str:

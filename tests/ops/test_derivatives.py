@@ -35,7 +35,7 @@ def case(f: Callable[..., Any], *tensors: Tensor) -> Case:
         return tuple(out) if isinstance(out, tuple | list) else (out,)
 
     places = tuple(i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex())
-    return Case(call, tensors, frozenset(), places)
+    return Case(call, tensors, differentiable=places)
 
 
 def verdicts(mode: Mode, one: Case) -> dict[Verdict, str]:

@@ -11,7 +11,7 @@ from tests.ops.database import Case, rows
 from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Verdict, sweep, sweep_case
 
 ROWS = {row.name: row for row in rows()}
-CASE = Case(lambda x, y: (x + y,), (torch.randn(2, 3), torch.randn(3)), frozenset())
+CASE = Case(lambda x, y: (x + y,), (torch.randn(2, 3), torch.randn(3)))
 
 
 def test_the_database_and_what_is_beside_it() -> None:
@@ -35,7 +35,7 @@ def test_what_is_wrong_is_found() -> None:
 
 
 def test_what_torch_refuses_counts_for_nothing() -> None:
-    refused = Case(lambda x: (x.view(5),), (torch.randn(4),), frozenset())
+    refused = Case(lambda x: (x.view(5),), (torch.randn(4),))
     assert {o.verdict for o in sweep_case(VMAP, refused, random.Random(0))} == {Verdict.NONE}
 
 

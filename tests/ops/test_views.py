@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ops.harness import Level, check, overload, rows_of, vary
+from tsfunc import vmap
 from tsfunc.ops import find
 
 SHAPE_CHANGING = {
@@ -19,6 +20,7 @@ SHAPE_CHANGING = {
     "aten::swapaxes_",
     "aten::swapdims_",
     "aten::unsqueeze_",
+    "aten::as_strided_",
 }
 X, Y, V, S = torch.randn(2, 3, 4), torch.randn(1, 3, 1), torch.randn(4), torch.randn(())
 M, C = torch.randn(3, 4), torch.randn(2, 3, dtype=torch.complex64)
@@ -155,6 +157,7 @@ CALLS: dict[str, list[Call]] = {
 UNARY = """alias alias_copy detach detach_copy lift lift_fresh lift_fresh_copy _lazy_clone _conj
     _conj_copy _neg_view _neg_view_copy conj resolve_conj resolve_neg""".split()
 NOT_HERE = {
+    "aten::resize",
     "aten::resize_",
     "aten::detach_",
     "aten::pin_memory",
@@ -231,25 +234,39 @@ def test_small_batches(size: int) -> None:
     ("name", "rest"),
     [
         ("squeeze_", ()),
-        ("squeeze_.dim", (0,)),
-        ("squeeze_.dims", ([0, 2],)),
+        ("squeeze_", (0,)),
+        ("squeeze_", ([0, 2],)),
         ("unsqueeze_", (1,)),
         ("transpose_", (0, -1)),
         ("swapaxes_", (0, 1)),
         ("swapdims_", (0, 1)),
         ("t_", ()),
+        ("as_strided_", ((2, 2), (1, 1))),
+        ("resize_", ((2, 1),)),
     ],
 )
 def test_changes_of_shape_in_place(name: str, rest: tuple[Any, ...]) -> None:
-    op, row = overload(f"aten::{name}"), find(f"aten::{name}")
-    assert row is not None and row.rule is not None
+    """Of the example, and not of the tensor that the batch came in."""
     example = M if name == "t_" else Y
-    expected = op(example.clone(), *rest)
-    for at in range(example.dim() + 1):
+    expected = getattr(example.clone(), name)(*rest)
+
+    def func(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = getattr(x, name)(*rest)
+        assert y is x and x.shape == expected.shape
+        return y * 1, x * 1
+
+    for at in range(1 if name == "as_strided_" else example.dim() + 1):
         x = torch.stack([example] * 3).movedim(0, at).clone()
-        out, where = row.rule(op, Level(3), [at] + [None] * len(rest), (x, *rest), {})
-        assert out is x
-        assert all(torch.equal(part, expected) for part in x.unbind(where))
+        shape = x.shape
+        for out in vmap(func, in_dims=at)(x):
+            assert all(torch.equal(part, expected) for part in out)
+        assert x.shape == shape
+
+
+def test_resize_of_a_batch_of_transposed_examples_is_refused() -> None:
+    """Their elements lie in memory in another order than they have."""
+    with pytest.raises(RuntimeError, match="in memory in their own order"):
+        vmap(lambda x: x.t().resize_(2, 2))(torch.randn(3, 3, 4))
 
 
 def test_layouts_are_those_of_an_example() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tsfunc.bridge import (
     attributes,
     batching,
+    composites,
     containers,
     custom_function,
     grad_level,
@@ -20,6 +21,7 @@ from tsfunc.bridge import (
 __all__ = [
     "attributes",
     "batching",
+    "composites",
     "containers",
     "custom_function",
     "grad_level",

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
-from tsfunc.bridge.fallback import PLAIN_TENSORS, loop, without_rule, write_out
-from tsfunc.bridge.operators import TorchOperator, overload_of
+from tsfunc.bridge.fallback import PLAIN_TENSORS, without_rule, write_out
+from tsfunc.bridge.operators import TorchOperator, functional_form, overload_of
 from tsfunc.bridge.tracer import METHODS, innermost_level, into_torch
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
@@ -55,7 +55,8 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     row = op.row if isinstance(op, TorchOperator) else None
     if row is not None and row.rule is not None:
         if isinstance(op, TorchOperator) and op.inplace:
-            out = _write(op, row.rule, args[0], level, dims, values, kwargs)
+            change = _reshape if op.reshapes else _write
+            out = change(op, row.rule, args[0], level, dims, values, kwargs)
         else:
             out = row.rule(op.native, level, dims, values, kwargs)
         if out is not NotImplemented:
@@ -80,7 +81,7 @@ def _with_batched_kwargs(
 ) -> Any:
     """Keyword-only tensors that are batched: ``out=`` is written to, some rules take them.
 
-    See NOTE [batched keywords] in ``ops/keywords``. Others are looped over.
+    See NOTE [batched keywords] in ``ops/keywords``. Others go as operators without a rule do.
     """
     if isinstance(op, TorchOperator):
         if op.out_names:
@@ -92,7 +93,7 @@ def _with_batched_kwargs(
             out = rule(op.native, level, [*dims, batched], values, named)
             if out is not NotImplemented:
                 return rewrap(op, level, args, kwargs, out[0], out[1])
-    return loop(op, level, args, kwargs)
+    return without_rule(op, level, args, kwargs)
 
 
 # NOTE [writing into what was made inside]
@@ -127,6 +128,28 @@ def _write(
         out = row.rule(functional, level, dims, values, kwargs)
         target.value, target.bdim = out
         return out
+
+
+# NOTE [changes of shape in place]
+# ``squeeze_`` and its like change what a tensor is, not what is in memory. The tracer's value is
+# replaced by the view that the functional operator gives; a tensor of the user's that the value
+# was, and others that share its memory, stay as they are.
+def _reshape(
+    op: TorchOperator,
+    rule: Rule,
+    target: Any,
+    level: BatchLevel,
+    dims: list[Any],
+    values: list[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """An in-place operator that changes its argument's shape, by the functional one's rule."""
+    functional = functional_form(op.overload)
+    assert functional is not None
+    out = rule(functional[0], level, dims, values, kwargs)
+    if out is not NotImplemented:
+        target.value, target.bdim = out
+    return out
 
 
 def _lifting_all(

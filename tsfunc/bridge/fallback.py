@@ -19,7 +19,7 @@ import torch
 from torch._C import _skip_one_hop_torch_function
 
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
-from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.operators import TorchOperator, functional_form
 from tsfunc.bridge.torch_state import without_autograd
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.places import users_place
@@ -70,34 +70,38 @@ def write_out(
     op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``out=``: the functional form, then copies into what was given."""
-    functional = _functional_form(op)
+    found = functional_form(op.overload)
+    if found is None:
+        raise MissingRuleError(
+            f"vmap: {op.name}: there is no form of this operator that returns its result, so out= "
+            f"can't be served. Call it without out=."
+        )
+    functional, made = found
     note("decomposition", f"{functional} and copy_")
     rest = {name: arg for name, arg in kwargs.items() if name not in op.out_names}
     outs = [kwargs[name] for name in op.out_names]
+    if made:  # a factory makes what out= says
+        rest |= {name: getattr(outs[0], name) for name in made}
     with level.at_own_level():
         results = functional(*args, **rest)
-        for out, result in zip(outs, (results,) if len(outs) == 1 else results, strict=True):
-            if out.shape != result.shape:
-                out.resize_(result.shape)
-            out.copy_(result)
+        results = [results] if isinstance(results, torch.Tensor) else results
+        given = outs[0] if isinstance(outs[0], list | tuple) else outs
+        for out, result in zip(given, results, strict=True):
+            _write_result(op, out, result)
+    if not op.overload._schema.returns:
+        return None
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-def _functional_form(op: TorchOperator) -> Any:
-    """The overload with the same arguments that returns its result."""
-    packet = op.overload.overloadpacket
-    wanted = [a.name for a in op.overload._schema.arguments if not a.is_out]
-    for name in packet.overloads():
-        found = getattr(packet, name)
-        names = [a.name for a in found._schema.arguments]
-        if names[: len(wanted)] == wanted and not any(
-            a.is_out or a.alias_info for a in found._schema.arguments
-        ):
-            return found
-    raise MissingRuleError(
-        f"vmap: {op.name}: there is no form of this operator that returns its result, so out= "
-        f"can't be served. Call it without out=."
-    )
+def _write_result(op: TorchOperator, out: torch.Tensor, result: torch.Tensor) -> None:
+    if not torch.can_cast(result.dtype, out.dtype):
+        raise RuntimeError(
+            f"vmap: {op.name}: result type {result.dtype} can't be cast to the type of out=, "
+            f"{out.dtype}."
+        )
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    out.copy_(result)
 
 
 def _composite_parts(overload: Any) -> Callable[..., Any]:
@@ -107,7 +111,13 @@ def _composite_parts(overload: Any) -> Callable[..., Any]:
     )
 
 
+# Operators written in others, for tracers.
+PARTS: dict[str, Callable[..., Any]] = {}
+
+
 def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
+    if op.name in PARTS:
+        return PARTS[op.name]
     if op.composite:
         return _composite_parts(op.overload)
     if op.writes or op.random or op.is_view:

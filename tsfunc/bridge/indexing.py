@@ -1,19 +1,27 @@
-"""``x[i]`` and ``x[i] = v`` where ``i`` is a number for each example.
+"""``x[i]``, ``x[i:i + 1]`` and ``x[i] = v`` where ``i`` is a number for each example.
 
-Python's indexing asks an integer tensor without dims for its value, to select with it. A tracer
-has a value for each example: so these are selected by tensor operators before the rest is indexed.
+Python's indexing asks an integer tensor without dims for its value, to select or slice with it. A
+tracer has a value for each example, so such items are served by tensor operators: each is a list
+of places along its dim (one, or as many as the slice has).
+
+A slice's size must be the same for every example. It is worked out from the values of all, and
+is an error where they differ.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tsfunc.bridge.batch_tracer import BatchTracer
 from tsfunc.bridge.tracer import METHODS, Tracer
+from tsfunc.errors import DataDependentError
 
 _T = torch.Tensor
+_ALL = slice(None)
 
 
 def _is_scalar(item: Any) -> bool:
@@ -22,6 +30,22 @@ def _is_scalar(item: Any) -> bool:
         and item.dim() == 0
         and not (item.is_floating_point() or item.is_complex() or item.dtype is torch.bool)
     )
+
+
+def _is_flag(item: Any) -> bool:
+    return isinstance(item, Tracer) and item.dim() == 0 and item.dtype is torch.bool
+
+
+def _is_bound_by_tracers(item: Any) -> bool:
+    return isinstance(item, slice) and (_is_scalar(item.start) or _is_scalar(item.stop))
+
+
+def _is_traced(item: Any) -> bool:
+    return _is_scalar(item) or _is_bound_by_tracers(item)
+
+
+def _is_advanced(item: Any) -> bool:
+    return isinstance(item, torch.Tensor | list | tuple | bool)
 
 
 def _consumed(item: Any) -> int:
@@ -33,58 +57,144 @@ def _consumed(item: Any) -> int:
     return 1
 
 
-def _dim_of(items: Sequence[Any], place: int, rank: int) -> int:
-    """Which dim of the tensor the item at a place is for."""
-    if any(item is Ellipsis for item in items[:place]):
-        return rank - sum(_consumed(item) for item in items[place:])
-    return sum(_consumed(item) for item in items[:place])
+def _items(index: Any, rank: int) -> list[Any]:
+    """The items of an index, without Ellipsis, one at least for each dim."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    rest = [_ALL] * (rank - sum(_consumed(item) for item in items if item is not Ellipsis))
+    for place, item in enumerate(items):
+        if item is Ellipsis:
+            return [*items[:place], *rest, *items[place + 1 :]]
+    return [*items, *rest]
 
 
-def _from_front(index: torch.Tensor, size: int) -> torch.Tensor:
+def _from_front(index: Any, size: int) -> torch.Tensor:
     return torch.where(index < 0, index + size, index)
 
 
-def _items(index: Any) -> list[Any]:
-    return list(index) if isinstance(index, tuple) else [index]
+def _places(item: Any, size: int) -> torch.Tensor:
+    """Which places along a dim of ``size`` an item stands for."""
+    if not isinstance(item, slice):
+        return _from_front(item, size)
+    like = item.start if isinstance(item.start, Tracer) else item.stop
+    step = 1 if item.step is None else item.step
+    start = _bound(item.start, 0, size, like)
+    stop = _bound(item.stop, size, size, like)
+    count = _same_count(torch.clamp(stop - start + (step - 1), min=0) // step, item)
+    return start + torch.arange(count, device=like.device) * step
+
+
+def _bound(given: Any, default: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    value = torch.as_tensor(default if given is None else given, device=like.device)
+    return _from_front(value, size).clamp(0, size)
+
+
+def _same_count(counts: Any, item: slice) -> int:
+    """The size that a slice has for every example of every vmap."""
+    while isinstance(counts, BatchTracer):
+        counts = counts.value
+    if isinstance(counts, Tracer) or counts.numel() == 0:
+        return int(counts.min()) if counts.numel() else 0
+    low, high = int(counts.min()), int(counts.max())
+    if low != high:
+        raise DataDependentError(
+            f"vmap: x[start:stop] with bounds that differ from example to example has between "
+            f"{low} and {high} elements, so the size of the result would differ too. Slices of one "
+            f"size for all work (x[i : i + 2], where every i + 2 is within x); else use "
+            f"torch.where or a mask."
+        )
+    return low
 
 
 def _get(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     x, index = args
-    items = _items(index)
-    scalars = [place for place, item in enumerate(items) if _is_scalar(item)]
-    if not scalars:
+    if not any(_is_traced(item) for item in (index if isinstance(index, tuple) else (index,))):
         return NotImplemented
-    for place in reversed(scalars):
-        dim = _dim_of(items, place, x.dim())
-        chosen = _from_front(items.pop(place), x.shape[dim])
-        x = torch.index_select(x, dim, chosen.view(1)).squeeze(dim)
+    items = _items(index, x.dim())
+    for place in reversed(range(len(items))):
+        if _is_traced(items[place]):
+            x = _taken(x, items, place)
     return x[tuple(items)] if items else x
+
+
+def _taken(x: torch.Tensor, items: list[Any], place: int) -> torch.Tensor:
+    """One item served; what stands for it in the index then is put in its place."""
+    item = items.pop(place)
+    dim = sum(_consumed(item) for item in items[:place])
+    places = _places(item, x.shape[dim])
+    if places.dim():
+        items.insert(place, _ALL)
+        return torch.index_select(x, dim, places)
+    return torch.index_select(x, dim, places.view(1)).squeeze(dim)
 
 
 def _set(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     x, index, value = args
-    items = _items(index)
-    scalars = [place for place, item in enumerate(items) if _is_scalar(item)]
-    rest = [item for place, item in enumerate(items) if place not in scalars]
-    if not scalars or any(isinstance(item, torch.Tensor | list | bool) for item in rest):
+    given = index if isinstance(index, tuple) else (index,)
+    if any(_is_flag(item) for item in given):
+        return _set_where(x, given, value)
+    if not any(_is_traced(item) for item in given):
         return NotImplemented
-    # A view with the dims selected from in front: writing into it writes into x.
-    chosen = []
-    for order, place in enumerate(scalars):
-        dim = _dim_of(items, place, x.dim())
-        chosen.append(_from_front(items[place], x.shape[dim]))
-        x = x.movedim(dim, order)
-        items.insert(order, items.pop(place))
-    items[: len(scalars)] = [slice(None)] * len(scalars)
-    view = x[tuple(items)]
     if not isinstance(value, torch.Tensor):
         value = torch.full((), value, dtype=x.dtype, device=x.device)
-    view.index_put_(tuple(chosen), value.to(x.dtype))
+    items = _items(index, x.dim())
+    if any(_is_advanced(item) and not _is_scalar(item) for item in items):
+        # The part that the numbers choose is taken out, written, and put back.
+        chosen = [item if _is_traced(item) else _ALL for item in items if item is not None]
+        part = _get(func, types, (x, tuple(chosen)), {}).clone()
+        rest = [_ALL if _is_bound_by_tracers(i) else i for i in items if not _is_scalar(i)]
+        part[tuple(rest)] = value
+        items, value = chosen, part
+    _put(x, items, value)
     return None
+
+
+def _set_where(x: torch.Tensor, items: Sequence[Any], value: Any) -> Any:
+    """``x[flag, ...] = v``: all of it is written, or nothing."""
+    flags = [item for item in items if _is_flag(item)]
+    rest = [item for item in items if not _is_flag(item)]
+    if any(_is_advanced(item) or _is_bound_by_tracers(item) for item in rest):
+        return NotImplemented
+    part = x[tuple(rest)] if rest else x
+    value = torch.as_tensor(value, dtype=part.dtype, device=part.device)
+    flag = functools.reduce(torch.logical_and, flags)
+    part.copy_(torch.where(flag, _without_leading_ones(value, part.dim()), part))
+    return None
+
+
+def _without_leading_ones(value: torch.Tensor, rank: int) -> torch.Tensor:
+    while value.dim() > rank and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
+def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
+    """Writes where ints, slices and the places of the traced items say."""
+    # A view that has the dims of the places whole, in front of the others.
+    view = x[tuple(_ALL if _is_traced(item) else item for item in items)]
+    kept = [item for item in items if item is None or isinstance(item, slice) or _is_traced(item)]
+    dims = [dim for dim, item in enumerate(kept) if _is_traced(item)]
+    places = [_places(kept[dim], view.shape[dim]) for dim in dims]
+    shape: list[int] = []  # of what is written, and in it the dims of slices
+    spans: list[int] = []
+    for dim, size in enumerate(view.shape):
+        place = places[dims.index(dim)] if dim in dims else None
+        if place is None:
+            shape.append(size)
+        elif place.dim():
+            spans.append(len(shape))
+            shape.append(place.shape[0])
+    value = _without_leading_ones(value.to(x.dtype), len(shape)).expand(shape)
+    value = value.movedim(spans, list(range(len(spans))))
+    after = len(spans)
+    for k, place in enumerate(places):
+        if place.dim():
+            after -= 1
+            places[k] = place.view(-1, *[1] * after)
+    view.movedim(dims, list(range(len(dims)))).index_put_(tuple(places), value)
 
 
 METHODS[_T.__getitem__] = _get

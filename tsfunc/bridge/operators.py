@@ -109,6 +109,39 @@ def overload_of(name: str) -> OpOverload | None:
     return found if isinstance(found, OpOverload) else None
 
 
+_MADE = ("dtype", "device")
+_ALSO_MADE = frozenset({*_MADE, "layout", "pin_memory"})
+
+
+@functools.cache
+def functional_form(overload: OpOverload) -> tuple[OpOverload, Sequence[str]] | None:
+    """The overload that returns what this one writes into ``out=``, or in place.
+
+    And which of ``out=``'s attributes it is to be told in its stead, as factories are.
+    """
+    arguments = overload._schema.arguments
+    inplace = not any(a.is_out for a in arguments)
+    wanted = [_facts(a, inplace and a is arguments[0]) for a in arguments if not a.is_out]
+    known = {name for name, *_ in wanted}
+    namespace, _, name = overload._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_") if inplace else name)
+    for which in packet.overloads():
+        found = getattr(packet, which)
+        given = found._schema.arguments
+        made = {a.name for a in given} & _ALSO_MADE - known
+        rest = [_facts(a) for a in given if a.name not in made]
+        if rest == wanted and not any(a.is_out for a in given):
+            return found, [name for name in _MADE if name in made]
+    return None
+
+
+def _facts(argument: Any, as_read: bool = False) -> tuple[str, str, bool]:
+    """What tells overloads apart: an argument's name and type, and whether it is written."""
+    alias = argument.alias_info
+    written = alias is not None and alias.is_write and not as_read
+    return argument.name, str(argument.type), written
+
+
 def _resolve(op: Any) -> Sequence[Operator] | None:
     """What ``dispatch.register`` accepts beside Operators."""
     if isinstance(op, OpOverload):

@@ -16,6 +16,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     feature_batched,
     fixed,
     forward_ad,
+    histograms,
     identity,
     indexing,
     linalg,

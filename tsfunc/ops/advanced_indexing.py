@@ -125,45 +125,78 @@ def _write(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor:
     return out
 
 
-def _masked_values(x: Tensor, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
-    """A batched mask and the values, both as broadcast over ``x``; None where that can't be."""
-    _, indices, v, *_ = args
-    named = [(i, m) for i, m in enumerate(indices) if m is not None]
-    if len(named) != 1:
-        return None
-    first, mask = named[0]
-    mask = front(mask, dims[1][first])
+def _one_mask(indices: Sequence[Any]) -> int | None:
+    """The place of the only index, if that is a mask."""
+    named = [i for i, index in enumerate(indices) if index is not None]
+    return named[0] if len(named) == 1 and _is_mask(indices[named[0]]) else None
+
+
+def _masked_values(
+    x: Tensor, first: int, mask: Tensor, values: Tensor, at: int | None
+) -> tuple[Tensor, Tensor]:
+    """A mask over dims of ``x`` from ``first`` on, and the values, both as broadcast over ``x``.
+
+    ``x`` and ``mask`` have the batch dim first.
+    """
     over = mask.dim() - 1
     right = x.dim() - 1 - first - over
-    mask = unit_dims(unit_dims(mask.bool(), 1, first), first + over + 1, right)
-    rank = logical_rank(v, dims[2])
-    v = v.unsqueeze(0) if dims[2] is None else front(v, dims[2])
+    rank = logical_rank(values, at)
+    values = values.unsqueeze(0) if at is None else front(values, at)
     if rank > right:
-        # One dim of the values runs over the places of the mask; it must be of size 1.
-        if v.shape[v.dim() - 1 - right] != 1:
-            return None
-        v = unit_dims(v, v.dim() - 1 - right, over - 1)
+        along = values.dim() - 1 - right  # the dim that runs over the places of the mask
+        if values.shape[along] == 1:
+            values = unit_dims(values.squeeze(along), along, over)
+        else:
+            values = _at_places(mask, values, along)
         rank += over - 1
-    return mask, unit_dims(v, 1, x.dim() - 1 - rank)
+    shown = unit_dims(unit_dims(mask, 1, first), first + over + 1, right)
+    return shown, unit_dims(values, 1, x.dim() - 1 - rank)
+
+
+def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
+    """Values that are given for each place of a mask, in order, spread over the mask's dims."""
+    count, over = values.shape[along], mask.dim() - 1
+    # On a device, asked without waiting for the answer.
+    torch._assert_async(
+        (mask.flatten(1).sum(1) == count).all(),
+        f"shape mismatch: there are {count} values to be put at the places of a mask that has "
+        f"another number of places, for some example of a vmap",
+    )
+    values = values.movedim(along, 1)
+    if count == 0:
+        shape = (values.shape[0], mask.shape[1:].numel(), *values.shape[2:])
+        spread = values.new_zeros(shape)
+    else:
+        order = unit_dims((mask.flatten(1).cumsum(1) - 1).clamp(min=0), 2, values.dim() - 2)
+        size = max(order.shape[0], values.shape[0])
+        order = order.expand(size, -1, *values.shape[2:])
+        spread = values.expand(size, *values.shape[1:]).gather(1, order)
+    places = range(over)
+    out: Tensor = spread.unflatten(1, mask.shape[1:])
+    return out.movedim([1 + i for i in places], [along + i for i in places])
 
 
 def _put(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:
     """The result of an ``index_put``; None where it was written in place."""
     inplace = op.name() in ("aten::index_put_", "aten::_index_put_impl_")
-    if dims[1] is None or not _batched_mask(args[1], dims[1]):
+    indices, values = args[1], args[2]
+    index_dims = dims[1] or [None] * len(indices)
+    first = _one_mask(indices)
+    if first is None:
+        if _batched_mask(indices, index_dims):
+            refuse_dynamic(op, "Use torch.where(mask, values, x), with values of the shape of x,")
         out = _write(op, x, dims, args)
         return None if inplace else out
-    pair = _masked_values(x, dims, args)
-    if pair is None:
-        refuse_dynamic(op, "Use torch.where(mask, values, x), with values of the shape of x,")
-    mask, values = pair
+    mask, at = indices[first].bool(), index_dims[first]
+    mask = mask.unsqueeze(0) if at is None else front(mask, at)
+    mask, values = _masked_values(x, first, mask, values, dims[2])
     if len(args) > 3 and args[3]:
         values = values + x
-    out = torch.where(mask, values.to(x.dtype), x)
+    result = torch.where(mask, values.to(x.dtype), x)
     if inplace:
-        x.copy_(out)
+        x.copy_(result)
         return None
-    return out
+    return result
 
 
 @row(ND, "aten::index_put", "aten::_unsafe_index_put")

@@ -120,3 +120,12 @@ def is_true(
 ) -> Any:
     """Over all examples: only torch's own checks ask (anomaly mode, TORCH_CHECK_TENSOR_ALL)."""
     return op(args[0]), None
+
+
+@row(Category.TENSOR_ITERATOR, "aten::_assert_async", "aten::_assert_async.msg")
+def assert_async(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """It must hold for every example."""
+    op(torch._is_all_true(args[0]), *args[1:])
+    return None, None

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tsfunc.ops.dims import align, logical_rank
 from tsfunc.ops.refusal import refused
@@ -45,25 +46,39 @@ def new_empty_strided(
 def linspace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The kernel takes numbers, so batched ends need arithmetic: from each end to the middle."""
-    ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, torch.Tensor)]
+    """The kernel takes numbers; batched ends need arithmetic."""
+    ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)]
     if any(logical_rank(x, at) for x, at in ends):
         return refused(op, dims, args, kwargs)
+    numbers, dtype = _evenly_between(dims, args, kwargs)
+    return numbers.to(dtype), 0
+
+
+def _evenly_between(
+    dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, torch.dtype]:
+    """Numbers between two ends, not rounded yet, and the type of the result."""
     (start, end), _ = align(args[:2], dims)
-    steps, options = args[2], dict(kwargs)
-    dtype = options.pop("dtype", None) or torch.get_default_dtype()
-    like = start if isinstance(start, torch.Tensor) else end
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    like = start if isinstance(start, Tensor) else end
     exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
     start, end = (
         # An integer result rounds the ends, too.
-        v.to(dtype).to(exact).unsqueeze(-1) if isinstance(v, torch.Tensor) else v
+        torch.as_tensor(v, device=kwargs.get("device") or like.device).to(dtype).to(exact)
         for v in (start, end)
     )
-    index = torch.arange(steps, device=options.get("device") or like.device)
+    return evenly(start, end, args[2]), dtype
+
+
+def evenly(start: Tensor, end: Tensor, steps: int) -> Tensor:
+    """Numbers from each start to each end, in a new last dim; as torch, from both ends inwards."""
+    start, end = start.unsqueeze(-1), end.unsqueeze(-1)
+    index = torch.arange(steps, device=start.device)
     step = (end - start) / max(steps - 1, 1)
     low = start + step * index
-    out = torch.where(index < steps // 2, low, end - step * (steps - 1 - index))
-    return (out if steps > 1 else low).to(dtype), 0
+    if steps == 1:
+        return low
+    return torch.where(index < steps // 2, low, end - step * (steps - 1 - index))
 
 
 @row(
@@ -76,13 +91,11 @@ def logspace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Powers of the base at evenly spaced exponents."""
-    ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, torch.Tensor)]
+    ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)]
     if any(logical_rank(x, at) for x, at in ends):
         return refused(op, dims, args, kwargs)
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
-    exponents, at = linspace(op, level, dims, args[:3], {**kwargs, "dtype": exact})
-    return torch.pow(args[3] if len(args) > 3 else 10.0, exponents).to(dtype), at
+    exponents, dtype = _evenly_between(dims, args, kwargs)
+    return torch.pow(args[3] if len(args) > 3 else 10.0, exponents).to(dtype), 0
 
 
 rows(

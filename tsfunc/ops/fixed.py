@@ -212,6 +212,13 @@ def _is_one(number: Any) -> bool:
     return isinstance(number, (int, float, complex)) and number == 1
 
 
+def _as_element(number: Any, dtype: torch.dtype) -> Any:
+    """A factor as the kernels have it: in integers, without its fraction."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return number
+    return bool(number) if dtype is torch.bool else int(number)
+
+
 def _added(
     op: Any,
     dims: Dims,
@@ -222,7 +229,7 @@ def _added(
 ) -> Any:
     """``beta * x + alpha * out`` of the first argument, which may not be larger than ``out``."""
     x, at = args[0], dims[0]
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    beta, alpha = (_as_element(kwargs.get(name, 1), x.dtype) for name in ("beta", "alpha"))
     if _is_zero(beta):  # x may hold anything then, even nan; only its batch dim counts
         if at is None:
             assert p is not None
@@ -372,12 +379,12 @@ def added_product_inplace(
         out, p = _pair(dims, args)
     if out.numel() * (1 if p is not None else x.shape[at]) != x.numel():
         return refused(op, dims, args, kwargs)
-    beta = kwargs.get("beta", 1)
+    beta, alpha = (_as_element(kwargs.get(name, 1), x.dtype) for name in ("beta", "alpha"))
     if _is_zero(beta):
         x.zero_()
     elif not _is_one(beta):
         x.mul_(beta)
-    x.add_(place(out, p, x.dim() - 1 - at), alpha=kwargs.get("alpha", 1))
+    x.add_(place(out, p, x.dim() - 1 - at), alpha=alpha)
     return x, at
 
 

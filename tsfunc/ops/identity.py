@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -189,20 +191,32 @@ rows(
 )
 
 
-@row(Category.N_DIMENSIONAL, "aten::resize_")
+@row(Category.N_DIMENSIONAL, "aten::resize", "aten::resize_")
 def resize(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Each example keeps its own first elements, which in memory do not follow one another."""
-    x, size = args
-    if dims[0] != 0 or not x.is_contiguous():
+    """Each example keeps its own first elements, in the order in which they lie in memory."""
+    x = front(args[0], dims[0])
+    if list(x.shape[1:]) == list(args[1]) and kwargs.get("memory_format") is None:
+        return x, 0  # its layout stays, too
+    steps = x.stride()[1:]
+    if any(first < second for first, second in itertools.pairwise(steps)):
         raise RuntimeError(
-            "vmap: resize_ is for tensors whose examples lie one after another in memory. Use "
-            "x.reshape(...) or x.new_empty(...) instead."
+            "vmap: resize_ is for tensors whose elements lie in memory in their own order. Use "
+            "x.contiguous() first, or x.reshape(...) or x.new_empty(...) instead."
         )
-    old = x.reshape(level.batch_size, -1).clone()
-    op(x, [level.batch_size, *size], **kwargs)
-    new = x.view(level.batch_size, -1)
-    kept = min(old.shape[1], new.shape[1])
-    new[:, :kept].copy_(old[:, :kept])
-    return x, 0
+    return _resized(x, args[1], kwargs.get("memory_format")), 0
+
+
+def _resized(x: Tensor, size: Sequence[Any], memory_format: torch.memory_format | None) -> Tensor:
+    old = x.reshape(x.shape[0], -1)
+    count = math.prod(size)
+    if count <= old.shape[1]:
+        new = old.narrow(1, 0, count)
+    else:
+        new = torch.cat([old, x.new_empty(x.shape[0], count - old.shape[1])], 1)
+    if memory_format in _CHANNELS_LAST:
+        # In memory the channels come last.
+        out: Tensor = new.unflatten(1, [size[0], *size[2:], size[1]]).movedim(-1, 2)
+        return out
+    return new.reshape(x.shape[0], *size)

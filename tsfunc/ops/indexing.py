@@ -108,8 +108,19 @@ def index_select(
     if at is None and rank:
         return op(x, dim, index.flatten()).unflatten(dim, index.shape), dim
     x, flat = _rows_of(x, at, size)
-    out = x.gather(dim + 1, _spread(index, dim + 1, x))
+    pairs = _pairs(x)
+    out = _paired(pairs.gather(dim + 1, _spread(index, dim + 1, pairs)), x)
     return (out.squeeze(1) if flat else out), 0
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """Half complex numbers, for which gather and scatter have no kernels, as pairs of halves."""
+    return torch.view_as_real(x) if x.dtype is torch.complex32 else x
+
+
+def _paired(x: Tensor, like: Tensor) -> Tensor:
+    """The way back from ``_pairs``."""
+    return torch.view_as_complex(x) if like.dtype is torch.complex32 else x
 
 
 def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
@@ -144,7 +155,7 @@ def index_write(
         out = op(written, dim, index, source, *rest, **kwargs)
     else:
         index, _ = _rows_of(index, q, size)
-        out = _scattered(op, written, dim, _spread(index, dim, source), source, rest, kwargs)
+        out = _scattered(op, written, dim, index, source, rest, kwargs)
     if inplace:
         return x, at
     return (out.squeeze(1) if flat else out), 0
@@ -155,13 +166,19 @@ def _scattered(
 ) -> Tensor:
     """index_add, index_copy or index_reduce with an index for each element."""
     name = op.name().removeprefix("aten::")
-    x = x if name.endswith("_") else x.clone()
+    suffix = "_" if name.endswith("_") else ""
+    if name.startswith("index_add") and kwargs.get("alpha", 1) != 1:
+        source = source * kwargs["alpha"]
+    x_pairs, source = _pairs(x), _pairs(source)
+    places = _spread(index, dim, source)
+    out: Tensor
     if name.startswith("index_add"):
-        alpha = kwargs.get("alpha", 1)
-        return x.scatter_add_(dim, index, source if alpha == 1 else source * alpha)
-    if name.startswith("index_copy"):
-        return x.scatter_(dim, index, source)
-    return x.scatter_reduce_(dim, index, source, rest[0], **kwargs)
+        out = getattr(x_pairs, f"scatter_add{suffix}")(dim, places, source)
+    elif name.startswith("index_copy"):
+        out = getattr(x_pairs, f"scatter{suffix}")(dim, places, source)
+    else:
+        out = getattr(x_pairs, f"scatter_reduce{suffix}")(dim, places, source, rest[0], **kwargs)
+    return _paired(out, x)
 
 
 @row(
@@ -184,16 +201,29 @@ def index_fill(
         out = op(written, dim, index.reshape(-1), value)
     else:
         index, _ = _rows_of(index, q, size)
-        places = _spread(index, dim, written)
-        out = written if inplace else written.clone()
-        if isinstance(value, Tensor):
-            value = value if v is None else value.view(-1, *[1] * (places.dim() - 1))
-            out.scatter_(dim, places, value.to(x.dtype).expand(places.shape))
-        else:
-            out.scatter_(dim, places, value)
+        out = _filled(op, written, dim, index, value, v)
     if inplace:
         return x, at
     return (out.squeeze(1) if flat else out), 0
+
+
+def _filled(
+    op: Any, x: Tensor, dim: int, index: Tensor, value: Any, value_dim: int | None
+) -> Tensor:
+    """index_fill with an index or a value for each example."""
+    if isinstance(value, Tensor):
+        value = value.to(x.dtype)
+    else:
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    if value_dim is not None:
+        value = value.view(-1, *[1] * (x.dim() - 1))
+    x_pairs = _pairs(x)
+    shape = [*x.shape[:dim], index.shape[1], *x.shape[dim + 1 :]]
+    source = _pairs(value.expand(shape))
+    out: Tensor = getattr(x_pairs, "scatter_" if _is_inplace(op) else "scatter")(
+        dim, _spread(index, dim, source), source
+    )
+    return _paired(out, x)
 
 
 @row(ND, "aten::take")

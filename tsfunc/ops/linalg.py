@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.refusal import ranks_at_least, refused
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
 
@@ -44,11 +45,41 @@ rows(
         for name in (
             "linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse linalg_qr linalg_eig "
             "_linalg_eigvals _linalg_eigh _linalg_svd _linalg_det _linalg_slogdet linalg_lu "
-            "linalg_lu_factor_ex linalg_ldl_factor_ex linalg_matrix_exp geqrf "
-            "linalg_pinv.atol_rtol_tensor"
+            "linalg_lu_factor_ex linalg_ldl_factor_ex linalg_matrix_exp geqrf"
         ).split()
     ),
 )  # fmt: skip
+
+
+def _broadcasting(dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+    """As ``_together``, for kernels that broadcast: of size 1 where there is no batch dim."""
+    lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
+    return [
+        unit_dims(x.unsqueeze(0) if d is None else front(x, d), 1, lead + r - logical_rank(x, d))
+        for x, d, r in zip(tensors, dims, ranks, strict=True)
+    ]
+
+
+_TOLERANCES = ("aten::linalg_pinv.atol_rtol_tensor", "aten::linalg_matrix_rank.atol_rtol_tensor")
+
+
+@row(BATCHED, *_TOLERANCES)
+def with_tolerances(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A function of one matrix, and of tolerances that broadcast with its leading dims."""
+    names = [name for name in ("atol", "rtol") if kwargs.get(name) is not None]
+    x, *tolerances = _broadcasting(
+        [dims[0], *(keyword_dim(dims, args, name) for name in names)],
+        [args[0], *(kwargs[name] for name in names)],
+        [2] + [0] * len(names),
+    )
+    out = op(x, **{**kwargs, **dict(zip(names, tolerances, strict=True))})
+    # Of matrices without elements the tolerances are not looked at.
+    return (out, 0) if out.shape[0] == level.batch_size else (out.squeeze(0), None)
+
+
+takes_keywords(_TOLERANCES, "atol", "rtol")
 
 
 def _together(

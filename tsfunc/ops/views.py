@@ -1,6 +1,7 @@
 """Views: dims are shifted past the batch dim, and the result shares its argument's memory.
 
-The ``_copy`` variants of views go by the same rules.
+The ``_copy`` variants of views go by the same rules; so do those that change a tensor's own shape,
+which get the functional operator (NOTE [changes of shape in place]).
 """
 
 from __future__ import annotations
@@ -105,6 +106,9 @@ def permute(
     "aten::transpose_copy.int",
     "aten::swapaxes",
     "aten::swapdims",
+    "aten::transpose_",
+    "aten::swapaxes_",
+    "aten::swapdims_",
 )
 def transpose(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -119,7 +123,7 @@ def transpose(
     return op(x, physical_dim(first, rank, at), physical_dim(second, rank, at)), at
 
 
-@row(ND, "aten::t", "aten::t_copy")
+@row(ND, "aten::t", "aten::t_copy", "aten::t_")
 def t(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -133,7 +137,7 @@ def t(
     return same(x), at
 
 
-@row(ND, "aten::squeeze", "aten::squeeze_copy")
+@row(ND, "aten::squeeze", "aten::squeeze_copy", "aten::squeeze_")
 def squeeze(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -142,7 +146,7 @@ def squeeze(
     return torch.squeeze(x, list(range(1, x.dim()))), 0
 
 
-@row(ND, "aten::squeeze.dim", "aten::squeeze_copy.dim")
+@row(ND, "aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
 def squeeze_dim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -156,7 +160,7 @@ def squeeze_dim(
     return op(x, dim), at - 1 if dim < at and x.shape[dim] == 1 else at
 
 
-@row(ND, "aten::squeeze.dims", "aten::squeeze_copy.dims")
+@row(ND, "aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
 def squeeze_dims(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -308,7 +312,7 @@ def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
     return sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
 
 
-@row(ND, "aten::as_strided", "aten::as_strided_copy")
+@row(ND, "aten::as_strided", "aten::as_strided_copy", "aten::as_strided_")
 def as_strided(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -373,43 +377,6 @@ def flatten(
     if rank == 0:
         return x.unsqueeze(1), 0
     return op(x, first + 1, last + 1), 0
-
-
-@row(ND, "aten::transpose_", "aten::swapaxes_", "aten::swapdims_")
-def transpose_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Changes the value's own dims."""
-    transpose(op, level, dims, args, kwargs)
-    return args[0], dims[0]
-
-
-@row(ND, "aten::t_")
-def t_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """As t."""
-    x, at = args[0], dims[0]
-    if x.dim() == 3:
-        x.transpose_(*every_dim(2, at))
-    return x, at
-
-
-@row(ND, "aten::squeeze_", "aten::squeeze_.dim", "aten::squeeze_.dims")
-def squeeze_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Changes the value's own dims, and with them where the batch dim lies."""
-    x, at = args[0], dims[0]
-    rank = x.dim() - 1
-    given = [args[1]] if len(args) > 1 and isinstance(args[1], int) else args[1:]
-    chosen = given[0] if given and not isinstance(given[0], int) else given
-    target = physical_dims(chosen, rank, at) if len(args) > 1 else every_dim(rank, at)
-    if rank == 0:
-        return x, at
-    moved = sum([d < at and x.shape[d] == 1 for d in target])
-    torch.ops.aten.squeeze_.dims(x, target)
-    return x, at - moved
 
 
 rows(ND, view, "aten::_reshape_copy")

@@ -1,0 +1,219 @@
+"""Functions of torch that ask for values while they run, written in operators that don't.
+
+Their composite kernels, or their Python, call ``.item()`` or ``bool()`` on tensors: to check
+arguments, or to slice. For tracers they are done here in other operators, at door 1, so that every
+level sees these. Checks are made for all examples at once.
+
+``PARTS`` are for operators that C++ calls, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tsfunc.bridge.fallback import PARTS
+from tsfunc.bridge.tracer import METHODS, Tracer
+
+
+def _instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers what stands for functions on tracers; NotImplemented leaves a call to torch."""
+
+    def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
+        def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            return mine(*args, **kwargs)
+
+        for function in functions:
+            METHODS[function] = method
+        return mine
+
+    return declare
+
+
+@_instead(torch.narrow, Tensor.narrow)
+def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
+    """From a start for each example on."""
+    if not isinstance(start, Tracer):
+        return NotImplemented
+    if start.dim() or start.is_floating_point() or start.dtype is torch.bool:
+        raise RuntimeError("start must be an 0-dim integral Tensor.")
+    size = x.shape[dim]
+    low, high = start >= -size, torch.where(start < 0, start + size, start) + length <= size
+    torch._assert_async(
+        low & high,
+        f"narrow: start and length ({length}) exceed the dimension's size ({size}) for some "
+        f"example",
+    )
+    places = torch.where(start < 0, start + size, start) + torch.arange(length, device=x.device)
+    return torch.index_select(x, dim, places)
+
+
+@_instead(torch.cov, Tensor.cov)
+def _cov(
+    x: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Any:
+    """Covariance with weights, which torch checks the values of."""
+    if fweights is None and aweights is None:
+        return NotImplemented
+    if x.dim() > 2:
+        raise RuntimeError(f"cov(): expected input to have two or fewer dimensions, got {x.dim()}")
+    x = x.reshape(1, -1) if x.dim() < 2 else x
+    weights: Tensor | None = None
+    for name, given in (("fweights", fweights), ("aweights", aweights)):
+        if given is None:
+            continue
+        if given.shape != x.shape[1:]:
+            raise RuntimeError(
+                f"cov(): expected {name} to have one value for each of {x.shape[1]} observations, "
+                f"got the shape {tuple(given.shape)}"
+            )
+        torch._assert_async((given >= 0).all(), f"cov(): {name} cannot be negative")
+        weights = given if weights is None else weights * given
+    assert weights is not None
+    total = weights.sum()
+    torch._assert_async(total != 0, "cov(): weights sum to zero, can't be normalized")
+    mean = (x * weights).sum(1) / total
+    if aweights is None:
+        degrees = total - correction
+    else:
+        degrees = total - correction * (weights * aweights).sum() / total
+    centred = x - mean.unsqueeze(1)
+    products = centred @ (centred * weights).mT.conj()
+    return (products / degrees.clamp(min=0)).squeeze()
+
+
+@_instead(torch.gradient)
+def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> Any:
+    """Differences over coordinates that are tensors, as ``numpy.gradient`` has them."""
+    if not isinstance(spacing, list | tuple) or not any(isinstance(s, Tensor) for s in spacing):
+        return NotImplemented
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    if len(spacing) != len(dims) or edge_order not in (1, 2):
+        return NotImplemented  # torch says what is wrong
+    return [
+        _differences(x, points, d % x.dim(), edge_order)
+        for points, d in zip(spacing, dims, strict=True)
+    ]
+
+
+def _differences(x: Tensor, points: Tensor, dim: int, edge_order: int) -> Tensor:
+    """Along one dim: weighted over three neighbours inside, and one-sided at the ends."""
+    steps = points.diff().view(-1, *[1] * (x.dim() - 1 - dim))
+    before, after = steps.narrow(0, 0, len(steps) - 1), steps.narrow(0, 1, len(steps) - 1)
+
+    def part(values: Tensor, along: int, start: int, count: int) -> Tensor:
+        return values.narrow(along, start % values.shape[along], count)
+
+    count = x.shape[dim] - 2
+    left, here, right = (x.narrow(dim, start, count) for start in range(3))
+    both = before + after
+    inside = (
+        left * (-after / (before * both))
+        + here * ((after - before) / (before * after))
+        + right * (before / (after * both))
+    )
+    if edge_order == 1:
+        first = (part(x, dim, 1, 1) - part(x, dim, 0, 1)) / part(steps, 0, 0, 1)
+        last = (part(x, dim, -1, 1) - part(x, dim, -2, 1)) / part(steps, 0, -1, 1)
+    else:
+        p, q = part(steps, 0, 0, 1), part(steps, 0, 1, 1)
+        first = (
+            part(x, dim, 0, 1) * (-(2 * p + q) / (p * (p + q)))
+            + part(x, dim, 1, 1) * ((p + q) / (p * q))
+            + part(x, dim, 2, 1) * (-p / (q * (p + q)))
+        )
+        p, q = part(steps, 0, -2, 1), part(steps, 0, -1, 1)
+        last = (
+            part(x, dim, -3, 1) * (q / (p * (p + q)))
+            + part(x, dim, -2, 1) * (-(p + q) / (p * q))
+            + part(x, dim, -1, 1) * ((2 * q + p) / (q * (p + q)))
+        )
+    return torch.cat([first, inside, last], dim)
+
+
+@_instead(F.gaussian_nll_loss)
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:
+    """Of variances that are tensors, which torch's own looks at."""
+    if not isinstance(var, Tracer):
+        return NotImplemented
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    if torch._is_any_true(var < 0):
+        raise ValueError("var has negative entry/entries")
+    if var.shape != input.shape:
+        if input.shape[:-1] == var.shape:
+            var = var.unsqueeze(-1)
+        elif (
+            input.dim() != var.dim()
+            or sum(own for size, own in zip(input.shape, var.shape, strict=True) if size != own)
+            != 1
+        ):
+            raise ValueError("var is of incorrect size")
+    var = var.clone()
+    with torch.no_grad():  # so that where the bound holds, var's derivative goes on
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
+@_instead(F.linear_cross_entropy)
+def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+    """In one piece: torch's operator that works in chunks to save memory keeps to itself."""
+    if options is None:
+        return NotImplemented
+    return F.linear_cross_entropy(*args, **kwargs)
+
+
+@_instead(torch.histogramdd)
+def _histogramdd(
+    x: Tensor,
+    bins: Any,
+    range: Any = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> Any:
+    """Between edges that are tensors: torch's parser takes a list of tracers for one of ints."""
+    if not (isinstance(bins, list | tuple) and any(isinstance(b, Tensor) for b in bins)):
+        return NotImplemented
+    overload = torch.ops.aten.histogramdd.TensorList_bins
+    counts, edges = overload(x, list(bins), range, weight, density)
+    return torch.return_types.histogramdd((counts, tuple(edges)))
+
+
+def _resize_as(
+    x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None
+) -> Tensor:
+    """Only the template's shape and layout count."""
+    if memory_format is torch.preserve_format:
+        memory_format = next(
+            (
+                wanted
+                for wanted in (torch.channels_last, torch.channels_last_3d)
+                if template.is_contiguous(memory_format=wanted) and not template.is_contiguous()
+            ),
+            None,
+        )
+    return x.resize_(template.shape, memory_format=memory_format)
+
+
+PARTS["aten::resize_as_"] = _resize_as

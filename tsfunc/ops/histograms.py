@@ -1,0 +1,179 @@
+"""Histograms: each example's bins follow those of the one before it in one long histogram."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front, filled, front
+from tsfunc.ops.factories import evenly
+from tsfunc.ops.keywords import keyword_dim, takes_keywords
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+BATCHED = Category.BATCHED
+
+
+def counted(bins: Tensor, count: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """For each example (first dim) how often each bin occurs, or its sum of weights.
+
+    A bin of ``count`` stands for what is not counted.
+    """
+    size = bins.shape[0]
+    if weight is None:
+        weight = torch.ones((), dtype=dtype, device=bins.device)
+    out = torch.zeros((size, count + 1), dtype=dtype, device=bins.device)
+    return out.scatter_add(1, bins, weight.to(dtype).expand(bins.shape))[:, :count]
+
+
+def _bounds(x: Tensor, low: Any, high: Any, widened: float) -> tuple[Tensor, Tensor]:
+    """The range of each example (N, elements): as given, or its least and largest element."""
+    if low == high and x.shape[1]:
+        lows, highs = x.amin(1), x.amax(1)
+    else:
+        lows, highs = x.new_full((x.shape[0],), low), x.new_full((x.shape[0],), high)
+    torch._assert_async(
+        (lows.isfinite() & highs.isfinite()).all(), "histogram: the range of values is not finite"
+    )
+    torch._assert_async((lows <= highs).all(), "histogram: max must be larger than min")
+    point = lows == highs
+    return torch.where(point, lows - widened, lows), torch.where(point, highs + widened, highs)
+
+
+@row(BATCHED, "aten::histc")
+def histc(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Bins of equal width; each example's own range where none is given."""
+    bins, low, high = filled(args[1:], 100, 0, 0)
+    x = front(args[0], dims[0]).reshape(level.batch_size, -1)
+    lows, highs = (b.unsqueeze(1) for b in _bounds(x, low, high, 1))
+    places = ((x - lows) * bins / (highs - lows)).to(torch.int64).clamp(0, bins - 1)
+    places = torch.where((x >= lows) & (x <= highs), places, bins)
+    return counted(places, bins, None, x.dtype), 0
+
+
+def _edges(x: Tensor, bins: int, given: Sequence[float] | None) -> Tensor:
+    """The edges of equal bins for each example (N, elements)."""
+    low, high = given if given is not None else (0, 0 if x.shape[1] else 1)
+    lows, highs = _bounds(x, low, high, 0.5)
+    return evenly(lows, highs, bins + 1)
+
+
+def _located(x: Tensor, edges: Tensor) -> Tensor:
+    """The bin of each element (N, elements) between edges (N, bins + 1), the last one closed."""
+    bins = edges.shape[1] - 1
+    places = torch.searchsorted(edges.contiguous(), x.contiguous(), right=True) - 1
+    places = torch.where(x == edges[:, -1:], bins - 1, places)
+    return torch.where((x >= edges[:, :1]) & (x <= edges[:, -1:]), places, bins)
+
+
+def _histogram(x: Tensor, edges: Sequence[Tensor], weight: Tensor | None, density: bool) -> Tensor:
+    """The histogram of points (N, points, D) between edges (N, bins + 1) along each of D dims."""
+    size = x.shape[0]
+    shape = [e.shape[1] - 1 for e in edges]
+    total = 1
+    for extent in shape:
+        total *= extent
+    flat = x.new_zeros(x.shape[:2], dtype=torch.int64)
+    outside = torch.zeros_like(flat, dtype=torch.bool)
+    for d, (e, extent) in enumerate(zip(edges, shape, strict=True)):
+        places = _located(x[:, :, d], e)
+        outside = outside | (places == extent)
+        flat = flat * extent + places
+    flat = torch.where(outside, total, flat)
+    out = counted(flat, total, weight, x.dtype).view(size, *shape)
+    if density:
+        out = out / out.flatten(1).sum(1).view(-1, *[1] * len(shape))
+        for d, e in enumerate(edges):
+            out = out / e.diff(dim=1).view(size, *[1] * d, -1, *[1] * (len(shape) - 1 - d))
+    return out
+
+
+def _points(x: Tensor, at: int | None, size: int, rank: int) -> Tensor:
+    """All elements of an example in one dim; or all its points, whose coordinates come last."""
+    x = batched_front(x, at, size)
+    return x.reshape(size, -1, 1) if rank == 0 else x.reshape(size, -1, x.shape[-1])
+
+
+def _weight(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> Any:
+    weight = kwargs.get("weight")
+    if weight is None:
+        return None
+    return batched_front(weight, keyword_dim(dims, args, "weight"), size).reshape(size, -1)
+
+
+@row(BATCHED, "aten::histogram.bin_ct")
+def histogram(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Equal bins over a range: the given one, or each example's own."""
+    size = level.batch_size
+    x = _points(args[0], dims[0], size, 0)
+    (bins,) = filled(args[1:], 100)
+    edges = _edges(x[:, :, 0], bins, kwargs.get("range"))
+    weight = _weight(dims, args, kwargs, size)
+    return (_histogram(x, [edges], weight, kwargs.get("density", False)), edges), 0
+
+
+@row(BATCHED, "aten::histogram.bins_tensor")
+def histogram_between(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Bins between edges that are given; they are returned, too."""
+    size = level.batch_size
+    x = _points(args[0], dims[0], size, 0)
+    edges = batched_front(args[1], dims[1], size)
+    weight = _weight(dims, args, kwargs, size)
+    out = _histogram(x, [edges], weight, kwargs.get("density", False))
+    return (out, args[1]), (0, dims[1])
+
+
+@row(BATCHED, "aten::_histogramdd_bin_edges")
+def histogramdd_edges(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Edges for each coordinate."""
+    x = _points(args[0], dims[0], level.batch_size, 1)
+    return _edges_of_all(x, args[1], kwargs.get("range")), 0
+
+
+def _edges_of_all(x: Tensor, bins: Sequence[int], given: Sequence[float] | None) -> list[Tensor]:
+    return [
+        _edges(x[:, :, d], count, None if given is None else given[2 * d : 2 * d + 2])
+        for d, count in enumerate(bins)
+    ]
+
+
+@row(BATCHED, "aten::_histogramdd_from_bin_cts")
+def histogramdd(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Equal bins along each coordinate."""
+    size = level.batch_size
+    x = _points(args[0], dims[0], size, 1)
+    edges = _edges_of_all(x, args[1], kwargs.get("range"))
+    weight = _weight(dims, args, kwargs, size)
+    return _histogram(x, edges, weight, kwargs.get("density", False)), 0
+
+
+@row(BATCHED, "aten::_histogramdd_from_bin_tensors")
+def histogramdd_between(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Between edges that are given for each coordinate."""
+    size = level.batch_size
+    x = _points(args[0], dims[0], size, 1)
+    at = dims[1] or [None] * len(args[1])
+    edges = [batched_front(e, d, size) for e, d in zip(args[1], at, strict=True)]
+    weight = _weight(dims, args, kwargs, size)
+    return _histogram(x, edges, weight, kwargs.get("density", False)), 0
+
+
+takes_keywords(
+    ("aten::histogram.bin_ct", "aten::histogram.bins_tensor", "aten::_histogramdd_bin_edges",
+     "aten::_histogramdd_from_bin_cts", "aten::_histogramdd_from_bin_tensors"),
+    "weight",
+)  # fmt: skip
