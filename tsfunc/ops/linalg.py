@@ -68,6 +68,8 @@ def with_tolerances(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A function of one matrix, and of tolerances that broadcast with its leading dims."""
+    if not ranks_at_least(dims, args, 2):
+        return refused(op, dims, args, kwargs)
     names = [name for name in ("atol", "rtol") if kwargs.get(name) is not None]
     x, *tolerances = _broadcasting(
         [dims[0], *(keyword_dim(dims, args, name) for name in names)],
