@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from tsfunc.bridge.fallback import PARTS
 from tsfunc.bridge.tracer import METHODS, Tracer
+from tsfunc.ops.refusal import require
 
 
 def _instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -44,7 +45,7 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
         raise RuntimeError("start must be an 0-dim integral Tensor.")
     size = x.shape[dim]
     low, high = start >= -size, torch.where(start < 0, start + size, start) + length <= size
-    torch._assert_async(
+    require(
         low & high,
         f"narrow: start and length ({length}) exceed the dimension's size ({size}) for some "
         f"example",
@@ -76,11 +77,11 @@ def _cov(
                 f"cov(): expected {name} to have one value for each of {x.shape[1]} observations, "
                 f"got the shape {tuple(given.shape)}"
             )
-        torch._assert_async((given >= 0).all(), f"cov(): {name} cannot be negative")
+        require(given >= 0, f"cov(): {name} cannot be negative")
         weights = given if weights is None else weights * given
     assert weights is not None
     total = weights.sum()
-    torch._assert_async(total != 0, "cov(): weights sum to zero, can't be normalized")
+    require(total != 0, "cov(): weights sum to zero, can't be normalized")
     mean = (x * weights).sum(1) / total
     if aweights is None:
         degrees = total - correction
@@ -154,7 +155,7 @@ def _gaussian_nll_loss(
         return NotImplemented
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
-    if torch._is_any_true(var < 0):
+    if torch.ops.aten._is_any_true(var < 0):
         raise ValueError("var has negative entry/entries")
     if var.shape != input.shape:
         if input.shape[:-1] == var.shape:

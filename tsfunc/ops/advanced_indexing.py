@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, logical_rank, place, refuse_inplace, unit_dims
 from tsfunc.ops.dynamic import refuse_dynamic
+from tsfunc.ops.refusal import require
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
 
 ND = Category.N_DIMENSIONAL
@@ -156,9 +157,8 @@ def _masked_values(
 def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
     """Values that are given for each place of a mask, in order, spread over the mask's dims."""
     count, over = values.shape[along], mask.dim() - 1
-    # On a device, asked without waiting for the answer.
-    torch._assert_async(
-        (mask.flatten(1).sum(1) == count).all(),
+    require(
+        mask.flatten(1).sum(1) == count,
         f"shape mismatch: there are {count} values to be put at the places of a mask that has "
         f"another number of places, for some example of a vmap",
     )

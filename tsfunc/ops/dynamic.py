@@ -127,5 +127,5 @@ def assert_async(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """It must hold for every example."""
-    op(torch._is_all_true(args[0]), *args[1:])
+    op(torch.ops.aten._is_all_true(args[0]), *args[1:])
     return None, None

@@ -11,6 +11,7 @@ from torch import Tensor
 from tsfunc.ops.dims import batched_front, filled, front
 from tsfunc.ops.factories import evenly
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
+from tsfunc.ops.refusal import require
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
 
 BATCHED = Category.BATCHED
@@ -34,10 +35,8 @@ def _bounds(x: Tensor, low: Any, high: Any, widened: float) -> tuple[Tensor, Ten
         lows, highs = x.amin(1), x.amax(1)
     else:
         lows, highs = x.new_full((x.shape[0],), low), x.new_full((x.shape[0],), high)
-    torch._assert_async(
-        (lows.isfinite() & highs.isfinite()).all(), "histogram: the range of values is not finite"
-    )
-    torch._assert_async((lows <= highs).all(), "histogram: max must be larger than min")
+    require(lows.isfinite() & highs.isfinite(), "histogram: the range of values is not finite")
+    require(lows <= highs, "histogram: max must be larger than min")
     point = lows == highs
     return torch.where(point, lows - widened, lows), torch.where(point, highs + widened, highs)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import logical_rank, op_name
@@ -56,3 +57,8 @@ def ranks_at_least(dims: Dims, args: Sequence[Any], *ranks: int) -> bool:
 def ranks_are(dims: Dims, args: Sequence[Any], *ranks: int) -> bool:
     """Whether the first arguments, tensors, have just as many logical dims."""
     return all(logical_rank(x, at) == rank for x, at, rank in zip(args, dims, ranks, strict=False))
+
+
+def require(condition: Tensor, message: str) -> None:
+    """Raises unless a condition on values holds for all examples; a device is not waited for."""
+    torch.ops.aten._assert_async.msg(condition.all(), message)
