@@ -7,6 +7,7 @@ from tsfunc.bridge.tracer import Tracer, TracerLevel
 from tsfunc.transforms.explain import CallReport, explain
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
+from tsfunc.transforms.linearize import linearize
 from tsfunc.transforms.modules import functional_call, stack_module_state
 from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
 from tsfunc.transforms.specialize import specialize
@@ -31,6 +32,7 @@ __all__ = [
     "jacfwd",
     "jacrev",
     "jvp",
+    "linearize",
     "specialize",
     "stack_module_state",
     "value_and_grad",

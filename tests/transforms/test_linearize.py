@@ -1,0 +1,152 @@
+"""linearize: the derivative that jvp gives, with the function run once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.func
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tsfunc
+from tests.transforms.support import as_torch_func, same
+
+X = torch.arange(12.0).view(3, 4).sin()
+Y = X.cos()
+T = X.exp()
+
+
+def nested(tree: Any) -> Any:
+    x, (y, z) = tree["x"], tree["rest"]
+    return {"sum": x.sum(), "pair": [y * z, (x @ z.T).tanh()]}
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "one": (torch.sin, (X,)),
+    "several": (lambda a, b: a * b.exp() + b, (X, Y)),
+    "a tuple": (lambda a: (a.cos(), a.sum()), (X,)),
+    "containers": (nested, ({"x": X, "rest": (Y, T)},)),
+    "unused": (lambda a, b: b * 2, (X, Y)),
+    "a constant": (lambda a: (a * 2, Y), (X,)),
+    "views written to": (lambda a: a.clone().T.mul_(2)[1:].sin_(), (X,)),
+    "complex": (lambda z: z.exp() * z, (torch.complex(X, Y),)),
+}
+
+
+def directions(primals: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda x: (x * 3).cos(), primals)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_as_jvp(name: str) -> None:
+    func, primals = FUNCTIONS[name]
+    tangents = directions(primals)
+    out, push = tsfunc.linearize(func, *primals)
+    same((out, push(*tangents)), torch.func.jvp(func, primals, tangents))
+    same(push(*tangents), push(*tangents))
+
+
+# torch.func's traces the function, and warns of how it does that.
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize("name", ["one", "several", "a tuple"])
+def test_as_torch_func(name: str) -> None:
+    func, primals = FUNCTIONS[name]
+    as_torch_func(lambda T: T.linearize(func, *primals)[1](*directions(primals)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(shape=st.lists(st.integers(0, 3), max_size=3), a=st.floats(-2, 2), b=st.floats(-2, 2))
+def test_it_is_linear(shape: list[int], a: float, b: float) -> None:
+    x, s, t = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+    _, push = tsfunc.linearize(lambda x: (x.sin() * x.sum(), x.exp()), x)
+    for both, one, other in zip(push(a * s + b * t), push(s), push(t), strict=True):
+        torch.testing.assert_close(both, a * one + b * other)
+
+
+def test_the_function_runs_once() -> None:
+    runs = []
+
+    def func(x: Tensor) -> Tensor:
+        runs.append(x)
+        return x.sin()
+
+    _, push = tsfunc.linearize(func, X)
+    tsfunc.vmap(push)(torch.stack([Y, T]))
+    push(Y)
+    assert len(runs) == 1
+
+
+def test_with_the_other_transforms() -> None:
+    basis = torch.eye(4)
+
+    def jacobian(x: Tensor) -> Tensor:
+        return tsfunc.vmap(tsfunc.linearize(lambda x: x.sin() * x.sum(), x)[1], out_dims=1)(basis)  # type: ignore[no-any-return]
+
+    want = torch.func.jacfwd(lambda x: x.sin() * x.sum())
+    same(jacobian(X[0]), want(X[0]))
+    same(tsfunc.vmap(jacobian)(X), torch.func.vmap(want)(X))
+    same(
+        tsfunc.grad(lambda x: jacobian(x).square().sum())(X[0]),
+        torch.func.grad(lambda x: want(x).square().sum())(X[0]),
+    )
+    same(
+        tsfunc.jvp(jacobian, (X[0],), (Y[0],)),
+        torch.func.jvp(want, (X[0],), (Y[0],)),
+    )
+
+
+def test_outputs_without_a_derivative() -> None:
+    out, push = tsfunc.linearize(lambda x: (x * 2, x.argmax(1), x > 0), X)
+    same(out, (X * 2, X.argmax(1), X > 0))
+    same(push(Y), (Y * 2, torch.zeros(3, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.bool)))
+
+
+MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: tsfunc.linearize(torch.sin, 1.0),
+        ValueError,
+        "linearize(f, *primals): Expected primals to only contain Tensors.",
+    ),
+    (
+        lambda: tsfunc.linearize(lambda x: 3, X),
+        RuntimeError,
+        "expected f(*primals) to return only tensors, got unsupported type <class 'int'>",
+    ),
+    (
+        lambda: tsfunc.linearize(torch.sin, X)[1]((Y, Y)),
+        RuntimeError,
+        "jvp_fn(*tangents): Expected the tangents to have the same argspec as the primals",
+    ),
+    (
+        lambda: tsfunc.linearize(torch.sin, X)[1](1.0),
+        RuntimeError,
+        "jvp_fn(*tangents): Expected Tensors, got <class 'float'>",
+    ),
+    (
+        lambda: tsfunc.linearize(torch.sin, X)[1](Y[None]),
+        RuntimeError,
+        "the tangent at position 0 in flattened pytree doesn't match the shape of its primal: got "
+        "torch.Size([1, 3, 4]), expected torch.Size([3, 4]).",
+    ),
+    (
+        lambda: tsfunc.linearize(torch.sin, X)[1](Y.double()),
+        RuntimeError,
+        "in flattened pytree doesn't match the dtype of its primal: got torch.float64",
+    ),
+    (
+        lambda: tsfunc.linearize(torch.sin, X)[1](Y.to("meta")),
+        RuntimeError,
+        "in flattened pytree doesn't match the device of its primal: got meta, expected",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), MESSAGES, ids=range(len(MESSAGES)))
+def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
