@@ -54,12 +54,12 @@ def named(source: Source) -> Iterator[tuple[str, str]]:
 
 
 def own_names(texts: list[str]) -> set[str]:
-    """What the bridge itself gives private names to: functions, classes, attributes, slots."""
+    """What we give private names to ourselves on values: methods, attributes, slots."""
     found: set[str] = set()
     for text in texts:
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                found.update(n.name for n in node.body if isinstance(n, ast.FunctionDef))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
