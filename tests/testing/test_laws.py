@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,3 +68,19 @@ def test_a_wrong_derivative_is_found() -> None:
 
     with pytest.raises(AssertionError, match="central differences differ"):
         check_grads(wrong, torch.zeros(3, dtype=torch.float64))
+
+
+def test_containers_and_values_that_are_no_tensors() -> None:
+    @dataclass
+    class Result:
+        x: Any
+        name: str = "a"
+
+    dims: Any = Result(0), Result(None)
+    dims[0].name = dims[1].name = None
+    one, other = Result(torch.ones(3, 2)), Result(torch.ones(2))
+    check_vmap(lambda r, s: Result(r.x * s.x, "b"), one, other, in_dims=dims)
+    check_specialize(lambda r: Result(r.x.sin(), r.name), Result(torch.ones(3)))
+    names = iter("abcdef")
+    with pytest.raises(AssertionError, match="differ at"):
+        check_vmap(lambda x: (x, next(names)), torch.ones(3))

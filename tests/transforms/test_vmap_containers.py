@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 from tests.transforms.support import same
-from tsfunc import grad, jacrev, jvp, vjp, vmap
+from tsfunc import grad, jacrev, jvp, specialize, vjp, vmap
 from tsfunc.errors import EscapedTracerError
 
 X = torch.arange(12.0).view(3, 4).sin()
@@ -210,3 +210,26 @@ def test_deeper_ones_say_so_when_they_are_used() -> None:
     out = vmap(lambda x: Holder(Holder(x)))(X)
     with pytest.raises(EscapedTracerError, match="after that transform had ended"):
         out.x.x + 1
+
+
+# Programs.
+
+
+def test_specialized_functions_take_and_return_dataclasses() -> None:
+    @dataclasses.dataclass
+    class Fresh:
+        x: Any
+        name: str = "a"
+
+    def f(s: Fresh) -> Fresh:
+        return Fresh(s.x.sum(0), s.name * 2)
+
+    fast = specialize(f)
+    for value in (X, X + 1):
+        got = fast(Fresh(value))
+        same((got.x, got.name), (value.sum(0), "aa"))
+    assert fast.cache_info().programs == 1
+    assert fast(Fresh(X, "b")).name == "bb"
+    assert fast.cache_info().programs == 2
+    got = specialize(vmap(f, (Fresh(0, None),)))(Fresh(X))  # type: ignore[arg-type]
+    same(got.x, X.sum(1))

@@ -11,6 +11,7 @@ import optree
 import torch
 import torch.fx
 
+from tsfunc import pytrees
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.symbols import Symbols, size_node
@@ -66,7 +67,7 @@ def capture(
     with torch_state.outside_all_levels(), state.outside_all_levels():
         level = TraceLevel(f"specialize({name})", symbols.fake, lambda value: None)
         out = _trace(level, func, flat, tree, inputs, bounds, symbols)
-    leaves, out_tree = optree.tree_flatten(out, none_is_leaf=True)
+    leaves, out_tree = pytrees.flatten(out)
     level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
     _check_needs(name, symbols)
     return _finish(name, level, inputs, out_tree, symbols)
@@ -88,7 +89,7 @@ def _trace(
         level.sizes = symbols.as_nodes(level.graph, _size_nodes(level, inputs, tracers, bounds))
         for spec, tracer in zip(inputs, tracers, strict=True):
             traced[spec.position] = tracer
-        args, kwargs = optree.tree_unflatten(tree, traced)
+        args, kwargs = pytrees.unflatten(tree, traced)
         with Lifting(level):
             return func(*args, **kwargs)
 

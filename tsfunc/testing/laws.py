@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.specialize import specialize
@@ -24,7 +25,7 @@ def check_vmap(
     """``vmap(func)`` equals the stacked loop.
 
     Args:
-        func: takes and returns pytrees of tensors.
+        func: takes and returns pytrees; what it returns beside tensors is that of any example.
         args: inputs with the mapped dim.
         in_dims: as for ``vmap``.
         rtol, atol: as for ``torch.testing.assert_close``.
@@ -36,15 +37,21 @@ def check_vmap(
         >>> from tsfunc.testing import check_vmap
         >>> check_vmap(lambda x, y: x @ y, torch.ones(3, 2), torch.ones(2), in_dims=(0, None))
     """
-    dims = optree.broadcast_prefix(in_dims, args, is_leaf=_is_dim, none_is_leaf=True)
-    flat, tree = optree.tree_flatten(args, none_is_leaf=True)
+    dims = pytrees.broadcast_prefix(in_dims, args, _is_dim)
+    flat, tree = pytrees.flatten(args)
     (size, *_) = (x.shape[d] for x, d in zip(flat, dims, strict=True) if d is not None)
     outs = []
     for i in range(size):
         one = [x if d is None else x.select(d, i) for x, d in zip(flat, dims, strict=True)]
-        outs.append(func(*optree.tree_unflatten(tree, one)))
-    want = optree.tree_map(lambda *parts: torch.stack(parts), *outs, none_is_leaf=True)
+        outs.append(func(*pytrees.unflatten(tree, one)))
+    parts = zip(*[pytrees.leaves_of(out) for out in outs], strict=True)
+    want = pytrees.unflatten(pytrees.structure_of(outs[0]), [_stacked(part) for part in parts])
     _same("vmap(f) and the stacked loop", vmap(func, in_dims)(*args), want, rtol, atol)
+
+
+def _stacked(parts: Sequence[Any]) -> Any:
+    """A result of all examples; what is no tensor is returned once."""
+    return torch.stack(list(parts)) if isinstance(parts[0], torch.Tensor) else parts[0]
 
 
 def _is_dim(value: Any) -> bool:
@@ -104,9 +111,11 @@ def check_grads(
     out, pushed = jvp(func, args, directions)
     after = func(*(x + eps * t for x, t in zip(args, directions, strict=True)))
     before = func(*(x - eps * t for x, t in zip(args, directions, strict=True)))
-    quotient = optree.tree_map(lambda a, b: (a - b) / (2 * eps), after, before)
+    quotient = optree.tree_map(
+        lambda a, b: (a - b) / (2 * eps), after, before, namespace=pytrees.NAMESPACE
+    )
     _same("jvp(f) and central differences", pushed, quotient, rtol, atol)
-    cotangents = optree.tree_map(torch.randn_like, out)
+    cotangents = pytrees.tree_map(torch.randn_like, out)
     pulled = vjp(func, *args)[1](cotangents)
     _same(
         "<cotangent, jvp(direction)> and <vjp(cotangent), direction>",
@@ -119,16 +128,16 @@ def check_grads(
 
 def _inner(a: Any, b: Any) -> torch.Tensor:
     """The inner product of two pytrees of tensors."""
-    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    pairs = zip(pytrees.leaves_of(a), pytrees.leaves_of(b), strict=True)
     return torch.stack([(x * y).sum() for x, y in pairs]).sum()
 
 
 def _same(what: str, got: Any, want: Any, rtol: float | None, atol: float | None) -> None:
-    got_leaves, got_tree = optree.tree_flatten(got, none_is_leaf=True)
-    want_leaves, want_tree = optree.tree_flatten(want, none_is_leaf=True)
+    got_leaves, got_tree = pytrees.flatten(got)
+    want_leaves, want_tree = pytrees.flatten(want)
     if got_tree != want_tree:
         raise AssertionError(f"{what} differ in structure: {got_tree}, expected {want_tree}")
-    paths = optree.tree_paths(want, none_is_leaf=True)
+    paths = optree.tree_paths(want, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     for path, a, b in zip(paths, got_leaves, want_leaves, strict=True):
         if not isinstance(b, torch.Tensor):
             if a != b:

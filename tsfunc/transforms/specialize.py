@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.tracer import Tracer
 from tsfunc.bridge.tracing import tracing_here
@@ -94,7 +95,9 @@ class Specialized:
 
     @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flat, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+        flat, tree = optree.tree_flatten(
+            (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE
+        )
         ambient = _ambient()
         entries = self._entries
         for i, entry in enumerate(entries):
@@ -114,6 +117,8 @@ class Specialized:
         self, args: Any, kwargs: Any, flat: list[Any], tree: optree.PyTreeSpec, ambient: Any
     ) -> Any:
         """Checks the contract, traces, and keeps the program."""
+        if pytrees.structure_of((args, kwargs)) != tree:  # a class is taken for a container now
+            return self(*args, **kwargs)
         arguments, places = self._bind(args, kwargs, len(flat), tree, flat)
         contract, bindings = self._contract(arguments)
         if tracing_here():
@@ -176,7 +181,9 @@ class Specialized:
         numbered = self.signature.bind(*numbered_args, **numbered_kwargs).arguments
         places: dict[int, tuple[Any, ...]] = {}
         for name, value in numbered.items():
-            paths, leaves, _ = optree.tree_flatten_with_path(value, none_is_leaf=True)
+            paths, leaves, _ = optree.tree_flatten_with_path(
+                value, none_is_leaf=True, namespace=pytrees.NAMESPACE
+            )
             for path, leaf in zip(paths, leaves, strict=True):
                 places[leaf.index] = (name, *path)
         return dict(bound), places
