@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc.ops.registry import Row, all_rows, find
+from tsfunc.ops.registry import Row, Splitter, all_rows, find
 
 SIZE = 3  # examples in a batch; other than the sizes that samples use for dims where possible
 
@@ -46,6 +46,13 @@ class Level:
 
     batch_size: int = SIZE
     randomness: str = "error"
+    splitter: Splitter | None = None
+
+    def examples(self, device: torch.device) -> Tensor:
+        return torch.arange(self.batch_size, device=device)
+
+    def draws(self, generator: torch.Generator | None) -> None:
+        pass
 
 
 def vary(x: Tensor, i: int) -> Tensor:

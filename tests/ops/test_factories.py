@@ -139,7 +139,6 @@ FROM: dict[str, tuple[Any, ...]] = {
     "multinomial": (torch.ones(2, 50), 6),
 }
 OTHERS = {"feature_dropout", "feature_alpha_dropout", "rrelu_with_noise", "rrelu_with_noise_"}
-CAN_SHARE = {"bernoulli", "bernoulli.Tensor"} | {n for n in FROM if n.startswith("normal")}
 
 
 def wants_generator(name: str) -> dict[str, Any]:
@@ -232,10 +231,6 @@ def test_distributions(name: str) -> None:
             assert out.select(where, 0).shape == example.shape and out.shape[where] == 6
             assert out.dtype is example.dtype
             assert not all(torch.equal(out.select(where, 0), part) for part in out.unbind(where))
-            if chosen and name not in CAN_SHARE:
-                with pytest.raises(RuntimeError, match="does not currently support same randomn"):
-                    rule_of(name)(Level(6, "same"), dims, given, {})
-                continue
             out, where = rule_of(name)(Level(6, "same"), dims, given, {})
             assert (where is None) == (not chosen)
             assert where is None or all(

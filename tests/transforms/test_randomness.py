@@ -112,8 +112,6 @@ def test_a_distribution_for_each_example() -> None:
         torch.tensor([0.0, 1.0])[:, None].expand(2, 50)
     )
     same(out, torch.tensor([0.0, 1.0])[:, None].expand(2, 50))
-    with pytest.raises(RuntimeError, match="same randomness with a batched tensor input"):
-        vmap(lambda p: torch.multinomial(p, 2), randomness="same")(X)
     assert vmap(lambda p: torch.multinomial(p, 2), randomness="different")(X).shape == (5, 2)
 
 
@@ -152,6 +150,34 @@ def test_out_where_no_vmap_is_active() -> None:
     torch.manual_seed(0)
     torch.testing.assert_close(tsfunc.jvp(pushed, (x,), (x,))[0], want)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.poisson,
+        torch.bernoulli,
+        lambda p: torch.binomial(40 * torch.ones(6), p),
+        lambda p: torch.distributions.Gamma(p, 1.0).sample(),
+        lambda p: torch.distributions.Dirichlet(p).sample(),
+        lambda p: torch.multinomial(p, 3),
+        lambda p: torch.normal(p, p),
+        lambda p: torch.empty_like(p).bernoulli_(p),
+    ],
+    ids="poisson bernoulli binomial gamma dirichlet multinomial normal bernoulli_".split(),
+)
+def test_one_draw_for_distributions_that_differ(draw: Callable[[Tensor], Tensor]) -> None:
+    """Examples with the same parameters get the same numbers, others those of their own."""
+    p = torch.stack([X[0] + 0.2, X[2].flip(0), X[0] + 0.2, X[4], X[2].flip(0)])
+    draw_all = vmap(lambda p: torch.stack([draw(p) for _ in range(8)]), randomness="same")
+    out = draw_all(p)
+    same(out[0], out[2])
+    same(out[1], out[4])
+    assert not torch.equal(out[0], out[1])
+    torch.manual_seed(5)
+    again = draw_all(p)
+    torch.manual_seed(5)
+    same(draw_all(p), again)
 
 
 def test_under_grad() -> None:

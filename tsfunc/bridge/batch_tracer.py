@@ -19,6 +19,7 @@ from torch._C import (
     _set_grad_enabled,
 )
 
+from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracer import (
     NO_KWARGS,
@@ -28,26 +29,50 @@ from tsfunc.bridge.tracer import (
     refuse_escaped,
     written,
 )
-from tsfunc.dispatch import DispatchKey, Operator
+from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.registry import Rule
+from tsfunc.ops.registry import Rule, Splitter
+from tsfunc.ops.splitting import BatchChanged, answers_of
 
 maybe_functorch_level = _functorch.maybe_current_level
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 class BatchLevel(TracerLevel):
-    """An active vmap; with ``strict`` no operator is looped over in it and in inner ones."""
+    """An active vmap.
 
-    __slots__ = ("batch_size", "bit", "randomness", "strict")
+    Attributes:
+        batch_size: how many examples there are.
+        randomness: what random operators do.
+        strict: whether no operator is looped over in it and in inner ones.
+        first: the index in the whole call of the first of its examples.
+        generators: where torch's random numbers began, for a call that is run part by part.
+        kind: the class of its tracers.
+        splitter: what chooses between examples that answer differently; None refuses them.
+    """
 
-    def __init__(self, batch_size: int, randomness: str, name: str, strict: bool = False) -> None:
+    __slots__ = ("batch_size", "bit", "first", "generators", "kind", "randomness", "splitter",
+                 "strict")  # fmt: skip
+
+    def __init__(
+        self,
+        batch_size: int,
+        randomness: str,
+        name: str,
+        strict: bool = False,
+        first: int = 0,
+        generators: Generators | None = None,
+    ) -> None:
         super().__init__(DispatchKey.Batch, name)
         self.batch_size = batch_size
         self.randomness = randomness
         self.strict = strict
+        self.first = first
+        self.generators = generators
+        self.kind = BatchTracer
+        self.splitter: Splitter | None = None
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
@@ -55,6 +80,21 @@ class BatchLevel(TracerLevel):
 
     def sees_factories(self, random: bool) -> bool:
         return random
+
+    def examples(self, device: torch.device) -> torch.Tensor:
+        """The index of each example in the whole call."""
+        return torch.arange(self.first, self.first + self.batch_size, device=device)
+
+    def twin(self, name: str) -> BatchLevel:
+        """A level for the same batch, which a rule enters on the values that it was given."""
+        return BatchLevel(
+            self.batch_size, self.randomness, name, self.strict, self.first, self.generators
+        )
+
+    def draws(self, generator: torch.Generator | None) -> None:
+        """A random operator is about to draw from the generator, None being torch's own."""
+        if self.generators is not None:
+            self.generators.draws(generator)
 
 
 class BatchTracer(Tracer):
@@ -116,23 +156,7 @@ class BatchTracer(Tracer):
     def read(self, name: str) -> Any:
         if self.bdim is None:
             return getattr(self.value, name)()
-        level = self.dispatch_level.name
-        ways = (
-            "Write the choice with torch.where, or other tensor operations, or take the value "
-            "out of the function."
-        )
-        if name in ("__bool__", "is_nonzero"):
-            raise DataDependentError(
-                f"{level}: It looks like you're attempting to use a Tensor in some data-dependent "
-                f"control flow. The value differs from example to example, so `if`, `while` and "
-                f"`and` can't go one way for all. {ways}"
-            )
-        called = ".item()" if name in ("__int__", "__float__", "__index__") else f".{name}()"
-        raise DataDependentError(
-            f"vmap: It looks like you're calling {called} on a Tensor inside of {level}. We don't "
-            f"support vmap over calling {called} on a Tensor: its value differs from example to "
-            f"example. {ways}"
-        )
+        return read(self, name)
 
     def describe(self) -> str:
         level = self.dispatch_level
@@ -144,6 +168,9 @@ class BatchTracer(Tracer):
 
 # Callables that a rule takes as they are, with values in place of tracers (``bridge/hot.py``).
 HOT: dict[Any, Rule] = {}
+
+# Classes of tracers beside BatchTracer itself.
+KINDS: set[type] = set()
 
 
 def wrap(
@@ -166,12 +193,28 @@ def wrap(
             strides = steps[:bdim] + steps[bdim + 1 :]
     # By position, which is parsed in less time: no memory format.
     tracer: Any = _make_wrapper(
-        BatchTracer, shape, strides, offset, None, value.dtype, torch.strided, value.device
+        level.kind, shape, strides, offset, None, value.dtype, torch.strided, value.device
     )
-    tracer.value = value
-    tracer.bdim = bdim
     tracer.dispatch_level = level
+    tracer.bdim = bdim
+    tracer.value = value
     return tracer  # type: ignore[no-any-return]
+
+
+def read(tracer: BatchTracer, name: str) -> Any:
+    """What a method gives that returns data as Python values, for examples that differ."""
+    level = tracer.dispatch_level
+    if level.splitter is None:
+        raise DataDependentError(messages.read_of_batch(name, level))
+    if not level.batch_size:
+        raise DataDependentError(messages.read_of_nothing(name, level))
+    at = tracer.bdim
+    assert at is not None
+    with level.restored():
+        if tracer.numel() == 1 or name in ("tolist", "numpy", "__array__"):
+            level.splitter.agree(answers_of(tracer.value, at, name))
+        # One for all: also where it raises, for tensors that have no single value.
+        return getattr(tracer.value.select(at, 0), name)()
 
 
 # What a hot call may have beside batched tensors; anything else takes the way through C++.
@@ -186,7 +229,7 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
     dims = []
     for arg in args:
         kind = type(arg)
-        if kind is BatchTracer:
+        if kind is BatchTracer or kind in KINDS:
             if level is None:
                 level = arg.dispatch_level
             elif arg.dispatch_level is not level:
@@ -218,6 +261,8 @@ def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     tls.state = level.outer
     try:
         out = rule(func, level, dims, values, NO_KWARGS)
+    except BatchChanged:
+        return NotImplemented  # C++ brings the tracers here again
     finally:
         tls.state = state
     if out is NotImplemented:
@@ -251,6 +296,8 @@ def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
     tls.state = level.kernel_state(level.bit)
     try:
         out = rule(op.overload, level, dims, values, NO_KWARGS)
+    except BatchChanged:
+        return NotImplemented  # the table brings the tracers to the same rule again
     finally:
         tls.state = state
         if want is not grad:

@@ -10,6 +10,7 @@ import torch
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
 from tsfunc.bridge.fallback import PLAIN_TENSORS, without_rule, write_out
 from tsfunc.bridge.operators import TorchOperator, functional_form, overload_of
+from tsfunc.bridge.split_level import before_write
 from tsfunc.bridge.tracer import METHODS, innermost_level, into_torch
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
@@ -18,14 +19,26 @@ from tsfunc.ops import find
 from tsfunc.ops.dims import InplaceRefused
 from tsfunc.ops.keywords import KEYWORDS
 from tsfunc.ops.registry import Rule
+from tsfunc.ops.splitting import BatchChanged
 
 _LOOKED_INTO = (BatchTracer, list, tuple)
 
 
 @register_fallback(DispatchKey.Batch)
 def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The column of the Batch key: finds a rule and runs it on values."""
+    """The column of the Batch key."""
+    while True:
+        try:
+            return _run_rule(op, args, kwargs)
+        except BatchChanged:
+            pass  # the tracers stand for fewer examples now, whose answers agree
+
+
+def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Finds a rule and runs it on values."""
     level = _running_level()
+    if level.splitter is not None and isinstance(op, TorchOperator) and op.inplace:
+        before_write(level, args[0])
     values: list[Any] = []
     dims: list[Any] = []
     any_batched = False

@@ -2,12 +2,14 @@
 
 Private names used here (torch 2.11 to 2.13): ``OpOverload.decompose`` runs a composite
 operator's parts, ``OpOverload._schema`` names its arguments;
-``torch._decomp.decomposition_table`` has decompositions written in Python;
+``OpOverload._op_dk`` its kernel for one key; ``torch._decomp.decomposition_table`` has
+decompositions written in Python;
 ``_C._skip_one_hop_torch_function`` calls a function past its ``__torch_function__`` check, once.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +18,11 @@ from typing import Any
 
 import optree
 import torch
+from torch._C import DispatchKey as TorchKey
 from torch._C import _skip_one_hop_torch_function
 
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
+from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import TorchOperator, functional_form
 from tsfunc.bridge.torch_state import without_autograd
 from tsfunc.dispatch import Operator
@@ -27,7 +31,9 @@ from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.dims import refuse_inplace
+from tsfunc.ops.philox import Draw
 from tsfunc.ops.random import check_randomness
+from tsfunc.ops.splitting import agree_on_results
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -106,9 +112,14 @@ def _write_result(op: TorchOperator, out: torch.Tensor, result: torch.Tensor) ->
 
 def _composite_parts(overload: Any) -> Callable[..., Any]:
     """Runs a composite's parts; the call as such is not to meet door 1 again."""
-    return lambda *args, **kwargs: _skip_one_hop_torch_function(
-        overload.decompose, (), args, kwargs
-    )
+    parts = overload.decompose
+    if overload._schema.name in _RECURRENT:
+        parts = functools.partial(overload._op_dk, TorchKey.CompositeImplicitAutograd)
+    return lambda *args, **kwargs: _skip_one_hop_torch_function(parts, (), args, kwargs)
+
+
+# ``decompose`` takes the parts of these that torch has in Python, which leave dropout out.
+_RECURRENT = frozenset({"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"})
 
 
 # Operators written in others, for tracers.
@@ -145,7 +156,7 @@ _warned: set[str] = set()
 
 def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs the operator once for each example and stacks the results."""
-    _check_loop(op, level)
+    _check_loop(op, level, kwargs)
     strict = _strict_level(level)
     if strict is not None:
         raise MissingRuleError(
@@ -171,13 +182,45 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         refuse_inplace(op)
     assert op.native is not None
     results = []
+    begin = _beginning(op, level, kwargs)
     for i in range(level.batch_size):
+        begin(i)
         sliced = [v if dim is None else v.select(dim, i) for v, dim in pairs]
         one_args, one_kwargs = optree.tree_unflatten(tree, sliced)
         results.append(op.native(*one_args, **one_kwargs))
+    begin(None)
     if inplace:
         return args[0]
+    if level.splitter is not None:
+        agree_on_results(op, level, results)
     return _stack(op, level, results)
+
+
+def _beginning(
+    op: Operator, level: BatchLevel, kwargs: Mapping[str, Any]
+) -> Callable[[int | None], None]:
+    """What is done before an example of a loop, and, given None, after the last.
+
+    See NOTE [draws of an example] in ``ops/philox``: an operator that draws by itself begins with
+    the same state for all examples, or with a seed for each.
+    """
+    if not (isinstance(op, TorchOperator) and op.random) or level.randomness == "different":
+        return lambda i: None
+    generator = kwargs.get("generator")
+    seeds: list[list[int]] = []
+    if level.randomness == "split":
+        seeds = Draw(level, torch.device("cpu"), generator).words(2).tolist()
+    generators = Generators()
+    generators.draws(generator)
+
+    def begin(i: int | None) -> None:
+        if (not seeds and i is not None) or (i is None and seeds):
+            generators.rewind()
+        elif i is not None:
+            high, low = seeds[i]
+            (torch if generator is None else generator).manual_seed((high << 31) + low)
+
+    return begin
 
 
 def _strict_level(level: BatchLevel) -> BatchLevel | None:
@@ -188,7 +231,7 @@ def _strict_level(level: BatchLevel) -> BatchLevel | None:
     return None
 
 
-def _check_loop(op: Operator, level: BatchLevel) -> None:
+def _check_loop(op: Operator, level: BatchLevel, kwargs: Mapping[str, Any]) -> None:
     if not isinstance(op, TorchOperator):
         return
     if op.out_names or op.is_view:
@@ -203,7 +246,7 @@ def _check_loop(op: Operator, level: BatchLevel) -> None:
             f"support vmap over dims of size 0)."
         )
     if op.random:
-        check_randomness(op, level)
+        check_randomness(op, level, kwargs)
 
 
 def _stack(op: Operator, level: BatchLevel, results: Sequence[Any]) -> Any:

@@ -145,7 +145,7 @@ class MappedFunction:
         with using(outer.outer):
             if not isinstance(outer, BatchLevel):
                 return call(outer, list(values))
-            level = BatchLevel(outer.batch_size, outer.randomness, f"vmap of {self.cls.__name__}")
+            level = outer.twin(f"vmap of {self.cls.__name__}")
             with level, watching_random():
                 return call(level, _wrapped(values, at, level))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tsfunc.dispatch.arguments import keys_of_arguments
 from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, split_bit
+from tsfunc.dispatch.places import users_place
 from tsfunc.dispatch.state import Level, tls
 
 
@@ -67,4 +68,40 @@ def nothing_left(name: str, bits: int, args: Sequence[Any], kwargs: Mapping[str,
     return (
         f"{what} An operator without tensor arguments is a factory: give it a BackendSelect "
         f"kernel (register(op, DispatchKey.BackendSelect)) that chooses the backend."
+    )
+
+
+# What a vmap offers where a value decides that each example has its own of.
+SPLIT = (
+    'vmap(..., data_dependent="split") runs the function for each group of examples whose values '
+    "agree"
+)
+
+
+def read_of_batch(name: str, level: Level) -> str:
+    """A Python value is asked for that each example has its own of."""
+    ways = (
+        f"{SPLIT}. Or write the choice with torch.where or other tensor operations, or take the "
+        f"value out of the function."
+    )
+    if name in ("__bool__", "is_nonzero"):
+        return (
+            f"{level.name}, at {users_place()}: It looks like you're attempting to use a Tensor in "
+            f"some data-dependent control flow. The value differs from example to example, so "
+            f"`if`, `while` and `and` can't go one way for all. {ways}"
+        )
+    called = ".item()" if name in ("__int__", "__float__", "__index__") else f".{name}()"
+    return (
+        f"vmap: It looks like you're calling {called} on a Tensor inside of {level.name}, at "
+        f"{users_place()}. We don't support vmap over calling {called} on a Tensor: its value "
+        f"differs from example to example. {ways}"
+    )
+
+
+def read_of_nothing(name: str, level: Level) -> str:
+    """A Python value is asked for, and there is no example to ask."""
+    return (
+        f"{level.name}, at {users_place()}: {name} asks for a value of each example, but the "
+        f"batch has size 0, so that nothing says which way the function goes. Return early for an "
+        f"empty batch."
     )

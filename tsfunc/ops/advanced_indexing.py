@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, logical_rank, place, refuse_inplace, unit_dims
-from tsfunc.ops.dynamic import refuse_dynamic
+from tsfunc.ops.dynamic import nonzeros, refuse_dynamic
 from tsfunc.ops.refusal import require
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
 
@@ -84,7 +84,9 @@ def index(
     """See NOTE [advanced indexing]."""
     x, indices = args
     if dims[1] is not None and _batched_mask(indices, dims[1]):
-        refuse_dynamic(op, "Use torch.where(mask, x, fill) instead of x[mask]")
+        instead = "Use torch.where(mask, x, fill) instead of x[mask]"
+        indices, named = _places_of_masks(op, level, indices, dims[1], instead)
+        dims = [dims[0], named]
     found = lookup(indices, dims[1])
     if dims[0] is None:
         return op(x, found.indices), found.first if found.adjacent else 0
@@ -97,6 +99,31 @@ def index(
         lead = range(start, start + found.first)
         out = out.movedim(tuple(lead), tuple(range(1, found.first + 1)))
     return out, 0
+
+
+def _places_of_masks(
+    op: Any, level: BatchLevel, indices: Sequence[Any], dims: Sequence[Any], instead: str
+) -> tuple[list[Any], list[Any]]:
+    """A mask for each example stands for the integers of its places, of which all have as many."""
+    if level.splitter is None:
+        refuse_dynamic(op, instead)
+    masks = [
+        front(index, dim)
+        for index, dim in zip(indices, dims, strict=True)
+        if _is_mask(index) and dim is not None
+    ]
+    places = iter(nonzeros(op, level, masks))
+    found: list[Any] = []
+    found_dims: list[Any] = []
+    for index, dim in zip(indices, dims, strict=True):
+        if _is_mask(index) and dim is not None:
+            integers = next(places).unbind(2)
+            found += integers
+            found_dims += [0] * len(integers)
+        else:
+            found.append(index)
+            found_dims.append(dim)
+    return found, found_dims
 
 
 def _batched_mask(indices: Sequence[Any], dims: Sequence[Any]) -> bool:
@@ -176,7 +203,7 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
     return out.movedim([1 + i for i in places], [along + i for i in places])
 
 
-def _put(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:
+def _put(op: Any, level: BatchLevel, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:
     """The result of an ``index_put``; None where it was written in place."""
     inplace = op.name() in ("aten::index_put_", "aten::_index_put_impl_")
     indices, values = args[1], args[2]
@@ -184,7 +211,9 @@ def _put(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:
     first = _one_mask(indices)
     if first is None:
         if _batched_mask(indices, index_dims):
-            refuse_dynamic(op, "Use torch.where(mask, values, x), with values of the shape of x,")
+            instead = "Use torch.where(mask, values, x), with values of the shape of x,"
+            indices, named = _places_of_masks(op, level, indices, index_dims, instead)
+            args, dims = [args[0], indices, *args[2:]], [dims[0], named, *dims[2:]]
         out = _write(op, x, dims, args)
         return None if inplace else out
     mask, at = indices[first].bool(), index_dims[first]
@@ -204,7 +233,7 @@ def index_put(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A copy for each example, written into."""
-    return _put(op, batched_front(args[0], dims[0], level.batch_size), dims, args), 0
+    return _put(op, level, batched_front(args[0], dims[0], level.batch_size), dims, args), 0
 
 
 @row(ND, "aten::index_put_", "aten::_index_put_impl_")
@@ -214,5 +243,5 @@ def index_put_inplace(
     """Written where it lies, through a view that has the batch dim first."""
     if dims[0] is None:
         refuse_inplace(op)
-    _put(op, front(args[0], dims[0]), dims, args)
+    _put(op, level, front(args[0], dims[0]), dims, args)
     return args[0], dims[0]

@@ -43,10 +43,11 @@ def _mask(mask: Tensor | None, at: int | None, size: int, n: Any, rank: int) -> 
 def _refuse_dropout(op: Any, level: BatchLevel, p: float) -> None:
     """Fused kernels draw for each sample: right for "different" only."""
     if p:
-        check_randomness(op, level)
-        if level.randomness == "same":
+        check_randomness(op, level, {})
+        if level.randomness != "different":
             raise RuntimeError(
-                f"vmap: {op.name()} can't drop the same values for all examples. Use "
+                f"vmap: {op.name()} draws by itself, once for the whole batch, so it can't drop "
+                f"values as randomness={level.randomness!r} asks for. Use "
                 f"randomness='different', or torch.nn.attention.SDPBackend.MATH."
             )
 

@@ -24,6 +24,11 @@ def logical_rank(x: Tensor, at: int | None) -> int:
     return x.dim() if at is None else x.dim() - 1
 
 
+def logical_shape(x: Tensor, at: int | None) -> list[Any]:
+    """The sizes that the user sees."""
+    return [size for dim, size in enumerate(x.shape) if dim != at]
+
+
 def wrap(dim: int, rank: int) -> int:
     """A dim counted from the front. A tensor without dims answers to 0 and -1, as in torch."""
     span = rank or 1

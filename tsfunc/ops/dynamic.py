@@ -1,4 +1,9 @@
-"""Operators whose results have sizes, or Python values, that follow from the data."""
+"""Operators whose results have sizes, or Python values, that follow from the data.
+
+With ``data_dependent="split"`` a rule first has the examples agree on these (``splitting.agree``);
+after that the level's batch has only examples whose results can be stacked. Without it they are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -6,60 +11,133 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
+from tsfunc.dispatch.messages import SPLIT
+from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import front, logical_rank, op_name
+from tsfunc.ops.dims import align, front, logical_rank, logical_shape, op_name
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+from tsfunc.ops.splitting import agree, agree_on_results
 
-OUTSIDE = "or call it outside of the vmapped function"
+OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
 
 
 def refuse_dynamic(op: Any, instead: str) -> NoReturn:
     """Raises the error for results whose sizes would differ from example to example."""
     raise DataDependentError(
-        f"vmap: {op_name(op)}: the size of the result depends on the values of a batched tensor, "
-        f"so it would differ from example to example (torch.func says: vmap: We do not support "
-        f"batching operators that can output dynamic shape). {instead}, {OUTSIDE}."
+        f"vmap: {op_name(op)}, at {users_place()}: the size of the result depends on the values of "
+        f"a batched tensor, so it would differ from example to example (torch.func says: vmap: We "
+        f"do not support batching operators that can output dynamic shape). {instead}, {OUTSIDE}."
     )
 
 
+@row(Category.DYNAMIC, "aten::_local_scalar_dense", "aten::item")
 def item(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> NoReturn:
-    """A batched tensor has a value for each example, not one."""
-    raise DataDependentError(
-        "vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
-        "calling .item() on a Tensor, please try to rewrite what you're doing with other "
-        f"operations ({op_name(op)} was asked for one Python value, but each example has its "
-        f"own), {OUTSIDE}."
-    )
+) -> Any:
+    """A batched tensor has a value for each example."""
+    if level.splitter is None:
+        raise DataDependentError(
+            f"vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
+            f"calling .item() on a Tensor, please try to rewrite what you're doing with other "
+            f"operations ({op_name(op)} was asked for one Python value at {users_place()}, but "
+            f"each example has its own), {OUTSIDE}."
+        )
+    agree(op, level, front(args[0], dims[0]))
+    return op(args[0].select(dims[0], 0)), None
 
 
+@row(Category.DYNAMIC, "aten::equal", "aten::allclose")
 def compared(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> NoReturn:
+) -> Any:
     """Whole tensors compared give one bool."""
-    raise DataDependentError(
-        f"vmap: {op_name(op)} answers with one Python bool, but each example has its own answer. "
-        f"Compare element by element, (x == y).all(), and keep the result a tensor, {OUTSIDE}."
-    )
+    if level.splitter is None:
+        raise DataDependentError(
+            f"vmap: {op_name(op)}, at {users_place()}, answers with one Python bool, but each "
+            f"example has its own answer. Compare element by element, (x == y).all(), and keep the "
+            f"result a tensor, {OUTSIDE}."
+        )
+    exact = op_name(op) == "aten::equal"
+    (x, y), at = align(args[:2], dims[:2])
+    if logical_shape(args[0], dims[0]) == logical_shape(args[1], dims[1]) or not exact:
+        same = torch.eq(x, y) if exact else torch.isclose(x, y, *args[2:])
+        agree(op, level, _rows(same, at).all(1))
+    one = [x if at is None else x.select(at, 0) for x, at in zip(args, dims, strict=True)]
+    return op(*one), None
 
 
-def dynamic(
+def _rows(x: Tensor, at: int = 0) -> Tensor:
+    """A row of elements for each example."""
+    x = front(x, at)
+    return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+
+
+def _each_example(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> NoReturn:
-    """nonzero, unique and their like."""
-    refuse_dynamic(op, "Use torch.where or a mask of the full size instead")
+) -> Any:
+    """The operator on one example after the other; results of one size are stacked."""
+    if level.splitter is None:
+        refuse_dynamic(op, "Use torch.where or a mask of the full size instead")
+    results = []
+    for i in range(level.batch_size):
+        one = [x if at is None else x.select(at, i) for x, at in zip(args, dims, strict=True)]
+        results.append(op(*one, **kwargs))
+    agree_on_results(op, level, results)
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), 0
 
 
-rows(Category.DYNAMIC, item, "aten::_local_scalar_dense", "aten::item")
-rows(Category.DYNAMIC, compared, "aten::equal", "aten::allclose")
 rows(
-    Category.DYNAMIC, dynamic,
-    "aten::nonzero", "aten::nonzero_numpy", "aten::argwhere",
+    Category.DYNAMIC, _each_example,
     "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::unique_dim_consecutive", "aten::bincount",
 )  # fmt: skip
+
+
+def nonzeros(op: Any, level: BatchLevel, masks: Sequence[Tensor]) -> list[Tensor]:
+    """The places of the nonzero elements, after the examples agree on how many there are.
+
+    Args:
+        masks: with the batch dim in front.
+
+    Returns:
+        For each of them a tensor (example, element, dim).
+    """
+    counts = torch.stack([_rows(mask).count_nonzero(1) for mask in masks], 1)
+    agree(op, level, counts)
+    found = [mask.nonzero() for mask in masks]
+    size = level.batch_size
+    return [
+        places.view(size, places.shape[0] // size, places.shape[1])[:, :, 1:] for places in found
+    ]
+
+
+@row(Category.DYNAMIC, "aten::nonzero")
+def nonzero(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One call for all examples that have as many."""
+    if level.splitter is None:
+        refuse_dynamic(op, "Use torch.where or a mask of the full size instead")
+    return nonzeros(op, level, [front(args[0], dims[0])])[0], 0
+
+
+@row(Category.DYNAMIC, "aten::nonzero_numpy", "aten::argwhere")
+def by_nonzero(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Other forms of ``nonzero``."""
+    if level.splitter is None:
+        refuse_dynamic(op, "Use torch.where or a mask of the full size instead")
+    x = front(args[0], dims[0])
+    if op_name(op) == "aten::argwhere":
+        return nonzeros(op, level, [x])[0], 0
+    if x.dim() == 1:
+        x = x.unsqueeze(1)
+    return nonzeros(op, level, [x])[0].unbind(2), 0
 
 
 @row(Category.DYNAMIC, "aten::masked_select")
@@ -69,7 +147,7 @@ def masked_select(
     """As many elements for each example as long as the mask is the same for all."""
     x, mask = args
     if dims[1] is not None:
-        refuse_dynamic(op, "Use torch.where(mask, x, fill) instead")
+        return _masked_select(op, level, dims, x, mask)
     x = front(x, dims[0])
     for _ in range(mask.dim() - logical_rank(x, 0)):
         x = x.unsqueeze(1)
@@ -78,15 +156,30 @@ def masked_select(
     return x.reshape(x.shape[0], -1).index_select(1, places), 0
 
 
+def _masked_select(op: Any, level: BatchLevel, dims: Dims, x: Tensor, mask: Tensor) -> Any:
+    """A mask for each example."""
+    if level.splitter is None:
+        refuse_dynamic(op, "Use torch.where(mask, x, fill) instead")
+    (x, mask), at = align([x, mask], dims)
+    x, mask = (front(t, at) for t in torch.broadcast_tensors(x, mask))
+    agree(op, level, _rows(mask).count_nonzero(1))
+    out = op(x, mask)
+    return out.view(level.batch_size, out.shape[0] // level.batch_size), 0
+
+
 @row(Category.DYNAMIC, "aten::repeat_interleave.Tensor")
 def repeat_interleave(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """With a known size: where each place falls among the running sums of the counts."""
     count = kwargs.get("output_size")
-    if count is None:
-        refuse_dynamic(op, "Give repeat_interleave an output_size that holds for all examples")
     ends = front(args[0], dims[0]).cumsum(1)
+    if count is None:
+        if level.splitter is None:
+            refuse_dynamic(op, "Give repeat_interleave an output_size that holds for all examples")
+        sums = front(args[0], dims[0]).sum(1)
+        agree(op, level, sums)
+        count = int(sums[0])
     places = torch.arange(count, device=ends.device).expand(ends.shape[0], count).contiguous()
     return torch.searchsorted(ends, places, right=True).to(args[0].dtype), 0
 

@@ -2,8 +2,10 @@
 
 NOTE [randomness]
 Unlike other rules these also get calls with nothing batched in them. Under ``"different"`` the
-result is batched in any case, and drawn by one call for the whole batch. Under ``"same"`` one
-example is drawn, and is not batched unless other arguments are. ``"error"`` refuses.
+result is batched in any case, and drawn by one call for the whole batch. Under ``"split"`` too,
+but each example draws as if alone: the rules are in ``random_split``. Under ``"same"`` one example
+is drawn, and is not batched unless other arguments are; where each example has a distribution of
+its own, all make their numbers of the same bits. ``"error"`` refuses.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsfunc.ops import random_split
 from tsfunc.ops.dims import (
     align,
     batched_front,
@@ -29,14 +32,16 @@ from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
 FACTORY = Category.FACTORY
 
 
-def check_randomness(op: Any, level: BatchLevel) -> None:
-    """Raises unless the vmap allows for random operators."""
+def check_randomness(op: Any, level: BatchLevel, kwargs: Mapping[str, Any]) -> None:
+    """Raises unless the vmap allows for random operators, and tells it that one will draw."""
     if level.randomness == "error":
         raise RuntimeError(
             f"vmap: called random operation while in randomness error mode. Please either use "
-            f"the 'same' or 'different' randomness flags on vmap or perform the randomness "
-            f"operation out of vmap (the operation is {op_name(op)})"
+            f"the 'same' or 'different' randomness flags on vmap, or 'split', by which each "
+            f"example draws as if alone, or perform the randomness operation out of vmap (the "
+            f"operation is {op_name(op)})"
         )
+    level.draws(kwargs.get("generator"))
 
 
 def example_of(x: Tensor, at: int | None) -> Tensor:
@@ -59,9 +64,11 @@ def sized(place_of_size: int) -> Rule:
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        check_randomness(op, level)
+        check_randomness(op, level, kwargs)
         if level.randomness == "same":
             return op(*args, **kwargs), None
+        if level.randomness == "split":
+            return random_split.sized(op, level, place_of_size, args, kwargs)
         before, size = args[:place_of_size], [level.batch_size, *args[place_of_size]]
         return op(*before, size, *args[place_of_size + 1 :], **kwargs), 0
 
@@ -73,9 +80,11 @@ def randperm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The order of random numbers is a random permutation."""
-    check_randomness(op, level)
+    check_randomness(op, level, kwargs)
     if level.randomness == "same":
         return op(*args, **kwargs), None
+    if level.randomness == "split":
+        return random_split.randperm(op, level, args, kwargs)
     options = {k: v for k, v in kwargs.items() if k in ("device", "generator")}
     keys = torch.rand([level.batch_size, args[0]], dtype=torch.float64, **options)
     return keys.argsort(-1).to(kwargs.get("dtype") or torch.int64), 0
@@ -85,7 +94,9 @@ def drawn_like(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Of the shape and type of the first argument, whose values do not matter."""
-    check_randomness(op, level)
+    check_randomness(op, level, kwargs)
+    if level.randomness == "split":
+        return random_split.drawn_like(op, level, dims, args, kwargs)
     x, at = shaped_like(level, args[0], dims[0])
     if "memory_format" in kwargs:
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
@@ -96,11 +107,9 @@ def drawn_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Overwrites the first argument."""
-    check_randomness(op, level)
+    check_randomness(op, level, kwargs)
     x, at = args[0], dims[0]
-    if level.randomness == "same":
-        if any(dim is not None for dim in dims[1:]):
-            _refuse_same(op)
+    if level.randomness == "same" and all(dim is None for dim in dims[1:]):
         if at is None:
             return op(*args, **kwargs), None
         x.copy_(op(example_of(x, at), *args[1:], **kwargs).unsqueeze(at))
@@ -114,6 +123,9 @@ def drawn_inplace(
             f"batched: use its out-of-place form, or make the tensor from a batched one (for "
             f"instance x.new_empty)."
         )
+    if level.randomness != "different":
+        random_split.drawn_inplace(op, level, dims, args, kwargs)
+        return x, at
     rest = [
         place(arg, dim, x.dim() - 1 - at) if isinstance(arg, Tensor) else arg
         for arg, dim in zip(args[1:], dims[1:], strict=True)
@@ -122,24 +134,16 @@ def drawn_inplace(
     return x, at
 
 
-def _refuse_same(op: Any) -> None:
-    raise RuntimeError(
-        f"vmap: Vmap does not currently support same randomness with a batched tensor input. "
-        f"{op_name(op)} draws from a distribution that differs from example to example; use "
-        f"randomness='different', or draw outside of vmap."
-    )
-
-
 def drawn_from(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Tensors are the distribution's parameters."""
-    check_randomness(op, level)
+    check_randomness(op, level, kwargs)
     batched = any(dim is not None for dim in dims)
-    if level.randomness == "same":
-        if batched:
-            _refuse_same(op)
+    if level.randomness == "same" and not batched:
         return op(*args, **kwargs), None
+    if level.randomness != "different":
+        return random_split.drawn_from(op, level, dims, args, kwargs)
     if not batched:
         i = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
         args, dims = list(args), list(dims)
@@ -153,6 +157,9 @@ def bernoulli(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Under "same", one uniform number for all examples is held against each one's chance."""
+    check_randomness(op, level, kwargs)
+    if level.randomness == "split":
+        return random_split.bernoulli(op, level, dims, args, kwargs), 0
     chance, at = args[0], dims[0]
     if len(args) == 2:
         # Of the first argument only the shape and type count.
@@ -177,6 +184,9 @@ def normal(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Under "same", one standard normal number is scaled and shifted for each example."""
+    check_randomness(op, level, kwargs)
+    if level.randomness == "split":
+        return random_split.normal(op, level, dims, args, kwargs)
     if level.randomness != "same" or all(dim is None for dim in dims):
         return drawn_from(op, level, dims, args, kwargs)
     (mean, std), at = align((*args, 1.0)[:2], dims)
@@ -189,11 +199,11 @@ def multinomial(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes a matrix of rows to draw from."""
-    check_randomness(op, level)
-    if level.randomness == "same":
-        if dims[0] is not None:
-            _refuse_same(op)
+    check_randomness(op, level, kwargs)
+    if level.randomness == "same" and dims[0] is None:
         return op(*args, **kwargs), None
+    if level.randomness != "different":
+        return random_split.multinomial(op, level, dims, args, kwargs)
     x = batched_front(args[0], dims[0], level.batch_size)
     if x.dim() == 2:
         return op(x, *args[1:], **kwargs), 0
@@ -205,6 +215,8 @@ def keep_mask(
     level: BatchLevel, x: Tensor, at: int | None, keep: float, features: bool = False
 ) -> tuple[Tensor, int | None]:
     """Ones with the chance ``keep``, else zeros: for each element, or for each feature map."""
+    if level.randomness == "split":
+        return random_split.keep_mask(level, x, at, keep, features), 0
     like, at = shaped_like(level, x, at)
     if features:
         like = front(like, at)
@@ -222,7 +234,7 @@ def dropping(alpha: bool, features: bool) -> Rule:
         x, p, train = args
         if not train or p == 0:
             return x, dims[0]
-        check_randomness(op, level)
+        check_randomness(op, level, kwargs)
         mask, mask_at = keep_mask(level, x, dims[0], 1 - p, features)
         shift: Any = 0.0
         if alpha and p < 1:
@@ -253,14 +265,16 @@ def native_dropout(
     x, p, train = args
     if train is False:
         return op(x, p, train), dims[0]
-    check_randomness(op, level)
-    if level.randomness == "different" or dims[0] is None:
-        x, at = shaped_like(level, x, dims[0])
-        return op(x, p, train), at
+    check_randomness(op, level, kwargs)
     at = dims[0]
-    mask = torch.empty_like(example_of(x, at)).bernoulli_(1 - p).unsqueeze(at)
+    if level.randomness == "different" or (level.randomness == "same" and at is None):
+        x, at = shaped_like(level, x, at)
+        return op(x, p, train), at
+    mask, mask_at = keep_mask(level, x, at, 1 - p)
+    (x, mask), at = align([x, mask], [at, mask_at])
     scale = 0.0 if p == 1 else 1 / (1 - p)
-    return (x * mask * scale, mask.to(torch.bool).expand(x.shape)), at
+    out = x * mask * scale
+    return (out, mask.to(torch.bool).expand(out.shape)), at
 
 
 @row(FACTORY, "aten::rrelu_with_noise", "aten::rrelu_with_noise_")
@@ -273,7 +287,7 @@ def rrelu_with_noise(
     at = dims[0]
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2, inplace), at
-    check_randomness(op, level)
+    check_randomness(op, level, kwargs)
     if level.randomness == "same" and at is None and dims[1] is None:
         return op(*args, **kwargs), None
     if at is None or dims[1] is None:
@@ -285,6 +299,8 @@ def rrelu_with_noise(
 
 def _slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
     """Uniform slopes that broadcast with ``x``."""
+    if level.randomness == "split":
+        return random_split.slopes(level, x, at, lower, upper)
     like, drawn_at = shaped_like(level, x, at)
     slopes = torch.empty_like(like).uniform_(lower, upper)
     return slopes.unsqueeze(at) if drawn_at is None else slopes
@@ -301,7 +317,7 @@ def rrelu(
         return refused(op, dims, args, kwargs)
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), at
-    check_randomness(op, level)
+    check_randomness(op, level, kwargs)
     if at is None:
         if level.randomness == "same":
             return op(*args, **kwargs), None

@@ -43,6 +43,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from tsfunc.errors import DispatchError
 
 
@@ -65,6 +68,13 @@ class Category(enum.Enum):
     OTHER = "Other"
 
 
+class Splitter(Protocol):
+    """What a vmap with ``data_dependent="split"`` has for values that differ between examples."""
+
+    def agree(self, answers: Tensor) -> Tensor | None:
+        """Goes on with examples that answer alike: their places, or None where all do."""
+
+
 class BatchLevel(Protocol):
     """What a rule may know of the vmap that it runs for."""
 
@@ -72,6 +82,13 @@ class BatchLevel(Protocol):
     def batch_size(self) -> int: ...
     @property
     def randomness(self) -> str: ...
+    @property
+    def splitter(self) -> Splitter | None: ...
+    def examples(self, device: torch.device) -> Tensor:
+        """The index of each example of the batch in the whole vmapped call."""
+
+    def draws(self, generator: torch.Generator | None) -> None:
+        """A random operator is about to draw from the generator, None being torch's own."""
 
 
 Dims = Sequence[Any]

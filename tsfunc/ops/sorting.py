@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsfunc.dispatch.messages import SPLIT
+from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import batched_front, front, logical_rank, physical_dim, wrap
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.splitting import agree
 
 ND = Category.N_DIMENSIONAL
 
@@ -118,11 +121,16 @@ def one_hot(
 ) -> Any:
     """Compares with each class; how many there are must be given."""
     count = args[1] if len(args) > 1 else -1
-    if count == -1:
-        raise DataDependentError(
-            "vmap: aten::one_hot: without num_classes the size of the result depends on the "
-            "values of a batched tensor. Give one_hot num_classes. (torch.func says: vmap: It "
-            "looks like you're calling .item() on a Tensor.)"
-        )
     x = front(args[0], dims[0])
+    if count == -1:
+        if level.splitter is None:
+            raise DataDependentError(
+                f"vmap: aten::one_hot, at {users_place()}: without num_classes the size of the "
+                f"result depends on the values of a batched tensor. Give one_hot num_classes. "
+                f"(torch.func says: vmap: It looks like you're calling .item() on a Tensor.) "
+                f"{SPLIT}."
+            )
+        most = x.reshape(x.shape[0], -1).amax(1)
+        agree(op, level, most)
+        count = int(most[0]) + 1
     return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).to(torch.int64), 0

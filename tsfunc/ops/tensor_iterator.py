@@ -243,7 +243,7 @@ _PLAIN = """
     __lshift__.Scalar __lshift__.Tensor __rshift__.Scalar __rshift__.Tensor
     bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor
     bitwise_left_shift.Scalar_Tensor bitwise_right_shift.Scalar_Tensor
-    _prelu_kernel _add_relu.Tensor _add_relu.Scalar
+    _dirichlet_grad _standard_gamma_grad _prelu_kernel _add_relu.Tensor _add_relu.Scalar
     special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
     special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
     special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.batch_tracer import BatchLevel
+from tsfunc.bridge.generators import rewindable
 from tsfunc.bridge.tracing import tracing_here
 from tsfunc.transforms.chunk_sizes import ChunkSizes, FixedSize, MeasuredSize, MemoryModel
 from tsfunc.transforms.joined import Joined
 from tsfunc.transforms.memory_budget import default_budget
 from tsfunc.transforms.vmap_spec import Spec
 
-# Runs the function on the inputs of some of the examples, and how many these are.
-RunPart = Callable[[Sequence[Any], int], Any]
+# Runs the function at a level for some of the examples, on their inputs.
+RunPart = Callable[[BatchLevel, Sequence[Any]], Any]
 
 # What was measured, by what the calls have in common.
 Models = dict[Any, MemoryModel]
@@ -75,12 +77,25 @@ def sizes_of_chunks(
     models[key] = model  # the one used last stands last
     if len(models) > _MODELS_KEPT:
         del models[next(iter(models))]
-    budget = spec.memory_budget
-    if budget is None:
-        budget = default_budget(device)
+    budget = _budget(spec, device)
     if model.known and model.largest(budget, size) >= size:
         return None
     return MeasuredSize(model, int(budget), size, device, spec.name)
+
+
+def sizes_of_group(spec: Spec, flat: Sequence[Any], group: torch.Tensor) -> ChunkSizes | None:
+    """As :func:`sizes_of_chunks`, for examples of one size among others; nothing is kept."""
+    size = len(group)
+    if spec.chunk_size != "auto":
+        return FixedSize(spec.chunk_size) if spec.chunk_size is not None else None
+    if size < 2:
+        return None
+    device = _device_of(flat)
+    return MeasuredSize(MemoryModel(), int(_budget(spec, device)), size, device, spec.name)
+
+
+def _budget(spec: Spec, device: torch.device) -> float:
+    return default_budget(device) if spec.memory_budget is None else spec.memory_budget
 
 
 def _device_of(leaves: Sequence[Any]) -> torch.device:
@@ -113,7 +128,13 @@ def run_in_chunks(
     run: RunPart,
 ) -> Any:
     """Runs some of the examples at a time and puts the results together."""
-    seed = torch.get_rng_state() if spec.randomness == "same" else None
+    generators = rewindable(spec.randomness)
+    if generators is not None and tracing_here():
+        raise RuntimeError(
+            f"vmap({spec.name}, randomness={spec.randomness!r}, chunk_size={spec.chunk_size}): in "
+            f"a trace the chunks can't begin with the same random numbers, as this randomness "
+            f"needs it. Leave out chunk_size inside of specialize."
+        )
     joined = Joined(spec, size)
     start = 0
     while start < size:
@@ -122,12 +143,15 @@ def run_in_chunks(
             value if dim is None else value.narrow(dim, start, length)
             for value, dim in zip(flat, at, strict=True)
         ]
-        if seed is not None:
-            torch.set_rng_state(seed)
+        if generators is not None and start:
+            generators.rewind()
+        level = BatchLevel(length, spec.randomness, spec.label, spec.strict, start, generators)
         with sizes.running(length):
-            out = run(part, length)
+            out = run(level, part)
         joined.add(start, out)
         del out  # so that its memory is free for the next chunk
         start += length
         sizes.keep(start, joined.kept)
+    if generators is not None:
+        generators.finish()
     return joined.result()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.tracer import Tracer
 from tsfunc.transforms.vmap_spec import Spec, is_dim
 
 
@@ -179,6 +180,20 @@ def _refuse_ambiguous(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]
         )
 
 
+class NestedInput(RuntimeError):
+    """Internal: an input is a nested tensor, which has no one size to be matched."""
+
+
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a value is a nested tensor, of either of torch's layouts."""
+    return (
+        isinstance(value, torch.Tensor) and not isinstance(value, Tracer) and bool(value.is_nested)
+    )
+
+
 def mapped(
     spec: Spec, flat: Sequence[Any], dims: Sequence[int | None]
 ) -> tuple[list[int | None], Any]:
@@ -194,7 +209,9 @@ def mapped(
                 _refuse_value(spec, value, dim)
             at.append(None)  # an optional input that is left out has no dims
             continue
-        shape = value.shape
+        if type(value) not in _DENSE and is_nested(value):
+            raise NestedInput
+        shape = value.shape  # of a nested tensor of the strided layout this is a RuntimeError
         rank = len(shape)
         if not -rank <= dim < rank:
             raise ValueError(

@@ -20,9 +20,17 @@ from tsfunc.bridge.batch_tracer import HOT, BatchLevel, wrap
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
-from tsfunc.transforms.chunks import Models, check_chunks, run_in_chunks, sizes_of_chunks
-from tsfunc.transforms.in_dims import mapped, match_by_name, match_in_dims
+from tsfunc.transforms.chunks import (
+    Models,
+    check_chunks,
+    run_in_chunks,
+    sizes_of_chunks,
+    sizes_of_group,
+)
+from tsfunc.transforms.in_dims import is_nested, mapped, match_by_name, match_in_dims
 from tsfunc.transforms.out_dims import match_out_dims, result_of
+from tsfunc.transforms.ragged import match_sources, run_parts
+from tsfunc.transforms.split import dense_sources
 from tsfunc.transforms.vmap_spec import InDims, OutDims, Spec
 
 InTree = Any  # the structure of the inputs, or, where they are tensors alone, how many
@@ -38,6 +46,8 @@ def vmap(
     memory_budget: float | None = None,
     axis_size: int | None = None,
     strict: bool = False,
+    data_dependent: str = "error",
+    ragged: str = "nested",
 ) -> Callable[..., Any]:
     """Maps a function over a dim of its inputs, by batched operators instead of a loop.
 
@@ -52,8 +62,9 @@ def vmap(
         out_dims: where the mapped dim stands in each output tensor: an int or a pytree prefix of
             the outputs. None for an output that is the same for every example. An output that is
             no tensor (a number, a string, None, any object) is returned once, as it is.
-        randomness: what random operators do: "error", "different" (a draw for each example) or
-            "same" (one draw for all).
+        randomness: what random operators do: "error", "different" (a draw for each example),
+            "same" (one draw for all) or "split" (each example draws as if alone: its numbers
+            follow from the seed and its index, and not from the batch or the chunk that it is in).
         chunk_size: how many examples are run at a time; None runs all at once, "auto" as many as
             fit into ``memory_budget``. That is measured on the first chunks of the first call
             with inputs of such shapes and types, and kept for later ones.
@@ -63,6 +74,14 @@ def vmap(
         axis_size: how many examples there are; needed only where no input is mapped.
         strict: an operator that would run by the slow loop is an error, in this ``vmap`` and in
             those inside of it.
+        data_dependent: what becomes of Python values that differ from example to example (``if``,
+            ``while``, ``.item()``, the size of a ``nonzero`` or of ``x[mask]``): "error", or
+            "split", which goes on with the largest group of examples that agree, and runs
+            ``func`` again for each of the others; what ``func`` does outside is repeated then.
+        ragged: what comes of an output whose size differs from example to example: "nested", a
+            nested tensor of the jagged layout; "list", a list of the examples' tensors, which
+            also stands in where no nested tensor can be; or "error". A nested tensor among
+            the inputs is mapped over its first dim.
 
     Returns:
         A function of the batch. It can be nested, and composed with every other transform.
@@ -70,7 +89,9 @@ def vmap(
     Raises:
         ValueError: ``in_dims`` or ``out_dims`` do not fit, sizes differ, nothing is mapped, an
             output that is no container holds batched tensors.
-        RuntimeError: a random operator in "error" mode, a value used in Python control flow.
+        RuntimeError: a random operator in "error" mode.
+        DataDependentError: a value used in Python control flow, or sizes that differ, unless
+            ``data_dependent`` and ``ragged`` allow for it.
         MissingRuleError: an operator has no rule and can't be looped over, or would be with
             ``strict``.
 
@@ -89,15 +110,22 @@ def vmap(
     As ``torch.func.vmap`` and, without axis names yet, ``jax.vmap``. torch.func refuses outputs
     that are no tensors unless their out_dim is None.
     """
-    if randomness not in ("error", "different", "same"):
+    if randomness not in ("error", "different", "same", "split"):
         raise RuntimeError(
             f"Only allowed values for randomness are 'error', 'different', or 'same'. "
-            f"Got {randomness}"
+            f"Got {randomness}. (Beside these 'split', by which each example draws as if alone.)"
         )
+    if data_dependent not in ("error", "split"):
+        raise ValueError(
+            f"vmap: data_dependent should be 'error' or 'split'. (got {data_dependent!r})"
+        )
+    if ragged not in ("nested", "list", "error"):
+        raise ValueError(f"vmap: ragged should be 'nested', 'list' or 'error'. (got {ragged!r})")
     chunks = check_chunks(chunk_size, memory_budget)
     _check_axis_size(axis_size)
-    spec = Spec(func, in_dims, out_dims, randomness, chunks, memory_budget, axis_size, strict)
-    by_name = spec.by_name
+    spec = Spec(func, in_dims, out_dims, randomness, chunks, memory_budget, axis_size, strict,
+                data_dependent, ragged)  # fmt: skip
+    by_name, splits = spec.by_name, spec.splits
     plans: dict[Any, Sequence[int | None]] = {}
     out_plans: dict[Any, Sequence[int | None]] = {}
     models: Models = {}
@@ -125,14 +153,26 @@ def vmap(
         if dims is None:
             matched = match_by_name(spec, args, kwargs) if by_name else match_in_dims(spec, args)
             dims = plans[tree] = matched
-        at, size = mapped(spec, flat, dims)
+        try:
+            at, size = mapped(spec, flat, dims)
+        except RuntimeError:
+            if not any(map(is_nested, flat)):
+                raise
+            run = functools.partial(_run_part, spec, None, tree, kwargs)
+            sizes_of = functools.partial(sizes_of_group, spec, flat)
+            return run_parts(spec, *match_sources(spec, flat, dims), sizes_of, run)
+        sizes = None
         if chunks is not None:
             rest = () if by_name else kwargs
             sizes = sizes_of_chunks(spec, flat, at, size, rest, models)
-            if sizes is not None:
-                run = functools.partial(_run_part, spec, at, tree, kwargs)
-                return run_in_chunks(spec, flat, at, size, sizes, run)
-        return _run(spec, flat, at, size, tree, kwargs, out_plans)
+        if splits:
+            run = functools.partial(_run_part, spec, None, tree, kwargs)
+            return run_parts(spec, dense_sources(flat, at), size, lambda _: sizes, run)
+        if sizes is not None:
+            run = functools.partial(_run_part, spec, at, tree, kwargs)
+            return run_in_chunks(spec, flat, at, size, sizes, run)
+        level = BatchLevel(size, randomness, spec.label, strict)
+        return _run(spec, level, flat, at, tree, kwargs, out_plans)
 
     # ``wraps`` also of callables without a name or docstring, as modules and partials are.
     return functools.wraps(func)(vmapped) if hasattr(func, "__name__") else vmapped
@@ -154,6 +194,8 @@ def _refuse_own_arguments(spec: Spec) -> None:
         "axis_size=": spec.sized,
         "chunk_size='auto'": spec.chunk_size == "auto",
         "strict=": spec.strict,
+        "data_dependent='split'": spec.splits,
+        "randomness='split'": spec.randomness == "split",
     }
     used = [name for name, given in own.items() if given]
     if used:
@@ -165,29 +207,31 @@ def _refuse_own_arguments(spec: Spec) -> None:
 
 def _run_part(
     spec: Spec,
-    at: Sequence[int | None],
+    at: Sequence[int | None] | None,
     tree: InTree,
     kwargs: dict[str, Any],
+    level: BatchLevel,
     part: Sequence[Any],
-    length: int,
 ) -> Any:
-    """One chunk; what its results look like is no plan for the next ones."""
-    return _run(spec, part, at, length, tree, kwargs, {})
+    """Some of the examples; what their results look like is no plan for the next ones.
+
+    Without ``at`` the inputs are the level's tracers already.
+    """
+    return _run(spec, level, part, at or [None] * len(part), tree, kwargs, {})
 
 
 def _run(
     spec: Spec,
+    level: BatchLevel,
     flat: Sequence[Any],
     at: Sequence[int | None],
-    size: Any,
     tree: InTree,
     kwargs: dict[str, Any],
     out_plans: dict[Any, Sequence[int | None]],
 ) -> Any:
-    """One vmapped call, all examples at once."""
+    """One run of the function, for all examples of the level."""
     if not HOT:
         hot.fill()
-    level = BatchLevel(size, spec.randomness, spec.label, spec.strict)
     with level, watching_random():
         inputs: Any = [
             value if dim is None else wrap(value, dim, level, value.storage_offset())

@@ -26,6 +26,13 @@ class Spec:
     memory_budget: float | None
     axis_size: Any
     strict: bool
+    data_dependent: str
+    ragged: str
+
+    @functools.cached_property
+    def splits(self) -> bool:
+        """Whether examples may go different ways."""
+        return self.data_dependent == "split"
 
     @property
     def name(self) -> str:

@@ -1,0 +1,307 @@
+"""``randomness="split"``: an example's numbers follow from the seed and its index alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as nnf
+from hypothesis import given
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tsfunc
+from tests.transforms.support import same
+from tsfunc import vmap
+
+X = torch.linspace(0.05, 0.95, 42).view(7, 6)
+drawing = functools.partial(vmap, randomness="split")
+
+Func = Callable[[Tensor], Any]
+
+
+def attend(x: Tensor) -> Tensor:
+    return nnf.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+DRAWS: dict[str, Func] = {
+    "rand": lambda x: torch.rand(6),
+    "rand of doubles": lambda x: torch.rand(2, 3, dtype=torch.float64),
+    "rand of halves": lambda x: torch.rand(9, dtype=torch.float16),
+    "complex": lambda x: torch.randn(3, dtype=torch.complex64),
+    "randn": lambda x: torch.randn(5),
+    "randint": lambda x: torch.randint(1000, (6,)),
+    "randint between": lambda x: torch.randint(-5, 5, (2, 2)),
+    "randperm": lambda x: torch.randperm(40),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 100),
+    "randint_like between": lambda x: torch.randint_like(x, 50, 100),
+    "normal": lambda x: torch.normal(2.0, 3.0, (6,)),
+    "normal of tensors": lambda x: torch.normal(x, x),
+    "normal of a mean": lambda x: torch.normal(x, 2.0),
+    "normal of a deviation": lambda x: torch.normal(1.0, x),
+    "bernoulli": lambda x: torch.bernoulli(x.repeat(4)),
+    "bernoulli of one from outside": lambda x: torch.bernoulli(torch.full((50,), 0.5)),
+    "bernoulli with p": lambda x: torch.bernoulli(x.repeat(4), 0.3),
+    "multinomial": lambda x: torch.multinomial(x, 4),
+    "multinomial of rows": lambda x: torch.multinomial(x.expand(3, 6), 9, True),
+    "poisson": lambda x: torch.poisson(x * 50),
+    "binomial": lambda x: torch.binomial(torch.full((6,), 60.0), x),
+    "gamma": lambda x: torch.distributions.Gamma(x, 1.0).rsample(),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(x).rsample(),
+    "beta": lambda x: torch.distributions.Beta(x, 1 + x).sample(),
+    "categorical": lambda x: torch.distributions.Categorical(x).sample((20,)),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(2, 5),
+    "normal_": lambda x: x.new_empty(6).normal_(1, 2),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
+    "geometric_": lambda x: torch.empty_like(x.repeat(4)).geometric_(0.1),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
+    "random_": lambda x: torch.empty_like(x).random_(),
+    "random_ to": lambda x: x.long().random_(100),
+    "random_ from": lambda x: x.long().random_(-(1 << 63), None),
+    "bernoulli_": lambda x: x.repeat(4).bernoulli_(x.repeat(4)),
+    "bernoulli_ with p": lambda x: x.repeat(4).bernoulli_(0.5),
+    "dropout": lambda x: nnf.dropout(x.repeat(8)),
+    "dropout of one from outside": lambda x: nnf.dropout(torch.ones(50)),
+    "alpha_dropout": lambda x: nnf.alpha_dropout(x.repeat(4), training=True),
+    "dropout2d": lambda x: nnf.dropout2d(x.new_ones(1, 30, 2, 2)),
+    "feature_alpha_dropout": lambda x: nnf.feature_alpha_dropout(
+        x.new_ones(1, 30, 3), training=True
+    ),
+    "rrelu": lambda x: nnf.rrelu(-x, training=True),
+    "gumbel_softmax": lambda x: nnf.gumbel_softmax(x),
+    "attention": lambda x: attend(x.view(1, 6, 1).expand(2, 6, 4)),
+    "several": lambda x: torch.cat([torch.rand(2), torch.rand(2), torch.randn(3)]),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_an_examples_numbers_are_its_own(name: str) -> None:
+    """The same in a smaller batch, in chunks, among other examples; others for other indices."""
+    draw = DRAWS[name]
+    torch.manual_seed(2)
+    whole = drawing(draw)(X)
+    after = torch.get_rng_state()
+    torch.manual_seed(2)
+    example = draw(X[0])
+    assert whole.shape[1:] == example.shape and whole.dtype is example.dtype
+    assert len({str(row.tolist()) for row in whole}) == 7
+    torch.manual_seed(2)
+    same(drawing(draw)(X[:3]), whole[:3])
+    for chunk_size in (1, 3):
+        torch.manual_seed(2)
+        same(drawing(draw, chunk_size=chunk_size)(X), whole)
+        assert torch.equal(torch.get_rng_state(), after)
+    others = X.clone()
+    others[1::2] = X[1::2].flip(1)
+    torch.manual_seed(2)
+    same(drawing(draw)(others)[::2], whole[::2])
+    torch.manual_seed(2)
+    same(drawing(draw, in_dims=1, out_dims=1)(X.T), whole.movedim(0, 1))
+    assert not torch.equal(drawing(draw)(X), whole)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.3), nn.Tanh()),
+    "rrelu": lambda: nn.Sequential(nn.Linear(6, 40), nn.RReLU()),
+    "transformer": lambda: nn.Sequential(
+        nn.Unflatten(0, (3, 2)), nn.TransformerEncoderLayer(2, 1, 8, dropout=0.4)
+    ),
+    "lstm": lambda: FirstResult(nn.LSTM(2, 5, num_layers=2, dropout=0.5)),
+    "gru": lambda: FirstResult(nn.GRU(2, 5, num_layers=2, dropout=0.5, bidirectional=True)),
+    "rnn": lambda: FirstResult(nn.RNN(2, 5, num_layers=3, dropout=0.5)),
+}
+
+
+class FirstResult(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x.view(3, 2))[0]
+        return out
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_in_training(name: str) -> None:
+    net = MODULES[name]()
+    torch.manual_seed(3)
+    whole = drawing(net)(X)
+    torch.manual_seed(3)
+    same(drawing(net, chunk_size=2)(X), whole)
+    one = X[:1].expand(5, 6)
+    torch.manual_seed(3)
+    rows = drawing(net)(one)
+    assert len({str(row.tolist()) for row in rows}) == 5
+    torch.manual_seed(3)
+    same(rows[0], drawing(net)(X[:1])[0])
+
+
+@given(sizes=st.tuples(st.integers(1, 4), st.integers(1, 5)), inner=st.sampled_from([None, 2]))
+def test_nested(sizes: tuple[int, int], inner: int | None) -> None:
+    """Keys follow from both indices."""
+
+    def draw(x: Tensor) -> Tensor:
+        return torch.rand(3) + 0 * x
+
+    torch.manual_seed(4)
+    want = drawing(drawing(draw))(torch.zeros(5, 6))
+    assert len(want.unique()) == 90
+    torch.manual_seed(4)
+    got = drawing(drawing(draw, chunk_size=inner))(torch.zeros(sizes))
+    same(got, want[: sizes[0], : sizes[1]])
+
+
+@pytest.mark.parametrize("outer", ["same", "different", "split"])
+@pytest.mark.parametrize("inner", ["same", "different", "split"])
+def test_beside_other_kinds(outer: str, inner: str) -> None:
+    func = vmap(vmap(lambda x: torch.rand(()), randomness=inner), randomness=outer)
+    out = func(torch.zeros(4, 5))
+    assert bool((out == out[:1]).all()) is (outer == "same")
+    assert bool((out == out[:, :1]).all()) is (inner == "same")
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        vmap(vmap(lambda x: torch.rand(()), randomness=inner))(torch.zeros(4, 5))
+
+
+def test_a_generator_is_used() -> None:
+    def draw(generator: torch.Generator, chunk_size: int | None = None) -> Tensor:
+        state = torch.get_rng_state()
+        out: Tensor = drawing(
+            lambda x: torch.rand(6, generator=generator) + torch.rand(6, generator=generator),
+            chunk_size=chunk_size,
+        )(X)
+        assert torch.equal(state, torch.get_rng_state())
+        return out
+
+    generator = torch.Generator().manual_seed(1)
+    one, two = draw(generator), draw(generator)
+    assert not torch.equal(one, two)
+    again = torch.Generator().manual_seed(1)
+    same(draw(again, 2), one)
+    same(draw(again), two)
+
+
+def test_under_grad() -> None:
+    """The same mask in the forward and the backward pass, whatever the order of transforms."""
+
+    def func(x: Tensor) -> Tensor:
+        return nnf.dropout(x, 0.5).sum()
+
+    x = torch.ones(5, 200)
+    torch.manual_seed(5)
+    grads = drawing(tsfunc.grad(func))(x)
+    assert set(grads.unique().tolist()) == {0.0, 2.0}
+    torch.manual_seed(5)
+    same(tsfunc.grad(lambda x: drawing(func)(x).sum())(x), grads)
+    torch.manual_seed(5)
+    same(drawing(tsfunc.grad(func), chunk_size=2)(x), grads)
+    torch.manual_seed(5)
+    same(drawing(lambda x: tsfunc.jvp(func, (x,), (x,))[1])(x), grads.sum(1))
+
+
+def test_checkpoints_draw_the_same_again() -> None:
+    def func(x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: nnf.dropout(x, 0.5).square(), x, use_reentrant=False)
+        return y.sum()  # type: ignore[no-any-return]
+
+    grads = drawing(tsfunc.grad(func))(torch.ones(5, 200))
+    assert set(grads.unique().tolist()) == {0.0, 8.0}
+
+
+def test_gradients_by_parameters_of_distributions() -> None:
+    def func(a: Tensor) -> Tensor:
+        return torch.distributions.Gamma(a, 1.0).rsample((2000,)).mean()
+
+    alphas = torch.tensor([0.7, 2.0, 5.0])
+    for transformed in (
+        drawing(tsfunc.grad(func)),
+        tsfunc.grad(lambda a: drawing(func)(a).sum()),
+    ):
+        same(transformed(alphas), torch.ones(3), atol=0.15, rtol=0)
+    for draw in (torch.poisson, torch.bernoulli, lambda p: torch.normal(p, p)):
+        leaf = X.clone().requires_grad_()
+        drawing(draw)(leaf).sum().backward()
+        same(leaf.grad, torch.zeros_like(X))
+
+
+def test_examples_that_part_keep_their_numbers() -> None:
+    def func(x: Tensor) -> Tensor:
+        if torch.rand(()) < 0.5:
+            return torch.rand(3) + x
+        return -torch.rand(3) - x
+
+    torch.manual_seed(6)
+    whole = drawing(func, data_dependent="split")(torch.zeros(20))
+    torch.manual_seed(6)
+    same(drawing(func, data_dependent="split", chunk_size=3)(torch.zeros(20)), whole)
+    torch.manual_seed(6)
+    same(drawing(func, data_dependent="split")(torch.zeros(6)), whole[:6])
+    assert len(whole.abs().unique()) == 60
+
+
+def test_nested_tensors() -> None:
+    examples = [torch.zeros(n) for n in (3, 1, 3, 2)]
+    torch.manual_seed(7)
+    got = drawing(torch.rand_like)(torch.nested.as_nested_tensor(examples, layout=torch.jagged))
+    torch.manual_seed(7)
+    dense = drawing(lambda x: torch.rand(3))(torch.zeros(4))
+    for g, d, x in zip(got.unbind(), dense, examples, strict=True):
+        if len(x) == 3:
+            same(g, d)
+
+
+def test_in_programs() -> None:
+    program = tsfunc.specialize(drawing(lambda x: torch.rand(3) + nnf.dropout(x, 0.5).sum()))
+    plain = drawing(lambda x: torch.rand(3) + nnf.dropout(x, 0.5).sum())
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        got = program(X)
+        torch.manual_seed(seed)
+        same(got, plain(X))
+    assert not torch.equal(program(X), program(X))
+    with pytest.raises(RuntimeError, match="Leave out chunk_size inside of specialize"):
+        tsfunc.specialize(drawing(lambda x: torch.rand_like(x), chunk_size=2))(X)
+
+
+def test_parameters_are_checked() -> None:
+    for draw, message in [
+        (lambda x: torch.normal(0.0, -1.0, (2,)), "expected std >= 0.0, but found std -1"),
+        (lambda x: torch.empty_like(x).uniform_(2, 1), "expected from <= to, got from=2"),
+        (lambda x: torch.empty_like(x).exponential_(0.0), "expected lambda > 0.0"),
+        (lambda x: torch.empty_like(x).cauchy_(0, 0.0), "expected sigma > 0.0"),
+        (lambda x: torch.empty_like(x).log_normal_(0, 0.0), "expected std > 0.0"),
+        (lambda x: torch.empty_like(x).geometric_(0.0), r"expected p to be in \(0, 1\]"),
+        (lambda x: torch.empty_like(x).bernoulli_(1.5), r"expected p to be in \[0, 1\]"),
+        (lambda x: torch.randint(3, 3, (2,)), "expected from < to, got from=3 >= to=3"),
+        (lambda x: torch.multinomial(x, 7), "no more samples than there are categories"),
+        (lambda x: torch.multinomial(x, 0), "to draw a number of samples above 0"),
+        (lambda x: torch.multinomial(-x, 1), "weights that are finite, not negative"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            drawing(draw)(X)
+
+
+def test_an_operator_without_a_rule_draws_alone_too() -> None:
+    """By the loop, each example with a seed of its own."""
+    name = "tsfunc_test::noisy"
+    library = torch.library.Library("tsfunc_test", "FRAGMENT")
+    library.define("noisy(Tensor x) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+    library.impl("noisy", lambda x: x + torch.rand(x.shape), "CompositeExplicitAutograd")
+    op = torch.ops.tsfunc_test.noisy
+    with pytest.warns(tsfunc.errors.SlowFallbackWarning, match=name):
+        torch.manual_seed(8)
+        whole = drawing(op)(X)
+    torch.manual_seed(8)
+    same(drawing(op, chunk_size=2)(X), whole)
+    torch.manual_seed(8)
+    same(drawing(op)(X[:2]), whole[:2])
+    assert len((whole - X).unique()) == 42
+    shared = vmap(op, randomness="same")(X)
+    same(shared - X, (shared - X)[:1].expand(7, 6))

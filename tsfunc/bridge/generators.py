@@ -1,0 +1,57 @@
+"""The states of torch's random number generators, for a vmapped call that is run part by part.
+
+NOTE [the same numbers in every part]
+With ``randomness="same"`` or ``"split"`` a part of the batch that is run later is to begin with
+the state that the first part began with. So the states of the default generators are taken where
+the call begins, and that of a generator which the function names (``generator=``) where it is first
+drawn from. After the call they are left as the part left them that drew the most, so that numbers
+drawn later have not been used.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Generators:
+    """Remembers where generators were when a vmapped call began."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self._most = -1
+        self._began: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._ended: list[tuple[torch.Generator, torch.Tensor]] = []
+        defaults = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            defaults += torch.cuda.default_generators
+        for generator in defaults:
+            self._began.append((generator, generator.get_state()))
+
+    def draws(self, generator: torch.Generator | None) -> None:
+        """A random operator is about to draw."""
+        self.drawn += 1
+        if generator is not None and all(known is not generator for known, _ in self._began):
+            self._began.append((generator, generator.get_state()))
+
+    def rewind(self) -> None:
+        """A part of the batch has been run, and another one is about to be."""
+        self._note_end()
+        for generator, state in self._began:
+            generator.set_state(state)
+
+    def finish(self) -> None:
+        """All parts have been run."""
+        self._note_end()
+        for generator, state in self._ended:
+            generator.set_state(state)
+
+    def _note_end(self) -> None:
+        if self.drawn > self._most:
+            self._most = self.drawn
+            self._ended = [(generator, generator.get_state()) for generator, _ in self._began]
+        self.drawn = 0
+
+
+def rewindable(randomness: str) -> Generators | None:
+    """What a call that is run part by part needs for this randomness."""
+    return Generators() if randomness in ("same", "split") else None

@@ -1,0 +1,235 @@
+"""Samples of distributions for each example, from the random words of a ``Draw``.
+
+Every function returns a row of ``count`` numbers for each example. What follows from uniform
+numbers by a formula is found by that formula. Poisson, binomial and gamma numbers are found by
+rejection; an example's attempts are numbered, and the first that is accepted counts, so that how
+often others are rejected changes nothing. The number of attempts is bounded where the chance that
+all of them fail is below 1e-15; values that can be looked at end the attempts early.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.philox import Draw
+
+_WORD = 0xFFFFFFFF
+_ATTEMPTS = 48
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+
+
+def working(dtype: torch.dtype) -> torch.dtype:
+    """The type that numbers of a type are computed in."""
+    return torch.float64 if dtype is torch.float64 or not dtype.is_floating_point else torch.float32
+
+
+def uniform(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+    """From 0 to 1, without 1: as many bits as the type's significand has."""
+    digits = _DIGITS.get(dtype, 53)
+    if digits <= 32:
+        return (draw.words(count) >> (32 - digits)).to(dtype) * 2.0**-digits
+    high, low = _pairs(draw, count)
+    return ((high >> 5) * (1 << 26) + (low >> 6)).to(torch.float64) * 2.0**-53
+
+
+def _pairs(draw: Draw, count: Any) -> tuple[Tensor, Tensor]:
+    """Two random words for each number."""
+    words = draw.words(2 * count)
+    return words[:, :count], words[:, count:]
+
+
+def below(draw: Draw, count: Any, chance: Any) -> Tensor:
+    """True with a chance: a number, or a tensor for the elements. To 32 bits."""
+    found: Tensor = (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
+    return found
+
+
+def positive(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+    """From 0 to 1, without 0, in the type that numbers of ``dtype`` are computed in."""
+    if working(dtype) is torch.float64:
+        return 1.0 - uniform(draw, count, torch.float64)
+    # All 32 bits: logarithms need the small ones.
+    return (draw.words(count).to(torch.float32) + 0.5) * 2.0**-32
+
+
+def normal(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers, two from each two uniform ones (Box and Muller)."""
+    half = (count + 1) // 2
+    radius = (-2 * positive(draw, half, dtype).log()).sqrt()
+    angle = 2 * math.pi * positive(draw, half, dtype)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count]
+
+
+def exponential(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+    """Of rate 1; never 0, by which multinomial's weights are divided."""
+    least = torch.finfo(working(dtype)).eps / 2
+    return (-positive(draw, count, dtype).log()).clamp_min(least)
+
+
+def cauchy(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+    """Of median 0 and scale 1."""
+    return (math.pi * (positive(draw, count, dtype) - 0.5)).tan()
+
+
+def geometric(draw: Draw, count: Any, chance: float) -> Tensor:
+    """How many trials it takes until the first success."""
+    tries = positive(draw, count, torch.float64).log() / math.log1p(-chance) if chance < 1 else None
+    if tries is None:
+        return torch.ones(draw.examples.shape[0], count, dtype=torch.float64, device=draw.device)
+    return tries.ceil().clamp_min(1.0)
+
+
+def integers(draw: Draw, count: Any, low: int, span: int) -> Tensor:
+    """From ``low`` on, ``span`` different ones: of 64 random bits times the span, the upper 64."""
+    high_word, low_word = _pairs(draw, count)
+    if span == 1 << 64:
+        return (high_word << 32) + low_word + low
+    span_high, span_low = span >> 32, span & _WORD
+    first = low_word * span_low
+    second, third = high_word * span_low, low_word * span_high
+    middle = ((first >> 32) & _WORD) + (second & _WORD) + (third & _WORD)
+    carried = ((second >> 32) & _WORD) + ((third >> 32) & _WORD) + (middle >> 32)
+    return high_word * span_high + carried + low
+
+
+def permutation(draw: Draw, count: Any) -> Tensor:
+    """The order of random numbers is a random order."""
+    return integers(draw, count, -(1 << 63), 1 << 64).argsort(dim=1, stable=True)
+
+
+def _settled(done: Tensor) -> bool:
+    """Whether all attempts have ended, where that can be looked at."""
+    return type(done) is Tensor and bool(done.all())
+
+
+def _first_accepted(propose: Callable[[], tuple[Tensor, Tensor]], otherwise: Tensor) -> Tensor:
+    """Of a series of proposals, each with whether it is accepted, the first that is."""
+    out = otherwise
+    done = torch.zeros_like(otherwise, dtype=torch.bool)
+    for _ in range(_ATTEMPTS):
+        proposal, accepted = propose()
+        out = torch.where(accepted & ~done, proposal, out)
+        done = done | accepted
+        if _settled(done):
+            break
+    return out
+
+
+def _arrivals(gap: Callable[[], Tensor], room: Tensor) -> Tensor:
+    """How many gaps fit into the room, one after the other; 10 on average at most."""
+    end = gap()
+    number = torch.zeros_like(room)
+    for _ in range(_ATTEMPTS + 16):
+        fits = end <= room
+        number = number + fits
+        if _settled(~fits):
+            break
+        end = end + gap()
+    return number
+
+
+def gamma(draw: Draw, shape: Tensor) -> Tensor:
+    """Gamma numbers of scale 1, in float64.
+
+    Source: Marsaglia and Tsang, "A simple method for generating gamma variables" (2000).
+    """
+    count = shape.shape[1]
+    small = shape < 1
+    boost = positive(draw, count, torch.float64) ** torch.where(small, 1 / shape, 0.0)
+    d = torch.where(small, shape + 1, shape) - 1 / 3
+    c = 1 / (9 * d).sqrt()
+
+    def propose() -> tuple[Tensor, Tensor]:
+        x = normal(draw, count, torch.float64)
+        v = (1 + c * x) ** 3
+        u = positive(draw, count, torch.float64)
+        fits = u.log() < 0.5 * x * x + d - d * v + d * v.clamp_min(1e-300).log()
+        return d * v, (v > 0) & fits
+
+    return _first_accepted(propose, d + 0 * boost) * boost
+
+
+def poisson(draw: Draw, rate: Tensor) -> Tensor:
+    """Poisson numbers, in float64.
+
+    Source: for rates of 10 and more Hörmann, "The transformed rejection method for generating
+    Poisson random variables" (1993), else the arrivals in unit time.
+    """
+    count = rate.shape[1]
+    few = rate < 10
+    blank = torch.zeros_like(draw.examples, dtype=torch.float64).view(-1, 1)
+    room = torch.where(few, rate, 0.0) + blank
+    small = _arrivals(lambda: exponential(draw, count, torch.float64), room)
+    draw.stage(1)
+    mean = torch.where(few, 10.0, rate) + blank
+    b = 0.931 + 2.53 * mean.sqrt()
+    a = -0.059 + 0.02483 * b
+    inverse_alpha = 1.1239 + 1.1328 / (b - 3.4)
+    certain = 0.9277 - 3.6224 / (b - 2)
+
+    def propose() -> tuple[Tensor, Tensor]:
+        u = uniform(draw, count, torch.float64) - 0.5
+        v = positive(draw, count, torch.float64)
+        us = 0.5 - u.abs()
+        k = ((2 * a / us + b) * u + mean + 0.43).floor()
+        weight = (v * inverse_alpha / (a / (us * us) + b)).log()
+        fits = weight <= k * mean.log() - mean - (k + 1).clamp_min(1.0).lgamma()
+        possible = (k >= 0) & ~((us < 0.013) & (v > us))
+        return k, ((us >= 0.07) & (v <= certain)) | (possible & fits)
+
+    return torch.where(few, small, _first_accepted(propose, mean.floor()))
+
+
+def binomial(draw: Draw, trials: Tensor, chance: Tensor) -> Tensor:
+    """Binomial numbers, in float64.
+
+    Source: for means of 10 and more Hörmann, "The generation of binomial random variates" (1993),
+    else the successes by the gaps between them.
+    """
+    count = max(trials.shape[1], chance.shape[1])
+    blank = torch.zeros_like(draw.examples, dtype=torch.float64).view(-1, 1)
+    p = torch.where(chance > 0.5, 1 - chance, chance) + blank
+    n = trials + blank
+    few = n * p < 10
+    never = torch.where(p > 0, p, 0.5)
+
+    def gap() -> Tensor:
+        gaps = (positive(draw, count, torch.float64).log() / torch.log1p(-never)).ceil()
+        return torch.where(p > 0, gaps.clamp_min(1.0), math.inf)
+
+    small = _arrivals(gap, torch.where(few, n, 0.0))
+    draw.stage(1)
+    big = _btrs(draw, torch.where(few, 20.0, n), torch.where(few, 0.5, p))
+    number = torch.where(few, small, big)
+    return torch.where(chance > 0.5, n - number, number)
+
+
+def _btrs(draw: Draw, n: Tensor, p: Tensor) -> Tensor:
+    """Binomial numbers of a mean of 10 at least, a chance of a half at most."""
+    count = n.shape[1]
+    spread = (n * p * (1 - p)).sqrt()
+    b = 1.15 + 2.53 * spread
+    a = -0.0873 + 0.0248 * b + 0.01 * p
+    alpha = (2.83 + 5.1 / b) * spread
+    certain = 0.92 - 4.2 / b
+    mode = ((n + 1) * p).floor()
+    odds = (p / (1 - p)).log()
+    most = (mode + 1).lgamma() + (n - mode + 1).lgamma()
+
+    def propose() -> tuple[Tensor, Tensor]:
+        u = uniform(draw, count, torch.float64) - 0.5
+        v = positive(draw, count, torch.float64)
+        us = 0.5 - u.abs()
+        k = ((2 * a / us + b) * u + n * p + 0.5).floor()
+        possible = (k >= 0) & (k <= n)
+        near = torch.where(possible, k, mode)
+        weight = (v * alpha / (a / (us * us) + b)).log()
+        fits = weight <= most - (near + 1).lgamma() - (n - near + 1).lgamma() + (k - mode) * odds
+        return k, possible & (((us >= 0.07) & (v <= certain)) | fits)
+
+    return _first_accepted(propose, mode)

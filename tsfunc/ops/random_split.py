@@ -1,0 +1,319 @@
+"""Random operators where each example draws as if alone: the rules for ``randomness="split"``.
+
+See NOTE [draws of an example] in ``philox``. The rules here take the same arguments as those of
+``random``, which call them. With ``level.randomness`` "same" they serve what has a distribution for
+each example: all examples then draw the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tsfunc.ops import distributions
+from tsfunc.ops.dims import align, front, logical_shape, op_name, unit_dims
+from tsfunc.ops.philox import Draw
+from tsfunc.ops.registry import BatchLevel, Dims
+
+Sampler = Callable[..., Tensor]
+
+
+def draw_for(level: BatchLevel, device: Any, kwargs: Mapping[str, Any]) -> Draw:
+    """The random words of a call with these keyword arguments."""
+    shared = level.randomness == "same"
+    return Draw(level, torch.device(device), kwargs.get("generator"), shared)
+
+
+def _require(condition: bool, op: Any, message: str) -> None:
+    if not condition:
+        raise RuntimeError(f"{op_name(op)}: expected {message}")
+
+
+def _uniform(
+    op: Any, draw: Draw, count: Any, dtype: torch.dtype, low: float = 0.0, high: float = 1.0
+) -> Tensor:
+    _require(low <= high, op, f"from <= to, got from={low} > to={high}")
+    u = distributions.uniform(draw, count, dtype)
+    return u if (low, high) == (0.0, 1.0) else u * (high - low) + low
+
+
+def _normal(
+    op: Any, draw: Draw, count: Any, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
+) -> Tensor:
+    _require(std >= 0.0, op, f"std >= 0.0, but found std {std}")
+    z = distributions.normal(draw, count, dtype)
+    return z if (mean, std) == (0.0, 1.0) else z * std + mean
+
+
+def _log_normal(
+    op: Any, draw: Draw, count: Any, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0
+) -> Tensor:
+    _require(std > 0.0, op, f"std > 0.0, but found std={std}")
+    return (distributions.normal(draw, count, dtype) * std + mean).exp()
+
+
+def _exponential(op: Any, draw: Draw, count: Any, dtype: torch.dtype, rate: float = 1.0) -> Tensor:
+    _require(rate > 0.0, op, f"lambda > 0.0, but found lambda={rate}")
+    return distributions.exponential(draw, count, dtype) / rate
+
+
+def _cauchy(
+    op: Any, draw: Draw, count: Any, dtype: torch.dtype, median: float = 0.0, scale: float = 1.0
+) -> Tensor:
+    _require(scale > 0.0, op, f"sigma > 0.0, but found sigma={scale}")
+    return distributions.cauchy(draw, count, dtype) * scale + median
+
+
+def _geometric(op: Any, draw: Draw, count: Any, dtype: torch.dtype, chance: float) -> Tensor:
+    _require(0 < chance <= 1, op, f"p to be in (0, 1], but got p={chance}")
+    return distributions.geometric(draw, count, chance)
+
+
+def _bernoulli(op: Any, draw: Draw, count: Any, dtype: torch.dtype, chance: float = 0.5) -> Tensor:
+    _require(0 <= chance <= 1, op, f"p to be in [0, 1], but got p={chance}")
+    return distributions.below(draw, count, chance)
+
+
+def _greatest(dtype: torch.dtype) -> int:
+    """Up to which integer ``random_`` draws without bounds."""
+    if dtype is torch.bool:
+        return 1
+    if dtype.is_floating_point:
+        return 1 << round(1 - math.log2(torch.finfo(dtype).eps))
+    return torch.iinfo(dtype).max
+
+
+def _between(op: Any, draw: Draw, count: Any, low: int, high: int) -> Tensor:
+    _require(low < high, op, f"from < to, got from={low} >= to={high}")
+    return distributions.integers(draw, count, low, high - low)
+
+
+def _random(op: Any, draw: Draw, count: Any, dtype: torch.dtype, *bounds: int | None) -> Tensor:
+    low, high = (0, *bounds)[-2:] if bounds else (0, None)
+    return _between(op, draw, count, low or 0, _greatest(dtype) + 1 if high is None else high)
+
+
+def _randint(op: Any, draw: Draw, count: Any, dtype: torch.dtype, *bounds: int) -> Tensor:
+    low, high = (0, *bounds)[-2:]
+    return _between(op, draw, count, low, high)
+
+
+# By the operator's name without overload and trailing underscore.
+_SAMPLERS: dict[str, Sampler] = {
+    "rand": _uniform, "rand_like": _uniform, "uniform": _uniform,
+    "randn": _normal, "randn_like": _normal, "normal": _normal, "normal_functional": _normal,
+    "randint": _randint, "randint_like": _randint, "random": _random,
+    "log_normal": _log_normal, "exponential": _exponential, "cauchy": _cauchy,
+    "geometric": _geometric, "bernoulli": _bernoulli,
+}  # fmt: skip
+
+
+def _sampled(
+    op: Any, level: BatchLevel, shape: Sequence[Any], dtype: torch.dtype, device: Any,
+    params: Sequence[Any], kwargs: Mapping[str, Any],
+) -> Tensor:  # fmt: skip
+    """Numbers of a shape for each example, the batch dim first."""
+    sampler = _SAMPLERS[op_name(op).partition("::")[2].partition(".")[0].rstrip("_")]
+    draw = draw_for(level, device, kwargs)
+    count: Any = math.prod(shape)
+    if dtype.is_complex:
+        # A complex normal number has the variance 1 in both parts together.
+        real = dtype.to_real()
+        if sampler is _normal:
+            params = (0.0, math.sqrt(0.5))
+        parts = sampler(op, draw, 2 * count, real, *params).to(real)
+        out = torch.view_as_complex(parts.reshape(-1, count, 2))
+    else:
+        out = sampler(op, draw, count, dtype, *params).to(dtype)
+    return out.reshape(-1, *shape)
+
+
+def sized(
+    op: Any, level: BatchLevel, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A factory whose size is ``args[place]``, after the distribution's parameters."""
+    default = torch.int64 if "randint" in op_name(op) else torch.get_default_dtype()
+    dtype = kwargs.get("dtype") or default
+    device = kwargs.get("device") or torch.get_default_device()
+    return _sampled(op, level, args[place], dtype, device, args[:place], kwargs), 0
+
+
+def randperm(op: Any, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A permutation for each example."""
+    draw = draw_for(level, kwargs.get("device") or torch.get_default_device(), kwargs)
+    order = distributions.permutation(draw, args[0])
+    return order.to(kwargs.get("dtype") or torch.int64), 0
+
+
+def drawn_like(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of the shape and type of the first argument, whose values do not matter."""
+    x, at = args[0], dims[0]
+    dtype = kwargs.get("dtype") or x.dtype
+    shape = logical_shape(x, at)
+    device = kwargs.get("device") or x.device
+    out = _sampled(op, level, shape, dtype, device, args[1:], kwargs)
+    return (out.movedim(0, at), at) if at else (out, 0)
+
+
+def drawn_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Overwrites the first argument, which is batched."""
+    x, *params = args
+    if any(isinstance(param, Tensor) for param in params):
+        out = bernoulli(op, level, dims, args, kwargs)
+    else:
+        shape = logical_shape(x, dims[0])
+        out = _sampled(op, level, shape, x.dtype, x.device, params, kwargs)
+    x.copy_(out.movedim(0, dims[0]))
+
+
+def _rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
+    """A parameter as a row of float64 numbers for each example, or one for all."""
+    x = x.detach()
+    x = x.unsqueeze(0) if at is None else front(x, at)
+    x = unit_dims(x, 1, len(shape) - x.dim() + 1)
+    return x.expand(x.shape[0], *shape).reshape(x.shape[0], math.prod(shape)).to(torch.float64)
+
+
+def _without_gradient(out: Tensor, *params: Any) -> Tensor:
+    """The derivative by the parameters is zero, as torch has it; not missing."""
+    for param in params:
+        if isinstance(param, Tensor) and param.requires_grad:
+            never = torch.zeros((), dtype=torch.bool, device=out.device)
+            out = torch.where(never, param.sum().to(out.dtype), out)
+    return out
+
+
+def _broadcast_shape(args: Sequence[Any], dims: Dims) -> Sequence[Any]:
+    """The shape that parameters broadcast to."""
+    shapes = [
+        logical_shape(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)
+    ]
+    return list(torch.broadcast_shapes(*shapes))
+
+
+def bernoulli(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """In the shape and type of the first argument; the last has the chances. Batch dim first."""
+    shape = logical_shape(args[0], dims[0])
+    draw = draw_for(level, args[0].device, kwargs)
+    drawn = distributions.below(draw, math.prod(shape), _rows(args[-1], dims[-1], shape))
+    return _without_gradient(drawn.to(args[0].dtype).reshape(-1, *shape), *args)
+
+
+def normal(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Standard normal numbers for each example, scaled and shifted."""
+    params, where = (*args, 1.0)[:2], [*dims, None][:2]
+    tensors = [x for x in params if isinstance(x, Tensor)]
+    shape = _broadcast_shape(params, where)
+    dtype = tensors[0].dtype
+    if len(tensors) == 2:
+        dtype = torch.promote_types(dtype, tensors[1].dtype)
+    draw = draw_for(level, tensors[0].device, kwargs)
+    noise = distributions.normal(draw, math.prod(shape), dtype).reshape(-1, *shape)
+    (mean, std, noise), at = align(
+        [x.detach() if isinstance(x, Tensor) else x for x in params] + [noise], [*where, 0]
+    )
+    return _without_gradient((mean + std * noise).to(dtype), *params), at
+
+
+def multinomial(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The places of the largest weights over exponential numbers, or of uniform ones in sums."""
+    x, number, replacement = (*args, False)[:3]
+    weights = x.detach().unsqueeze(0) if dims[0] is None else front(x.detach(), dims[0])
+    lead, kinds = weights.shape[1:-1], weights.shape[-1]
+    _require(number > 0, op, f"to draw a number of samples above 0, got {number}")
+    _require(
+        replacement or number <= kinds, op,
+        f"no more samples than there are categories without replacement, got {number} of {kinds}",
+    )  # fmt: skip
+    if type(weights) is Tensor:
+        fine = (weights >= 0).all() & (weights.sum(-1) > 0).all() & weights.isfinite().all()
+        _require(bool(fine), op, "weights that are finite, not negative, and not all 0")
+    weights = weights.to(torch.float64)
+    draw = draw_for(level, x.device, kwargs)
+    if replacement:
+        count: Any = math.prod(lead) * number
+        u = distributions.uniform(draw, count, torch.float64).reshape(-1, *lead, number)
+        sums = weights.cumsum(-1)
+        sums = sums.expand(max(u.shape[0], sums.shape[0]), *sums.shape[1:]).contiguous()
+        found = torch.searchsorted(sums, (u * sums[..., -1:]).contiguous(), right=True)
+        last = kinds - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
+        return torch.minimum(found, last), 0
+    count = math.prod(lead) * kinds
+    waits = distributions.exponential(draw, count, torch.float64).reshape(-1, *lead, kinds)
+    return (weights / waits).topk(number, -1).indices, 0
+
+
+def _sample_rows(
+    draw: Draw, name: str, args: Sequence[Any], dims: Dims, shape: Sequence[Any]
+) -> Tensor:
+    params = [_rows(x, at, shape) for x, at in zip(args, dims, strict=False)]
+    if name == "aten::poisson":
+        return distributions.poisson(draw, params[0])
+    if name == "aten::binomial":
+        return distributions.binomial(draw, params[0], params[1])
+    return distributions.gamma(draw, params[0])
+
+
+def drawn_from(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Tensors are the distribution's parameters: poisson, binomial, gamma, dirichlet."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if len(args) > len(tensors):  # a generator that is no keyword
+        kwargs = {"generator": args[len(tensors)], **kwargs}
+    args, dims = tensors, dims[: len(tensors)]
+    shape, dtype = _broadcast_shape(args, dims), args[0].dtype
+    draw = draw_for(level, args[0].device, kwargs)
+    rows = _sample_rows(draw, op_name(op), args, dims, shape)
+    out = rows.reshape(-1, *shape)
+    if op_name(op) == "aten::_sample_dirichlet":
+        return (out / out.sum(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny).to(dtype), 0
+    if op_name(op) == "aten::_standard_gamma":
+        out = out.clamp_min(torch.finfo(dtype).tiny).to(dtype)
+        return _with_implicit_gradient(args[0], dims[0], out), 0
+    return _without_gradient(out.to(dtype), *args), 0
+
+
+def _with_implicit_gradient(shape: Tensor, at: int | None, out: Tensor) -> Tensor:
+    """Gamma numbers have a derivative by their parameter, which torch has a function for."""
+    alpha = shape.unsqueeze(0) if at is None else front(shape, at)
+    plain = type(alpha) in (Tensor, torch.nn.Parameter)
+    if plain and not alpha.requires_grad and forward_ad.unpack_dual(alpha).tangent is None:
+        return out
+    fixed = alpha.detach()
+    slope: Tensor = torch.ops.aten._standard_gamma_grad(fixed.expand_as(out), out)
+    return out + (alpha - fixed) * slope
+
+
+def keep_mask(level: BatchLevel, x: Tensor, at: int | None, keep: float, features: bool) -> Tensor:
+    """Ones with the chance ``keep``, else zeros, the batch dim first."""
+    shape = logical_shape(x, at)
+    if features:
+        # As many dims as a feature map has get the size 1.
+        kept = 2
+        shape = [*shape[:kept], *[1 for _ in shape[kept:]]]
+    draw = draw_for(level, x.device, {})
+    return distributions.below(draw, math.prod(shape), keep).to(x.dtype).reshape(-1, *shape)
+
+
+def slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
+    """Uniform slopes that broadcast with ``x``."""
+    shape = logical_shape(x, at)
+    draw = draw_for(level, x.device, {})
+    u = distributions.uniform(draw, math.prod(shape), x.dtype)
+    return (u * (upper - lower) + lower).reshape(-1, *shape).movedim(0, at)

@@ -1,0 +1,283 @@
+"""Examples of differing sizes: nested tensors as inputs of ``vmap``, and results put together.
+
+NOTE [examples of differing sizes]
+A nested tensor is mapped over its first dim. Examples of one size are run together, as a tensor of
+that size: every operator is right for each length, since none sees another one. Results of parts
+are put together in the order of the examples: into a tensor where their sizes agree; where they
+differ in one dim, into a nested tensor of torch's jagged layout (``ragged="nested"``). A list, one
+entry an example, is what comes with ``ragged="list"``, and where no nested tensor can be: sizes
+that differ in several dims, ranks or types that differ, results inside of another transform, whose
+values a nested tensor can't hold.
+
+A result that is no tensor belongs to one example each as soon as the function has asked for a
+value of an example, or examples have sizes of their own: numbers then come as a tensor, other
+objects as a list, with an out_dim of None once. Otherwise it is returned once, as by any ``vmap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tsfunc import pytrees
+from tsfunc.bridge.tracer import Tracer
+from tsfunc.bridge.tracing import tracing_here
+from tsfunc.errors import DataDependentError
+from tsfunc.transforms.chunk_sizes import ChunkSizes
+from tsfunc.transforms.in_dims import is_nested, mapped
+from tsfunc.transforms.out_dims import match_out_dims
+from tsfunc.transforms.split import Part, Run, Runner, Source, run_traced
+from tsfunc.transforms.vmap_spec import Spec
+
+_NUMBERS = (bool, int, float, complex)
+
+
+@dataclass(frozen=True)
+class Nested(Source):
+    """A nested tensor that is mapped over its first dim."""
+
+    examples: Sequence[torch.Tensor]
+
+    def take(self, lanes: torch.Tensor) -> torch.Tensor:
+        """Examples of one size."""
+        return torch.stack([self.examples[i] for i in lanes.tolist()])
+
+    def put(self, lanes: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes what became of them into the nested tensor."""
+        for i, value in zip(lanes.tolist(), values, strict=True):
+            self.examples[i].copy_(value)
+
+
+def nested_source(spec: Spec, value: torch.Tensor, dim: int) -> Nested:
+    """A nested input; its batch dim can be the first one only."""
+    if dim not in (0, -value.dim()):
+        raise ValueError(
+            f"{spec.call()}: Got in_dim={dim} for an input that is a nested tensor. Its examples "
+            f"are along its first dim: give in_dim=0."
+        )
+    return Nested(value, 0, value.unbind(0))
+
+
+def match_sources(
+    spec: Spec, flat: Sequence[Any], dims: Sequence[int | None]
+) -> tuple[list[Any], Any]:
+    """The inputs of a call some of which are nested tensors, and how many examples there are."""
+    sources: list[Any] = list(flat)
+    size: Any = None
+    rest: list[int | None] = list(dims)
+    for i, (value, dim) in enumerate(zip(flat, dims, strict=True)):
+        if dim is None or not is_nested(value):
+            continue
+        sources[i] = nested = nested_source(spec, value, dim)
+        rest[i] = None
+        if size is None:
+            size = len(nested.examples)
+        elif size != len(nested.examples):
+            raise ValueError(
+                f"{spec.call()}: Expected all tensors to have the same size in the mapped "
+                f"dimension, got nested tensors of {size} and of {len(nested.examples)} examples"
+            )
+    if any(dim is not None for dim in rest):
+        at, other = mapped(spec, flat, rest)
+        if other != size:
+            raise ValueError(
+                f"{spec.call()}: Expected all tensors to have the same size in the mapped "
+                f"dimension, got {other} beside a nested tensor of {size} examples"
+            )
+        for i, dim in enumerate(at):
+            if dim is not None:
+                sources[i] = Source(flat[i], dim)
+    return sources, size
+
+
+def groups_by_size(sources: Sequence[Any], size: int) -> list[torch.Tensor]:
+    """The examples whose nested inputs have the same sizes."""
+    nested = [source for source in sources if isinstance(source, Nested)]
+    if not nested or not size:
+        return [torch.arange(size, device="cpu")]
+    found: dict[Any, list[int]] = {}
+    for i in range(size):
+        found.setdefault(tuple(n.examples[i].shape for n in nested), []).append(i)
+    return [torch.tensor(lanes, device="cpu") for lanes in found.values()]
+
+
+# How a group of examples is to be run, None for all at once.
+SizesOf = Callable[[torch.Tensor], ChunkSizes | None]
+
+
+def run_parts(spec: Spec, sources: Sequence[Any], size: Any, sizes_of: SizesOf, run: Run) -> Any:
+    """A vmapped call whose examples may go different ways, or are of different sizes."""
+    if tracing_here():
+        return run_traced(spec, sources, size, run)
+    runner = Runner(spec, sources, run)
+    for group in groups_by_size(sources, size):
+        sizes = sizes_of(group)
+        if sizes is None:
+            runner.add(group)
+            continue
+        while len(group):
+            chunk, group = group.tensor_split([sizes.next()])
+            with sizes.running(len(chunk)):
+                runner.add(chunk)
+    return put_together(spec, runner.finish(), sources)
+
+
+def put_together(spec: Spec, parts: Sequence[Part], sources: Sequence[Any]) -> Any:
+    """The results of all parts, in the order of the examples."""
+    nested = [source.value for source in sources if isinstance(source, Nested)]
+    single = bool(nested) or any(part.asked for part in parts)
+    if len(parts) == 1 and not single:
+        return parts[0].out
+    flats = [pytrees.flatten(part.out) for part in parts]
+    leaves, tree = flats[0]
+    for _, other in flats[1:]:
+        if other != tree:
+            raise ValueError(
+                f"vmap({spec.name}, ...): `{spec.name}` returned different structures for "
+                f"different examples: {tree} and {other}. Return one structure for all."
+            )
+    dims = match_out_dims(spec, parts[0].out, tree)
+    joined = _Joined(spec, [part.lanes for part in parts], nested, single)
+    results = [joined.leaf([flat[0][i] for flat in flats], dims[i]) for i in range(len(leaves))]
+    return pytrees.unflatten(tree, results)
+
+
+class _Joined:
+    """How the results of parts are put together.
+
+    Args:
+        spec: the call's own arguments.
+        lanes: the examples of each part.
+        nested: the inputs that are nested tensors.
+        single: whether what is no tensor belongs to one example each.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        lanes: Sequence[torch.Tensor],
+        nested: Sequence[torch.Tensor],
+        single: bool,
+    ) -> None:
+        self.spec, self.lanes, self.nested, self.single = spec, lanes, nested, single
+        order = torch.cat(list(lanes))
+        self.size = len(order)
+        self.back = order.argsort()
+        self.sorted = bool((self.back.diff() == 1).all())
+
+    def leaf(self, values: Sequence[Any], dim: int | None) -> Any:
+        """One leaf of the results, of each part."""
+        if all(isinstance(value, torch.Tensor) for value in values):
+            return self._once(values) if dim is None else self._tensors(values, dim)
+        if dim is None or all(value is None for value in values):
+            return self._once(values)
+        if not self.single:
+            return values[0]
+        if all(isinstance(value, _NUMBERS) for value in values):
+            if dim not in (0, -1):
+                raise IndexError(
+                    f"{self.spec.call(out=True)}: Dimension out of range (expected to be in range "
+                    f"of [-1, 0], but got {dim}) for a number for each example"
+                )
+            return torch.tensor(self._listed(values, 0))
+        return self._listed(values, dim)
+
+    def _once(self, values: Sequence[Any]) -> Any:
+        """A result that must be the same for all examples."""
+        first = values[0]
+        for value in values[1:]:
+            if isinstance(value, torch.Tensor) and isinstance(first, torch.Tensor):
+                same = value is first or torch.equal(value, first)
+            else:
+                same = type(value) is type(first) and bool(value == first)
+            if not same:
+                raise ValueError(
+                    f"vmap({self.spec.name}, ...): `{self.spec.name}` returned for an output whose "
+                    f"out_dim is None a value that differs from example to example: {first!r} and "
+                    f"{value!r}. Give it an out_dim."
+                )
+        return first
+
+    def _listed(self, values: Sequence[Any], dim: int) -> list[Any]:
+        """An entry for each example."""
+        found: list[Any] = []
+        for lanes, value in zip(self.lanes, values, strict=True):
+            each = value.unbind(dim) if isinstance(value, torch.Tensor) else [value] * len(lanes)
+            found.extend(each)
+        return [found[i] for i in self.back.tolist()]
+
+    def _tensors(self, values: Sequence[torch.Tensor], dim: int) -> Any:
+        sizes = [_without(value, dim) for value in values]
+        if all(size == sizes[0] for size in sizes):
+            joined = torch.cat(list(values), dim) if len(values) > 1 else values[0]
+            return joined if self.sorted else joined.index_select(dim, self.back.to(joined.device))
+        if self.spec.ragged == "error":
+            raise DataDependentError(
+                f"vmap({self.spec.name}, ...): an output has sizes that differ from example to "
+                f"example: {_listed_sizes(sizes)}. ragged='nested' returns these as a nested "
+                f"tensor, ragged='list' as a list."
+            )
+        along = _ragged_dim(values, sizes)
+        if self.spec.ragged == "list" or along is None:
+            return self._listed(values, dim)
+        if dim % values[0].dim() != 0:
+            raise ValueError(
+                f"{self.spec.call(out=True)}: an output has sizes that differ from example to "
+                f"example: {_listed_sizes(sizes)}. A nested tensor has its examples along its "
+                f"first dim: give out_dims=0 for this output, or ragged='list'."
+            )
+        return self._jagged(values, along)
+
+    def _jagged(self, values: Sequence[torch.Tensor], along: int) -> torch.Tensor:
+        """A nested tensor, ragged along a dim of the examples."""
+        device = values[0].device
+        lengths = torch.cat([torch.full((len(v),), v.shape[along + 1]) for v in values])
+        starts = (lengths.cumsum(0) - lengths)[self.back]
+        lengths = lengths[self.back]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        rows = torch.cat([v.movedim(along + 1, 1).flatten(0, 1) for v in values])
+        if not self.sorted:
+            places = torch.repeat_interleave(starts - offsets[:-1], lengths)
+            rows = rows.index_select(0, (places + torch.arange(len(places))).to(device))
+        return torch.nested.nested_tensor_from_jagged(
+            rows.movedim(0, along), self._offsets(offsets, device), jagged_dim=along + 1
+        )
+
+    def _offsets(self, offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Those of an input with the same lengths, so that the two can be combined."""
+        nested: Any  # lengths and offsets are methods of torch's class for the jagged layout
+        for nested in self.nested:
+            if nested.layout is torch.jagged and nested.lengths() is None:
+                known: torch.Tensor = nested.offsets()
+                if known.device == device and torch.equal(known.cpu(), offsets):
+                    return known
+        return offsets.to(device)
+
+
+def _without(value: torch.Tensor, dim: int) -> list[Any]:
+    """The sizes of an example."""
+    sizes = list(value.shape)
+    del sizes[dim]
+    return sizes
+
+
+def _listed_sizes(sizes: Sequence[Sequence[Any]]) -> str:
+    different = sorted({tuple(size) for size in sizes})
+    return ", ".join(map(str, different[:4])) + (", ..." if len(different) > 4 else "")
+
+
+def _ragged_dim(values: Sequence[torch.Tensor], sizes: Sequence[Sequence[Any]]) -> int | None:
+    """The one dim in which examples differ; None where no nested tensor can have them."""
+    first = sizes[0]
+    if any(len(size) != len(first) for size in sizes):
+        return None
+    if any(v.dtype != values[0].dtype or v.device != values[0].device for v in values):
+        return None
+    if any(isinstance(v, Tracer) or forward_ad.unpack_dual(v).tangent is not None for v in values):
+        return None
+    differing = [i for i in range(len(first)) if any(size[i] != first[i] for size in sizes)]
+    return differing[0] if len(differing) == 1 else None

@@ -1,0 +1,195 @@
+"""A ``vmap`` that is run part by part: ``data_dependent="split"``, and inputs of differing sizes.
+
+NOTE [what is run again]
+Each group of examples that is put off (NOTE [splitting] in ``bridge/split_level``) has the function
+run for it from its start. What the function does beside computing its result happens in every run:
+it prints again, and appends to a list outside again. Its random draws are the same numbers for an
+example in every run that it is in: under ``randomness="different"`` examples draw as under
+``"split"``. Writes into arguments reach the caller once, when all parts have been run. What decides
+beside tensors (Python's ``random``, the time) may differ from run to run, as it may from call to
+call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.generators import rewindable
+from tsfunc.bridge.split_level import SplitLevel, StartAnew
+from tsfunc.dispatch.places import users_place
+from tsfunc.errors import DataDependentError
+from tsfunc.ops.splitting import take_examples
+from tsfunc.transforms.vmap_spec import Spec
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input of the vmapped call, of which some examples can be taken at a time.
+
+    Attributes:
+        value: the input itself.
+        dim: which dim of what ``take`` returns holds the examples.
+    """
+
+    value: torch.Tensor
+    dim: int
+
+    def take(self, lanes: torch.Tensor) -> torch.Tensor:
+        """The examples as one tensor."""
+        if len(lanes) == self.value.shape[self.dim]:
+            return self.value
+        return take_examples(self.value, self.dim, lanes)
+
+    def put(self, lanes: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes what became of them into the input."""
+        if len(lanes) == self.value.shape[self.dim]:
+            self.value.copy_(values)
+        else:
+            self.value.index_copy_(self.dim, lanes.to(values.device), values)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one run of the function gave.
+
+    Attributes:
+        lanes: the examples that it is for.
+        out: its result.
+        asked: whether the function asked for Python values.
+    """
+
+    lanes: torch.Tensor
+    out: Any
+    asked: bool
+
+
+# Runs the function at a level, on the flattened inputs, and takes the results out of the level.
+Run = Callable[[BatchLevel, Sequence[Any]], Any]
+
+
+def dense_sources(flat: Sequence[Any], at: Sequence[int | None]) -> list[Any]:
+    """The inputs, those that are mapped as sources."""
+    return [
+        value if dim is None else Source(value, dim) for value, dim in zip(flat, at, strict=True)
+    ]
+
+
+class Runner:
+    """Runs the function for groups of examples, and for those that are put off meanwhile.
+
+    Args:
+        spec: the call's own arguments.
+        sources: the flattened inputs; those that are mapped are a ``Source``.
+        run: runs the function.
+    """
+
+    def __init__(self, spec: Spec, sources: Sequence[Any], run: Run) -> None:
+        self.spec, self.sources, self.run = spec, sources, run
+        self.randomness = spec.randomness
+        if spec.splits and spec.randomness == "different":
+            self.randomness = "split"
+        self.generators = rewindable(self.randomness)
+        self._runs = 0
+        self._copying = False
+        self._parts: list[Part] = []
+        self._written: list[_Written] = []
+
+    def add(self, group: torch.Tensor) -> None:
+        """Runs it for examples that begin together."""
+        pending = deque([group])
+        while pending:
+            lanes = pending.popleft()
+            if self.generators is not None and self._runs:
+                self.generators.rewind()
+            self._runs += 1
+            pending.extendleft(reversed(self._attempt(lanes)))
+
+    def _attempt(self, lanes: torch.Tensor) -> list[torch.Tensor]:
+        """One run; the groups that are still to be run after it."""
+        spec = self.spec
+        level = SplitLevel(
+            lanes, self.randomness, spec.label, spec.strict, self.generators, self._copying
+        )
+        level.splitter = level if spec.splits else None
+        inputs = _inputs(self.sources, level)
+        try:
+            out = self.run(level, inputs)
+        except StartAnew as anew:
+            if anew.level is not level:
+                raise
+            self._copying = self._copying or level.writes_arguments
+            return [level.lanes, *level.put_off]
+        self._parts.append(Part(level.lanes, out, level.asked))
+        self._written += [_Written(self.sources[i], level.lanes, inputs[i]) for i in level.written]
+        return level.put_off
+
+    def finish(self) -> list[Part]:
+        """What all runs gave; the arguments get what was written into them."""
+        if self.generators is not None:
+            self.generators.finish()
+        for one in self._written:
+            one.put()
+        return self._parts
+
+
+class _NoSplitter:
+    """In a trace nobody can look at examples."""
+
+    def __init__(self, level: BatchLevel) -> None:
+        self.level = level
+
+    def agree(self, answers: torch.Tensor) -> None:
+        """Refuses."""
+        raise DataDependentError(
+            f"{self.level.name}, at {users_place()}: a value of each example decides what the "
+            f"function does. data_dependent='split' looks at the values, but a trace has none. "
+            f"Write the choice with torch.where, or keep the vmap outside of specialize."
+        )
+
+
+def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
+    """The call in a trace: all examples at once, and nothing may depend on their values."""
+    level = BatchLevel(size, spec.randomness, spec.label, spec.strict)
+    level.splitter = _NoSplitter(level) if spec.splits else None
+    inputs = [
+        wrap(source.value, source.dim, level) if isinstance(source, Source) else source
+        for source in sources
+    ]
+    return run(level, inputs)
+
+
+def _inputs(sources: Sequence[Any], level: SplitLevel) -> list[Any]:
+    """The examples of the level as its tracers."""
+    inputs: list[Any] = []
+    taken: dict[tuple[int, int], torch.Tensor] = {}  # an input that is given twice stays one
+    for i, source in enumerate(sources):
+        if not isinstance(source, Source):
+            inputs.append(source)
+            continue
+        key = id(source.value), source.dim
+        if key not in taken:
+            value = source.take(level.lanes)
+            taken[key] = value.clone() if level.copying else value
+        level.note_argument(taken[key], i)
+        inputs.append(wrap(taken[key], source.dim, level))
+    return inputs
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An argument that the function wrote into."""
+
+    source: Source
+    lanes: torch.Tensor
+    tracer: BatchTracer
+
+    def put(self) -> None:
+        value, at = self.tracer.value, self.tracer.bdim
+        assert at is not None
+        self.source.put(self.lanes, value.movedim(at, self.source.dim))
