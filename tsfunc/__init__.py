@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tsfunc import dispatch, errors
 from tsfunc.bridge.tracer import Tracer, TracerLevel
+from tsfunc.transforms.control.cond import cond, switch
+from tsfunc.transforms.control.loops import fori_loop, while_loop
+from tsfunc.transforms.control.scan import associative_scan, map, scan
 from tsfunc.transforms.explain import CallReport, explain
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev

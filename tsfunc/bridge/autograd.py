@@ -27,7 +27,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracer import Tracer, TracerLevel, seen_here
 from tsfunc.dispatch import current_levels
 
 _alias = torch.ops.aten.alias.default
@@ -35,8 +35,11 @@ _alias = torch.ops.aten.alias.default
 
 def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     """The value as a tensor of the level: a tracer, or, at no level or an inner one, itself."""
-    if level is None or (isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth):
+    if level is None:
         return value
+    if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
+        found: torch.Tensor = seen_here(value)
+        return found
     return level.lift(value)
 
 
@@ -89,9 +92,14 @@ def recording(level: TracerLevel | None) -> Iterator[None]:
             level.autograd -= 1
 
 
+def _is_of(value: Any, level: TracerLevel) -> bool:
+    """Whether a tensor is of the level's transform: its graphs reach those of its lanes."""
+    return isinstance(value, Tracer) and value.dispatch_level.root is level.root
+
+
 def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
     """Whether the value depends on an outer differentiated input of the same level."""
-    if level is not None and not (isinstance(value, Tracer) and value.dispatch_level is level):
+    if level is not None and not _is_of(value, level):
         return False
     with DisableTorchFunctionSubclass():
         return value.requires_grad
@@ -112,9 +120,7 @@ def reaches_other_leaves(
             variable = getattr(node, "variable", None)
             if variable is not None:
                 own = any(variable is leaf for leaf in leaves)
-                other = level is None or (
-                    isinstance(variable, Tracer) and variable.dispatch_level is level
-                )
+                other = level is None or _is_of(variable, level)
                 if other and not own:
                     return True
                 continue

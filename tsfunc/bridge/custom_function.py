@@ -50,7 +50,7 @@ def install() -> None:
 on_first_level(install)
 
 
-def _torch_apply(cls: Any, *args: Any) -> Any:
+def torch_apply(cls: Any, *args: Any) -> Any:
     """torch's own: one node in the graph of the tensors given."""
     return super(_base, cls).apply(*args)
 
@@ -59,11 +59,11 @@ def _apply(cls: Any, *args: Any) -> Any:
     """Where ``Function.apply`` ends, its arguments bound to those of ``forward``."""
     level = innermost_level(args)
     if level is None:
-        return _torch_apply(cls, *args)
+        return torch_apply(cls, *args)
     if not level.alive:
         refuse_escaped(cls, level)
     if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
-        return _torch_apply(cls, *args)
+        return torch_apply(cls, *args)
     return _at_level(cls, level, args)
 
 
@@ -71,7 +71,7 @@ def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
     """The call at one level: its own node if it records, and the levels outside within."""
     mapped = isinstance(level, BatchLevel) and cls.vmap is not _torch_vmap
     if not mapped and not any(_differentiated_outside(arg) for arg in args):
-        return _torch_apply(cls, *args)
+        return torch_apply(cls, *args)
     if not level.autograd:
         return _inside(cls, level, args)
     grad_mode = torch.is_grad_enabled()
@@ -89,7 +89,7 @@ def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
 
     own = forward if has_setup(cls) else forward_with_context
     node = type(cls.__name__, (cls,), {"forward": staticmethod(own)})
-    return _torch_apply(node, *[_lifted(arg, level) for arg in args])
+    return torch_apply(node, *[_lifted(arg, level) for arg in args])
 
 
 def _lifted(arg: Any, level: TracerLevel) -> Any:

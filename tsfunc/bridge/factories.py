@@ -22,6 +22,7 @@ from tsfunc.bridge.torch_state import (
     FACTORY_KEY_NAME,
     RANDOM_KEY_NAME,
     after,
+    storing_data,
     with_factory_key,
     with_random_key,
     without_factory_keys,
@@ -84,6 +85,8 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     rest = after(key)
 
     def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if storing_data():
+            return overload.redispatch(keys & rest, *args, **kwargs)
         given = innermost_level((*args, *kwargs.values()))
         for level in reversed(current_levels()):
             if isinstance(level, TracerLevel) and level.sees_factories(random):
@@ -124,9 +127,16 @@ def _refused(overload: Any, key: str) -> Callable[..., Any]:
     return refuse
 
 
-def _zero_tangent(*args: Any, **kwargs: Any) -> Any:
-    """Forward mode's lazy zeros, whose kernels take a tracer for a tensor with storage."""
-    return torch.ops.aten.zeros.default(*args, **kwargs)
+def _zero_tangent(size: Sequence[Any], **kwargs: Any) -> Any:
+    """Forward mode's lazy zeros, whose kernels take a tracer for a tensor with storage.
+
+    The tangent of a Python number is made one of those that C++ hands to Python as numbers, which
+    it must be able to read: no tracer.
+    """
+    if not size:
+        with without_factory_keys():
+            return torch.ops.aten.zeros.default(size, **kwargs)
+    return torch.ops.aten.zeros.default(size, **kwargs)
 
 
 _RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}

@@ -130,6 +130,15 @@ def after(key: str) -> Any:
     return _dispatch_keyset_full_after(parsed)
 
 
+def storing_data() -> bool:
+    """Whether ``torch.tensor(data)`` is making the tensor whose memory it will write the data to.
+
+    It keeps torch.func's wrappers, which have no memory either, away for that while. The result is
+    a call of ``lift_fresh``, which comes after.
+    """
+    return _dispatch_tls_is_dispatch_key_excluded(TorchKey.FuncTorchDynamicLayerFrontMode)
+
+
 def without_factory_keys() -> Any:
     """Context manager: factory and random functions are torch's own."""
     return _ExcludeDispatchKeyGuard(_BOTH_KEYS)

@@ -64,6 +64,11 @@ class TracerLevel(Level):
         self.torch_state = TorchState()
         self.functorch_depth = _functorch.maybe_current_level() or 0
 
+    @property
+    def root(self) -> TracerLevel:
+        """The transform's own level, for one that stands in its place (``lanes``)."""
+        return self
+
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor from outside as one of this level's tracers."""
         raise TypeError(f"{self.name}: {type(self).__name__} does not say how it lifts a tensor.")
@@ -79,6 +84,28 @@ class TracerLevel(Level):
         if self._restores:
             return _Both(self.torch_state(), super().guard())
         return self.torch_state()
+
+
+class StandIn:
+    """A level in the place of another one, whose tensors it takes in (``lanes``, ``bodies``)."""
+
+    __slots__ = ()
+
+    def into(self, value: Any) -> Any:
+        """A tensor from outside as the code that runs at the level is to see it."""
+        raise NotImplementedError
+
+
+def seen_here(value: Any) -> Any:
+    """A tensor as the code that runs is to see it: taken in by levels in the place of others.
+
+    The outer levels' first: what an inner one makes of a tensor has to hold what they made of it.
+    """
+    if isinstance(value, torch.Tensor):
+        for level in tls.state.levels:
+            if isinstance(level, StandIn):
+                value = level.into(value)
+    return value
 
 
 class _Both:

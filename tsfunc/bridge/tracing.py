@@ -75,7 +75,7 @@ class TraceLevel(TracerLevel):
 
     def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
         """A new input of the graph that looks like the fake value."""
-        return _wrap(value, self.graph.placeholder(name), self, requires_grad)
+        return traced_as(value, self.graph.placeholder(name), self, requires_grad)
 
     def lift(self, value: torch.Tensor) -> TraceTracer:
         """A tensor from outside: the program reads it anew, as an input, at every call."""
@@ -83,7 +83,7 @@ class TraceLevel(TracerLevel):
         if known is None:
             like = self.fake_like(value, value.shape, value.stride())
             node = self.graph.get_attr(f"lifted_{len(self.lifted)}")
-            known = value, _wrap(like, node, self, value.requires_grad)
+            known = value, traced_as(like, node, self, value.requires_grad)
             self.lifted[id(value)] = known
         return known[1]
 
@@ -99,14 +99,14 @@ class TraceTracer(Tracer):
     dispatch_level: TraceLevel
 
     def again(self) -> TraceTracer:
-        return _wrap(self.value, self.node, self.dispatch_level, False)
+        return traced_as(self.value, self.node, self.dispatch_level, False)
 
     def cut(self) -> TraceTracer:
         level = self.dispatch_level
         detach = torch.ops.aten.detach.default
         node = level.graph.call_function(detach, (self.node,))
         node.meta["op"] = operator_of(detach)
-        return _wrap(self.value, node, level, False)
+        return traced_as(self.value, node, level, False)
 
     def read(self, name: str) -> Any:
         raise DataDependentError(_data_dependent(name, self.dispatch_level))
@@ -118,7 +118,10 @@ class TraceTracer(Tracer):
         return f"TraceTracer(%{self.node.name} of {level.name}, {self.value!r})"
 
 
-def _wrap(value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> TraceTracer:
+def traced_as(
+    value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
+) -> TraceTracer:
+    """The tracer of a node, with the fake value that it has."""
     tracer: TraceTracer = TraceTracer.make(value, level)
     tracer.value = value
     tracer.node = node
@@ -151,7 +154,7 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
     assert isinstance(level, TraceLevel) and op.native is not None
 
     def fake(arg: Any) -> Any:
-        if isinstance(arg, TraceTracer):
+        if isinstance(arg, TraceTracer) and arg.dispatch_level is level:
             return arg.value
         return level.lift(arg).value if isinstance(arg, torch.Tensor) else arg
 
@@ -195,7 +198,8 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     def node_of(arg: Any) -> Any:
         nonlocal any_tracks
         if isinstance(arg, torch.Tensor):
-            tracer = arg if isinstance(arg, TraceTracer) else level.lift(arg)
+            own = isinstance(arg, TraceTracer) and arg.dispatch_level is level
+            tracer: TraceTracer = arg if own else level.lift(arg)  # type: ignore[assignment]
             any_tracks = any_tracks or tracer.tracks
             return tracer.node
         return level.sizes(arg) if isinstance(arg, _SYMBOLIC) else arg
@@ -227,10 +231,10 @@ def _record_results(
         first.tracks = first.tracks or tracks
         return written(op, args, kwargs)
     if isinstance(results, torch.Tensor):
-        return _wrap(results, node, level, tracks)
+        return traced_as(results, node, level, tracks)
     if isinstance(results, list | tuple):
         return type(results)(
-            _wrap(item, _item(node, i, level), level, tracks)
+            traced_as(item, _item(node, i, level), level, tracks)
             if isinstance(item, torch.Tensor)
             else item
             for i, item in enumerate(results)
@@ -268,11 +272,18 @@ class Lifting(TorchFunctionMode):
 
     def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            own = isinstance(value, Tracer) and value.dispatch_level in current_levels()
-            return value if own else self.level.lift(value)
+            return value if _is_active(value) else self.level.lift(value)
         if type(value) in (list, tuple):
             return type(value)(self._lifted(item) for item in value)
         return value
+
+
+def _is_active(value: torch.Tensor) -> bool:
+    """Whether a tensor is a tracer of a transform inside of the trace."""
+    if not isinstance(value, Tracer):
+        return False
+    root = value.dispatch_level.root
+    return any(isinstance(level, TracerLevel) and level.root is root for level in current_levels())
 
 
 def tracing_here() -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc.bridge.control_flow import ControlFlow
 from tsfunc.bridge.operators import TorchOperator, fast_function
 
 
@@ -80,7 +81,9 @@ def _expression(node: torch.fx.Node, names: _Names) -> str:
     if target is torch.ops.aten.sym_size.int:
         return f"{_spell(node.args[0], names)}.shape[{node.args[1]!r}]"
     op = node.meta.get("op")
-    if isinstance(op, TorchOperator):
+    if isinstance(target, ControlFlow):
+        called = names.of(target, target.name)
+    elif isinstance(op, TorchOperator):
         function = fast_function(op, node.args, node.kwargs)
         called = names.of(function, op.name.partition("::")[2].partition(".")[0])
     else:
@@ -113,6 +116,9 @@ def generate(
         inputs: where each input stands in the list that it is called with.
         lifted: the tensors that the graph's ``get_attr`` nodes name.
     """
+    for node in graph.nodes:
+        if isinstance(node.target, ControlFlow):
+            _write_bodies(node.target)
     names = _Names(lifted, (node.name for node in graph.nodes))
     body: list[str] = []
     places = iter(inputs)
@@ -142,6 +148,13 @@ def generate(
     exec(compile(source, f"<program {safe}>", "exec"), scope)
     function: Callable[[Sequence[Any]], Sequence[Any]] = scope[safe]
     return source, function
+
+
+def _write_bodies(op: ControlFlow) -> None:
+    """Makes the bodies of control flow run as Python too."""
+    for body in op.bodies:
+        if body.function is None:
+            body.source, body.function = generate(body.name, body.graph, body.inputs, {})
 
 
 def _comment(node: torch.fx.Node) -> str:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.fx
+
+from tsfunc.bridge.control_flow import ControlFlow
 
 
 def writes(node: torch.fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
+    if isinstance(node.target, ControlFlow):
+        return any(writes(inner) for inner in _inner(node.target))
     op = node.meta.get("op")
     return bool(op is not None and op.writes)
 
 
 def is_random(node: torch.fx.Node) -> bool:
     """Whether two calls of the node give different results."""
+    if isinstance(node.target, ControlFlow):
+        return any(is_random(inner) for inner in _inner(node.target))
     op = node.meta.get("op")
     return bool(op is not None and torch.Tag.nondeterministic_seeded in op.overload.tags)
+
+
+def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:
+    for body in op.bodies:
+        yield from body.graph.nodes
 
 
 def is_pure(node: torch.fx.Node) -> bool:

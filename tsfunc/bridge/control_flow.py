@@ -1,0 +1,340 @@
+"""Control flow as operators of a program: how a trace, and the levels inside of it, call one.
+
+NOTE [control flow in programs]
+The bodies of a call become graphs (NOTE [bodies] in ``bodies``), and the call one node of the
+program: a :class:`ControlFlow`, which takes and returns flat tensors when the program runs, and then
+does what the user's call does. So a program with a loop is vmapped and differentiated as the
+loop is.
+
+The node's tensors are physical values; the batch dims of a vmap inside of the trace are dims of
+them. Which tracers belong around them, inputs and results, is kept beside (:class:`Wrapping`).
+Where the trace's own level, or one inside of it, differentiates by an input, the call is an
+``autograd.Function`` of that level; its backward calls another node, the pullback of this one.
+
+Private names used here (torch 2.11 to 2.13): ``forward_ad._set_fwd_grad_enabled``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+from torch.autograd import Function, forward_ad
+
+from tsfunc.bridge.batch_tracer import BatchLevel
+from tsfunc.bridge.bodies import (
+    BodyLevel,
+    Layer,
+    Wrapping,
+    arranged,
+    in_body,
+    needed_layers,
+    peeled,
+    wrapped_in,
+)
+from tsfunc.bridge.custom_function import torch_apply
+from tsfunc.bridge.lanes import is_recorded
+from tsfunc.bridge.tracer import TracerLevel
+from tsfunc.bridge.tracing import TraceLevel, traced_as
+
+
+@dataclass(eq=False)
+class Body:
+    """A body's graph, and what it takes.
+
+    Attributes:
+        name: what the program calls it.
+        graph: its operators.
+        inputs: for each of the graph's inputs, its number among the operands that it is
+            called with.
+        source: the graph as Python, once it has been written.
+        function: what that defines; it takes a list of operands.
+    """
+
+    name: str
+    graph: torch.fx.Graph
+    inputs: tuple[int, ...]
+    source: str = ""
+    function: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        assert self.function is not None
+        return tuple(self.function(operands))
+
+
+class ControlFlow:
+    """An operator of a program: a kind of control flow, and the bodies of one call.
+
+    It is called with flat operands, first the call's own and then what its bodies use of the
+    surroundings, and returns a tuple of tensors.
+
+    Attributes:
+        name: what the program calls it.
+        bodies: its bodies.
+    """
+
+    def __init__(self, name: str, bodies: Sequence[Body]) -> None:
+        self.name = self.__name__ = name
+        self.bodies = tuple(bodies)
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
+        """The operator that takes cotangents of the results ``of`` to those of the operands ``by``.
+
+        It is called with the ``count`` tensors that this one is called with, the cotangents, and
+        this one's numbers.
+        """
+        raise NotImplementedError
+
+    def pushforward(self, count: int, by: Sequence[int]) -> ControlFlow:
+        """The operator that takes tangents of the operands ``by`` to those of the results.
+
+        It is called with the ``count`` tensors that this one is called with, the tangents, and
+        this one's numbers.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is known of a result before the call: a fake value, and the tracers around it."""
+
+    value: torch.Tensor
+    wrapping: Wrapping
+
+
+class TracedBody:
+    """A body that was run once on traced tensors.
+
+    Attributes:
+        level: its level, with the graph.
+        leaves: what it returned, flat; tensors are traced.
+        spec: the structure of that.
+    """
+
+    def __init__(
+        self, trace: TraceLevel, func: Callable[..., Any], inputs: Sequence[Any]
+    ) -> None:
+        self.level = BodyLevel(trace)
+        arguments = [self.level.input(x) for x in inputs]
+        with in_body(self.level):
+            out = func(*arguments)
+            leaves, self.spec = optree.tree_flatten(out, none_is_leaf=True)
+            self.leaves = [_traced(leaf, self.level) for leaf in leaves]
+
+    @property
+    def out(self) -> Any:
+        return optree.tree_unflatten(self.spec, self.leaves)
+
+    def batched(self) -> list[dict[int, Layer]]:
+        """For each result the layers that it can't do without, by depth."""
+        return [needed_layers(leaf) for leaf in self.leaves]
+
+    def end(self, wrappings: Sequence[Wrapping | None]) -> list[Result | None]:
+        """Lays the results out as they are wanted, and ends the graph with them.
+
+        None stands for what is no tensor.
+        """
+        nodes, results = [], []
+        with in_body(self.level):
+            for leaf, wrapping in zip(self.leaves, wrappings, strict=True):
+                if wrapping is None:
+                    results.append(None)
+                    continue
+                inner, _ = peeled(arranged(leaf, wrapping))
+                inner = self.level.into(inner)
+                nodes.append(inner.node)
+                results.append(Result(inner.value, wrapping))
+        self.level.graph.output(tuple(nodes))
+        return results
+
+
+def _traced(leaf: Any, level: BodyLevel) -> Any:
+    """A result as one of the body's own tensors; what is neither tensor nor number is kept."""
+    if isinstance(leaf, bool | int | float | complex):
+        leaf = torch.tensor(leaf)
+    return level.into(leaf)
+
+
+def common(columns: Iterable[dict[int, Layer]]) -> Wrapping:
+    """The tracers that are needed around a result of any of several bodies."""
+    layers: dict[int, Layer] = {}
+    for column in columns:
+        layers.update(column)
+    return wrapped_in(layers)
+
+
+def operands_of(
+    bodies: Sequence[TracedBody], count: int
+) -> tuple[list[Any], list[Any], list[tuple[int, ...]]]:
+    """What several bodies take: tensors and numbers beyond the first ``count`` of each.
+
+    Returns:
+        The tensors and the numbers, each once, and for each body where its inputs stand among
+        the operands: ``count`` own ones, the tensors, the numbers.
+    """
+    tensors: dict[int, Any] = {}
+    numbers: dict[Any, Any] = {}
+    for body in bodies:
+        for x in body.level.inputs[count:]:
+            tensors.setdefault(id(x), x)
+        for number in body.level.numbers:
+            numbers.setdefault(number, number)
+    at = {key: count + i for i, key in enumerate(tensors)}
+    number_at = {key: count + len(tensors) + i for i, key in enumerate(numbers)}
+    places = []
+    for body in bodies:
+        own = [*range(count), *(at[id(x)] for x in body.level.inputs[count:])]
+        own += [number_at[number] for number in body.level.numbers]
+        places.append(_in_graph_order(body.level, own))
+    return list(tensors.values()), list(numbers.values()), places
+
+
+def _in_graph_order(level: BodyLevel, places: Sequence[int]) -> tuple[int, ...]:
+    """Tensors' and numbers' places, in the order in which the graph has its inputs."""
+    tensors = iter(places[: len(level.inputs)])
+    numbers = iter(places[len(level.inputs) :])
+    return tuple(
+        next(numbers if node.name.startswith("n") else tensors)
+        for node in level.graph.nodes
+        if node.op == "placeholder"
+    )
+
+
+def call(
+    op: ControlFlow, trace: TraceLevel, inputs: Sequence[Any], numbers: Sequence[Any],
+    results: Sequence[Result],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Calls an operator at the trace, and at each level inside of it that its inputs are of."""
+    return _Call(op, trace, tuple(numbers)).at(inputs, results)
+
+
+@dataclass(frozen=True)
+class _Call:
+    op: ControlFlow
+    trace: TraceLevel
+    numbers: tuple[Any, ...]
+
+    def at(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
+        """At the innermost level of the inputs: as a node of its graph, if it records one."""
+        depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
+        own = [x for x in inputs if x.dispatch_level.depth == depth]
+        if any(is_recorded(x) for x in own):
+            # Others are lifted: their own graphs go on inside (NOTE [operands of outer levels]).
+            lift = own[0].dispatch_level.lift
+            lifted = [x if x.dispatch_level.depth == depth else lift(x) for x in inputs]
+            found: tuple[Any, ...] = torch_apply(
+                _Recorded, self, results, torch.is_grad_enabled(), *lifted
+            )
+            return found
+        return self.inward(inputs, results)
+
+    def inward(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
+        """On the values inside of the innermost level's tracers."""
+        depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
+        depth = max([depth, *(r.wrapping.layers[0].level.depth for r in results
+                              if r.wrapping.layers)])  # fmt: skip
+        if depth <= self.trace.depth:
+            return self.record(inputs, results)
+        inner = [x.value if x.dispatch_level.depth == depth else x for x in inputs]
+        stripped, layers = [], []
+        for result in results:
+            wrapped = result.wrapping.layers
+            own = bool(wrapped) and wrapped[0].level.depth == depth
+            layers.append(wrapped[0] if own else None)
+            rest = Wrapping(wrapped[1:]) if own else result.wrapping
+            stripped.append(Result(result.value, rest))
+        found = self.at(inner, stripped)
+        return tuple(
+            value if layer is None else Wrapping((layer,)).around(value)
+            for value, layer in zip(found, layers, strict=True)
+        )
+
+    def record(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
+        """As a node of the trace."""
+        trace = self.trace
+        nodes = [x.node for x in inputs]
+        node = trace.graph.call_function(self.op, (*nodes, *self.numbers))  # type: ignore[arg-type]
+        tracks = torch.is_grad_enabled() and any(x.tracks for x in inputs)
+        if trace.torch_state.grad_mode and not torch.is_grad_enabled():
+            node.meta["no_grad"] = True
+        outs = []
+        for i, result in enumerate(results):
+            item = trace.graph.call_function(operator.getitem, (node, i))
+            like = result.value
+            fake = trace.fake_like(like, like.shape, like.stride())
+            outs.append(traced_as(fake, item, trace, tracks))
+        return tuple(outs)
+
+
+def _is_of(wrapping: Wrapping, level: TracerLevel) -> bool:
+    """Whether a result can depend on what a vmap's level differentiates by: it is batched then."""
+    if not isinstance(level, BatchLevel):
+        return True
+    return any(layer.level.depth == level.depth for layer in wrapping.layers)
+
+
+def _differentiable(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+class _Recorded(Function):
+    """A call, as one node of the graph of a level that differentiates by some of its inputs."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, call: _Call, results: Sequence[Result], grad_mode: bool, *inputs: Any
+    ) -> Any:
+        ctx.call, ctx.results = call, results
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.set_materialize_grads(False)
+        # What is inside belongs to other levels, whose graphs go on.
+        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+            outs = call.inward(inputs, results)
+        ctx.mark_non_differentiable(*[out for out in outs if not _differentiable(out)])
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        inputs, results = ctx.saved_tensors, ctx.results
+        by = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and _differentiable(x)]
+        level = inputs[0].dispatch_level
+        of = [
+            j
+            for j, ct in enumerate(cotangents)
+            if ct is not None and _is_of(results[j].wrapping, level)
+        ]
+        pulled: list[Any] = [None] * len(inputs)
+        if by and of:
+            given = [arranged(cotangents[j], results[j].wrapping) for j in of]
+            wanted = [_like(inputs[i]) for i in by]
+            op = ctx.call.op.pullback(len(inputs), by, of)
+            found = call(op, ctx.call.trace, [*inputs, *given], ctx.call.numbers, wanted)
+            for i, value in zip(by, found, strict=True):
+                pulled[i] = value
+        return (None, None, None, *pulled)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        inputs, results = ctx.saved_tensors, ctx.results
+        by = [i for i, t in enumerate(tangents[3:]) if t is not None]
+        given = [arranged(tangents[3 + i], peeled(inputs[i])[1]) for i in by]
+        op = ctx.call.op.pushforward(len(inputs), by)
+        pushed = call(op, ctx.call.trace, [*inputs, *given], ctx.call.numbers, results)
+        return tuple(
+            t if _differentiable(result.value) else None
+            for t, result in zip(pushed, results, strict=True)
+        )
+
+
+def _like(value: Any) -> Result:
+    inner, wrapping = peeled(value)
+    return Result(inner.value, wrapping)

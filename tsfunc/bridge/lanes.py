@@ -1,0 +1,439 @@
+"""Lanes: some of a vmap's examples, run by themselves.
+
+NOTE [lanes]
+A branch or a loop's body is to run on those examples alone that take it. These examples (lanes) are
+a batch of their own: a :class:`LaneLevel` stands in the place of the vmap's level while the body
+runs, at the same depth, with fewer examples. What the body touches of the whole batch's tensors is
+taken over by ``index_select`` of the physical value, whether it was passed in or closed over: a
+function mode looks at the arguments of each call of the body. The results of the parts are put
+together by one ``cat`` and one ``index_select``.
+
+What happens to physical values is recorded by the autograd of the levels outside as any operator
+is. At the vmap's own level, and at levels inside of it, whose tracers have the vmap's tracers for
+values, taking over is a linear map, and an ``autograd.Function`` of its own: NOTE [linear maps].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Iterator
+
+import optree
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import Function, forward_ad
+from torch.overrides import TorchFunctionMode
+
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.custom_function import torch_apply
+from tsfunc.bridge.grad_level import GradTracer
+from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
+from tsfunc.dispatch.state import State, tls, using
+
+_SHARED = (
+    "key", "depth", "bits", "outer", "name", "_site", "_restores", "autograd", "forward",
+    "torch_state", "functorch_depth", "randomness", "bit", "_entered",
+)  # fmt: skip
+
+
+class LaneLevel(BatchLevel, StandIn):
+    """Some examples of a vmap, in the place of its level.
+
+    Attributes:
+        parent: the level that the examples are taken from.
+        index: their numbers there, a tensor of outside of the level.
+        whole: the vmap's own level.
+    """
+
+    __slots__ = ("_composed", "index", "parent", "whole")
+
+    def __init__(self, parent: BatchLevel, index: torch.Tensor) -> None:
+        for name in _SHARED:
+            setattr(self, name, getattr(parent, name))
+        self.parent = parent
+        self.index = index
+        self.whole: BatchLevel = parent.whole if isinstance(parent, LaneLevel) else parent
+        self.batch_size = index.shape[0]
+        old = parent.inner
+        self.inner = State(old.include, old.mask, (*old.levels[:-1], self), None, old.excluded)
+        self._kernel_states = {}
+        self._composed: dict[int, torch.Tensor] = {}
+
+    @property
+    def alive(self) -> bool:  # type: ignore[override]
+        """As long as the vmap: backward passes run after the body has."""
+        return self.whole.alive
+
+    @property
+    def root(self) -> TracerLevel:
+        return self.whole
+
+    def index_in(self, level: BatchLevel) -> torch.Tensor:
+        """The lanes' numbers among the examples of a level that they come from."""
+        known = self._composed.get(id(level))
+        if known is None:
+            known, parent = self.index, self.parent
+            while parent is not level:
+                assert isinstance(parent, LaneLevel)
+                known, parent = parent.index.index_select(0, known), parent.parent
+            self._composed[id(level)] = known
+        return known
+
+    def comes_from(self, level: TracerLevel) -> bool:
+        """Whether a level is what the lanes were taken from, directly or not."""
+        parent: TracerLevel = self.parent
+        while parent is not level and isinstance(parent, LaneLevel):
+            parent = parent.parent
+        return parent is level
+
+    def into(self, value: Any) -> Any:
+        """A value of a level that the lanes come from, at these lanes alone."""
+        if isinstance(value, Tracer) and stale(value, self):
+            return _linear(_Into(self), (value,))
+        return value
+
+
+def stale(value: Tracer, lanes: LaneLevel) -> bool:
+    """Whether a tracer is to be taken over to the lanes.
+
+    It is where it, or a tracer inside of it, is of a level that the lanes come from. One that is
+    the same for all examples is too, where its level differentiates by it: what the lanes pull back
+    to it differs from example to example.
+    """
+    inner: Any = value
+    recorded = False
+    while isinstance(inner, Tracer) and inner.dispatch_level.depth > lanes.depth:
+        recorded = recorded or is_recorded(inner)
+        inner = getattr(inner, "value", None)
+    if not isinstance(inner, Tracer) or inner.dispatch_level.depth < lanes.depth:
+        return recorded
+    return inner.dispatch_level is not lanes and lanes.comes_from(inner.dispatch_level)
+
+
+def is_recorded(value: Tracer) -> bool:
+    """Whether the tracer's own level differentiates by it."""
+    level = value.dispatch_level
+    if level.forward:
+        return True
+    with DisableTorchFunctionSubclass():
+        return bool(level.autograd) and value.requires_grad
+
+
+# NOTE [linear maps]
+# Each map here is linear in its operands and has a transpose that is one too. ``run`` is given
+# operands of one level, and calls itself on what is inside of them until it comes to the lanes'
+# level, where it works on physical values. Where autograd is recorded at a level on the way, or
+# tangents hang on its tracers, the map is one node of that level's graph.
+class _Map:
+    """A linear map of tensors at lanes' level or inside of it."""
+
+    def run(self, values: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        raise NotImplementedError
+
+
+def _linear(f: _Map, values: Sequence[Tracer]) -> Any:
+    """The map, as a node of the graph of its operands' level where one is recorded."""
+    if any(is_recorded(v) for v in values):
+        return torch_apply(_Node, f, torch.is_grad_enabled(), *values)
+    return f.run(values)
+
+
+class _Node(Function):
+    """A linear map in a graph: its backward is the transpose, its tangent the map itself."""
+
+    @staticmethod
+    def forward(ctx: Any, f: _Map, grad_mode: bool, *values: Any) -> Any:
+        ctx.f = f
+        ctx.count = len(values)
+        ctx.zeros = [_zeros_like(v) for v in values] if len(values) > 1 else None
+        # What is inside belongs to other levels, whose graphs go on.
+        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+            return f.run(values)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:  # type: ignore[override]
+        return (None, None, *ctx.f.transpose(cotangent))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+        given = tangents[2:]
+        if ctx.zeros is not None:
+            given = tuple(
+                zero() if t is None else t for t, zero in zip(given, ctx.zeros, strict=True)
+            )
+        return _linear(ctx.f, given)
+
+
+def _zeros_like(value: Any) -> Callable[[], Any]:
+    return lambda: torch.zeros_like(value)
+
+
+def _rebuilt(tracer: Any, value: torch.Tensor) -> Any:
+    """A tracer of the same level and kind for another value."""
+    if isinstance(tracer, BatchTracer):
+        return wrap(value, tracer.bdim, tracer.dispatch_level)
+    assert isinstance(tracer, GradTracer)
+    return tracer.dispatch_level.lift(value)
+
+
+class _Into(_Map):
+    """The whole's tensor at the lanes."""
+
+    def __init__(self, lanes: LaneLevel) -> None:
+        self.lanes = lanes
+        self.source: BatchLevel | None = None
+
+    def run(self, values: Sequence[Any]) -> Any:
+        (value,) = values
+        lanes = self.lanes
+        level = value.dispatch_level
+        with level.restored():
+            if level.depth > lanes.depth:
+                inner = value.value
+                if isinstance(inner, Tracer) and inner.dispatch_level.depth >= lanes.depth:
+                    return _rebuilt(value, _linear(self, (inner,)))
+                self.source = lanes.whole
+                return _rebuilt(value, wrap(inner, None, lanes))
+            self.source = level
+            inner, dim = value.value, value.bdim
+            if dim is not None:
+                inner = inner.index_select(dim, lanes.index_in(level))
+            return wrap(inner, dim, lanes)
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        assert self.source is not None
+        return (spread(cotangent, self.lanes, self.source),)
+
+
+class _Spread(_Map):
+    """The lanes' tensor at the whole, with zeros for the other examples."""
+
+    def __init__(self, lanes: LaneLevel, target: BatchLevel) -> None:
+        self.lanes, self.target = lanes, target
+
+    def run(self, values: Sequence[Any]) -> Any:
+        (value,) = values
+        lanes, target = self.lanes, self.target
+        level = value.dispatch_level
+        with level.restored():
+            if level.depth > lanes.depth:
+                return _rebuilt(value, _linear(self, (at_level(value.value, lanes),)))
+            inner, dim = _batched(value, lanes)
+            shape = list(inner.shape)
+            shape[dim] = target.batch_size
+            zeros = inner.new_zeros(shape)
+            return wrap(zeros.index_add(dim, lanes.index_in(target), inner), dim, target)
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        return (self.lanes.into(cotangent),)
+
+
+def spread(value: Any, lanes: LaneLevel, target: BatchLevel) -> Any:
+    """A tensor of the lanes among zeros for the other examples of a level they come from."""
+    return _linear(_Spread(lanes, target), (at_level(value, lanes),))
+
+
+def _batched(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, int]:
+    """The physical value with a batch dim, and where it is."""
+    if value.bdim is not None:
+        return value.value, value.bdim
+    inner = value.value
+    return inner.unsqueeze(0).expand(level.batch_size, *inner.shape), 0
+
+
+def at_level(value: torch.Tensor, level: BatchLevel) -> Tracer:
+    """A tensor as a tracer of the level or of one inside of it."""
+    if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
+        return value
+    return level.lift(value)
+
+
+class _Merge(_Map):
+    """Parts of a batch put together: each with its lanes, every example in one of them."""
+
+    def __init__(self, parts: Sequence[LaneLevel], target: BatchLevel, order: torch.Tensor) -> None:
+        self.parts, self.target, self.order = parts, target, order
+
+    def run(self, values: Sequence[Any]) -> Any:
+        level = max((v.dispatch_level for v in values), key=lambda level: level.depth)
+        with level.restored():
+            if level.depth > self.target.depth:
+                return self._inside(level, values)
+            pairs = [_batched(v, part) for v, part in zip(values, self.parts, strict=True)]
+            dim = pairs[0][1]
+            inner = [v if at == dim else v.movedim(at, dim) for v, at in pairs]
+            return wrap(torch.cat(inner, dim).index_select(dim, self.order), dim, self.target)
+
+    def _inside(self, level: TracerLevel, values: Sequence[Any]) -> Any:
+        """At a level inside of the lanes': the values inside of its tracers, put together."""
+        lifted = [
+            v if v.dispatch_level.depth == level.depth else level.lift(v) for v in values
+        ]
+        batched = isinstance(level, BatchLevel) and any(v.bdim is not None for v in lifted)
+        if not batched:
+            inner = [v.value for v in lifted]
+        else:
+            assert isinstance(level, BatchLevel)
+            pairs = [_batched(v, v.dispatch_level) for v in lifted]
+            inner = [v.movedim(at, 0) for v, at in pairs]
+        inner = [at_level(v, part) for v, part in zip(inner, self.parts, strict=True)]
+        merged = _linear(self, inner)
+        if isinstance(level, BatchLevel):
+            return wrap(merged, 0 if batched else None, level)
+        return level.lift(merged)
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        return tuple(part.into(cotangent) for part in self.parts)
+
+
+def merge(values: Sequence[Any], parts: Sequence[LaneLevel], target: BatchLevel) -> Any:
+    """What the parts of a batch gave, as one tensor of the whole."""
+    order = torch.cat([part.index_in(target) for part in parts]).argsort()
+    lifted = [
+        at_level(part.into(v), part) for v, part in zip(values, parts, strict=True)
+    ]
+    inmost = max((v.dispatch_level for v in lifted), key=lambda level: level.depth)
+    if inmost.depth > target.depth:
+        lifted = [
+            v if v.dispatch_level.depth == inmost.depth else at_level(inmost.lift(v), target)
+            for v in lifted
+        ]
+    return _linear(_Merge(parts, target, order), lifted)
+
+
+class _Retag(_Map):
+    """The same examples, called another level's: lanes of the whole's size, one for each."""
+
+    def __init__(self, source: BatchLevel, target: BatchLevel) -> None:
+        self.source, self.target = source, target
+
+    def run(self, values: Sequence[Any]) -> Any:
+        (value,) = values
+        level = value.dispatch_level
+        if level.depth > self.target.depth:
+            with level.restored():
+                return _rebuilt(value, _linear(self, (at_level(value.value, self.source),)))
+        return wrap(value.value, value.bdim, self.target)
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        return (retag(cotangent, self.target, self.source),)
+
+
+def retag(value: Any, source: BatchLevel, target: BatchLevel) -> Any:
+    """Lanes that stand for every example of the whole, each in its place, as the whole."""
+    if not isinstance(value, Tracer) or value.dispatch_level.depth < source.depth:
+        return value
+    return _linear(_Retag(source, target), (value,))
+
+
+# NOTE [layouts]
+# A tracer's physical value may have its batch dims anywhere, or not at all. Where a function of
+# physical values is called (a body of control flow), they must be where that has them. To put them
+# there changes nothing that the tracer's own level knows of: a linear map, and the identity.
+class Layout(_Map):
+    """Puts the batch dims of a tensor's physical values where they are wanted.
+
+    Args:
+        layers: the levels, the innermost first, each with its batch dim (None: none).
+    """
+
+    def __init__(self, layers: Sequence[tuple[TracerLevel, int | None]]) -> None:
+        self.layers = layers
+
+    def run(self, values: Sequence[Any]) -> Any:
+        (value,) = values
+        level, wanted = self.layers[0]
+        with level.restored():
+            inner, dim = value.value, getattr(value, "bdim", None)
+            inner = Layout(self.layers[1:]).of(inner)
+            if not isinstance(level, BatchLevel):
+                return level.lift(inner)
+            if dim is None and wanted is not None:
+                inner = inner.unsqueeze(wanted).expand(
+                    *inner.shape[:wanted], level.batch_size, *inner.shape[wanted:]
+                )
+            elif dim != wanted:
+                inner = inner.movedim(dim, wanted)
+            return wrap(inner, wanted, level)
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor laid out."""
+        if not self.layers:
+            return value
+        level = self.layers[0][0]
+        if not (isinstance(value, Tracer) and value.dispatch_level is level):
+            value = level.lift(value)
+        found: torch.Tensor = _linear(self, (value,))
+        return found
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        return (cotangent,)
+
+
+_WRITES = frozenset({torch.Tensor.__setitem__})
+
+
+class _InLanes(TorchFunctionMode):
+    """The arguments of every call of the body are taken over to its lanes."""
+
+    def __init__(self, lanes: LaneLevel, what: str) -> None:
+        super().__init__()
+        self.lanes, self.what = lanes, what
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if tls.state.running is not None:
+            return func(*args, **kwargs)  # a kernel's own call: what it has was taken over
+        if args and isinstance(args[0], Tracer) and _writes(func) and stale(args[0], self.lanes):
+            raise RuntimeError(
+                f"{self.what}: the body writes in place ({func.__name__}) into a tensor that it "
+                f"closes over, of shape {tuple(args[0].shape)}, which only some of the examples "
+                f"of {self.lanes.whole.name} are to see. Pass it in as an operand, write into a "
+                f"clone of it, and return that."
+            )
+        args = tuple([self._taken(arg) for arg in args])
+        return func(*args, **{name: self._taken(arg) for name, arg in kwargs.items()})
+
+    def _taken(self, value: Any) -> Any:
+        if isinstance(value, Tracer):
+            return seen_here(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._taken(item) for item in value)
+        return value
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return func in _WRITES or (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+    )
+
+
+@contextmanager
+def in_lanes(lanes: LaneLevel, what: str) -> Iterator[None]:
+    """The block runs on the lanes alone."""
+    state = tls.state
+    levels = tuple(
+        lanes if level.depth == lanes.depth and isinstance(level, BatchLevel) else level
+        for level in state.levels
+    )
+    inner = State(state.include, state.mask, levels, state.running, state.excluded)
+    with using(inner), _InLanes(lanes, what):
+        yield
+
+
+def run_in(lanes: LaneLevel, what: str, func: Callable[..., Any], args: Any) -> Any:
+    """A function on the lanes' part of its arguments; what it returns is the lanes' too."""
+    with in_lanes(lanes, what):
+        taken = optree.tree_map(seen_here, args, none_is_leaf=True)
+        return optree.tree_map(seen_here, func(*taken), none_is_leaf=True)

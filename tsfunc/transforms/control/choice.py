@@ -1,0 +1,110 @@
+"""What a predicate, or an index of branches, says: one way for all, or a way for each example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.bodies import current_trace
+from tsfunc.bridge.grad_level import GradTracer
+from tsfunc.bridge.tracer import Tracer, seen_here
+from tsfunc.bridge.tracing import TraceTracer
+
+
+@dataclass(frozen=True)
+class ByExample:
+    """A choice that differs from example to example of a vmap.
+
+    Attributes:
+        level: the vmap.
+        values: the choice of each example, a tensor of one dim, of outside of the level.
+        known: whether the values can be looked at: no tracer is in the way.
+    """
+
+    level: BatchLevel
+    values: torch.Tensor
+    known: bool
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A choice that is made when the program runs."""
+
+    value: TraceTracer
+
+
+Choice = bool | int | ByExample | Traced
+
+
+def choice_of(value: Any, what: str) -> Choice:
+    """Looks at a predicate or an index.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor of one element.
+    """
+    if isinstance(value, bool | int):
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{what}: expected a bool, an int or a tensor of one element to choose by, got "
+            f"{type(value).__name__}."
+        )
+    if value.numel() != 1:
+        raise TypeError(
+            f"{what}: the choice must be a tensor of one element, got one of shape "
+            f"{tuple(value.shape)}. For a choice for each element use torch.where, or vmap."
+        )
+    if value.is_floating_point() or value.is_complex():
+        raise TypeError(
+            f"{what}: the choice must be a bool or an integer, got a tensor of {value.dtype}. "
+            f"Compare it with something, as in x > 0."
+        )
+    inner: Any = seen_here(value)
+    trace = current_trace()
+    if trace is not None and not isinstance(inner, Tracer):
+        inner = trace.lift(inner)  # a tensor from outside, which the program reads anew
+    while isinstance(inner, BatchTracer | GradTracer):
+        if isinstance(inner, BatchTracer) and inner.bdim is not None:
+            level = inner.dispatch_level
+            with level.restored():
+                values = inner.value.movedim(inner.bdim, 0).reshape(level.batch_size)
+            return ByExample(level, values, _known(values))
+        inner = inner.value
+    if isinstance(inner, TraceTracer):
+        return Traced(inner)
+    return bool(inner) if inner.dtype is torch.bool else int(inner)
+
+
+def _known(value: Any) -> bool:
+    """Whether a tensor's data can be read as they are."""
+    while isinstance(value, BatchTracer | GradTracer):
+        if isinstance(value, BatchTracer) and value.bdim is not None:
+            return False
+        value = value.value
+    return not isinstance(value, Tracer)
+
+
+def read(values: Any) -> torch.Tensor:
+    """The data of a known tensor."""
+    while isinstance(values, Tracer):
+        values = values.value  # type: ignore[attr-defined]
+    found: torch.Tensor = values
+    return found
+
+
+def values_at(value: Any, level: BatchLevel) -> torch.Tensor:
+    """A predicate as each example of a level has it: a tensor of outside of the level."""
+    inner: Any = seen_here(value)
+    while isinstance(inner, Tracer) and inner.dispatch_level.depth > level.depth:
+        inner = inner.value  # type: ignore[attr-defined]
+    with level.restored():
+        if isinstance(inner, BatchTracer) and inner.dispatch_level.depth == level.depth:
+            if inner.bdim is not None:
+                return inner.value.movedim(inner.bdim, 0).reshape(level.batch_size) != 0
+            inner = inner.value
+        if not isinstance(inner, torch.Tensor):
+            return torch.full((level.batch_size,), bool(inner))
+        return (inner.reshape(()) != 0).expand(level.batch_size)

@@ -1,0 +1,314 @@
+"""``while_loop`` and ``fori_loop``: a body runs as long as a condition holds.
+
+Where the condition is known the loop is Python's, and reverse mode goes through the steps that were
+made. Where it differs from example to example of a vmap, the examples that are done leave the
+batch: a step costs what its examples cost, and a loop the sum of its examples' steps. See NOTE
+[lanes] in ``bridge/lanes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import optree
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from tsfunc.bridge.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.bodies import current_trace
+from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
+from tsfunc.transforms.control.arguments import takes_entries
+from tsfunc.transforms.control.choice import ByExample, Traced, choice_of, read, values_at
+from tsfunc.transforms.control.programs import record_scan, record_while
+from tsfunc.transforms.control.outputs import check_same, together
+
+Checkpoint = Literal["sqrt", "log"] | None
+_ADVICE = (
+    "The carry keeps its structure, types and shapes from step to step: convert what the body "
+    "returns (x.to(dtype)), or start with what it returns."
+)
+
+
+def while_loop(
+    cond_fun: Callable[..., Any],
+    body_fun: Callable[..., Any],
+    init_val: Any,
+    *,
+    checkpoint: Checkpoint = None,
+) -> Any:
+    """Calls a body on its own result as long as a condition holds.
+
+    Args:
+        cond_fun: takes the carry; returns a bool, or a tensor of one element.
+        body_fun: takes the carry, and returns the next: a pytree of the same structure, with
+            leaves of the same types and shapes.
+        init_val: the first carry, any pytree.
+        checkpoint: what reverse mode keeps of the steps: None keeps what autograd saves in each,
+            so that memory grows with their number. "sqrt" keeps carries alone, and of ``n`` steps
+            about the square root of ``2 n``; each step is run a second time by the backward pass.
+            "log" keeps about ``log2(n)`` carries at a time, and a step is run up to that often.
+
+    Returns:
+        The carry for which the condition does not hold.
+
+    Raises:
+        TypeError: the condition is no choice; the carry changes its type.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import vmap, while_loop
+        >>> def doubled_past_100(x):
+        ...     return while_loop(lambda x: x < 100, lambda x: 2 * x, x)
+        >>> vmap(doubled_past_100)(torch.tensor([1., 30., 200.]))
+        tensor([128., 120., 200.])
+
+    As ``jax.lax.while_loop``, with reverse mode beside. ``torch``'s form, with functions that take
+    the entries of a tuple or list as arguments, is taken too.
+    """
+    if checkpoint not in (None, "sqrt", "log"):
+        raise ValueError(
+            f'while_loop: checkpoint must be None, "sqrt" or "log", got {checkpoint!r}.'
+        )
+    if not takes_entries(cond_fun, init_val):
+        return Loop("while_loop", cond_fun, body_fun, checkpoint).whole(init_val)
+
+    def body(carry: Any) -> Any:
+        new = body_fun(*carry)
+        return type(init_val)(new) if type(new) in (tuple, list) else new
+
+    return Loop("while_loop", lambda carry: cond_fun(*carry), body, checkpoint).whole(init_val)
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, Any], Any],
+    init_val: Any,
+    *,
+    checkpoint: Checkpoint = None,
+) -> Any:
+    """Calls a body with each integer of a range and its own last result.
+
+    Args:
+        lower: the first integer; an int or an integer tensor of one element.
+        upper: the first that is not called with; as ``lower``.
+        body_fun: takes the integer (an int where both bounds are known, else a tensor) and the
+            carry; returns the next carry, of the same type.
+        init_val: the first carry, any pytree.
+        checkpoint: as for ``while_loop``.
+
+    Returns:
+        The last carry.
+
+    Raises:
+        TypeError: a bound is no integer; the carry changes its type.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import fori_loop
+        >>> fori_loop(0, 5, lambda i, total: total + i, torch.tensor(0))
+        tensor(10)
+
+    As ``jax.lax.fori_loop``, with reverse mode also where the bounds are tensors.
+    """
+    bounds: list[Any] = [_bound(value) for value in (lower, upper)]
+    trace = current_trace()
+    if trace is not None and all(isinstance(b, int) for b in bounds):
+        numbers = torch.arange(bounds[0], max(bounds))
+        return record_scan(
+            "fori_loop", lambda carry, i: (body_fun(i, carry), None), init_val, numbers, None,
+            False, 0, _ADVICE,
+        )[0]  # fmt: skip
+    tensor = next((b for b in bounds if isinstance(b, torch.Tensor)), None)
+    if tensor is not None:
+        bounds = [torch.as_tensor(b, device=tensor.device) for b in bounds]
+
+    def body(carry: Any) -> Any:
+        i, last, value = carry
+        return i + 1, last, body_fun(i, value)
+
+    loop = Loop("fori_loop", lambda carry: carry[0] < carry[1], body, checkpoint)
+    return loop.whole((*bounds, init_val))[2]
+
+
+def _bound(value: Any) -> Any:
+    """A bound of a range: an int where it can be looked at."""
+    choice = choice_of(value, "fori_loop")
+    if isinstance(choice, bool):
+        raise TypeError("fori_loop: the bounds must be integers, got a bool.")
+    return choice if isinstance(choice, int) else value
+
+
+class Loop:
+    """A condition and a body, and how reverse mode is to keep the steps."""
+
+    def __init__(
+        self,
+        what: str,
+        cond_fun: Callable[[Any], Any],
+        body_fun: Callable[[Any], Any],
+        checkpoint: Checkpoint = None,
+    ) -> None:
+        self.what, self.cond_fun, self.body_fun = what, cond_fun, body_fun
+        self.checkpoint = checkpoint
+        self.checked = False
+
+    def whole(self, carry: Any) -> Any:
+        """The loop to its end."""
+        if self.checkpoint is None or not torch.is_grad_enabled() or current_trace() is not None:
+            return self.run(carry, None)[0]
+        size, done = 1, False
+        while not done:
+            carry, done = self.block(carry, size)
+            size = size + 1 if self.checkpoint == "sqrt" else 2 * size
+        return carry
+
+    def block(self, carry: Any, size: int) -> tuple[Any, bool]:
+        """At most ``size`` steps, of which reverse mode keeps the first carry alone."""
+
+        def run(carry: Any) -> tuple[Any, bool]:
+            if self.checkpoint == "sqrt" or size == 1:
+                return self.run(carry, size)
+            carry, done = self.block(carry, size // 2)
+            return (carry, done) if done else self.block(carry, size // 2)
+
+        found: tuple[Any, bool] = torch_checkpoint(run, carry, use_reentrant=False)
+        return found
+
+    def run(self, carry: Any, limit: int | None) -> tuple[Any, bool]:
+        """The loop, or its next steps; and whether it is at its end."""
+        steps = 0
+        while True:
+            value = self.cond_fun(carry)
+            choice = choice_of(value, self.what)
+            if isinstance(choice, ByExample):
+                if choice.known:
+                    return self.by_lanes(carry, choice, None if limit is None else limit - steps)
+                return self.unseen(carry, value, choice.level), True
+            if isinstance(choice, Traced):
+                return self.record(carry), True
+            if not choice:
+                return carry, True
+            if steps == limit:
+                return carry, False
+            carry = self.step(carry)
+            steps += 1
+
+    def step(self, carry: Any) -> Any:
+        """The body, once. The same body on the same types: one look at what it returns will do."""
+        new = self.body_fun(carry)
+        if not self.checked:
+            check_same(self.what, ("the carry", "what the body returns"), (carry, new), _ADVICE)
+            self.checked = True
+        return new
+
+    def by_lanes(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
+        """Steps of those examples that are not done, which grow fewer as the loop goes on."""
+        lanes = choice.level
+        put_away = _PutAway(self.what, lanes)
+        active: Any = read(choice.values).bool()
+        steps = 0
+        while True:
+            if not active.all():
+                put_away.add(lanes, ~active, carry)
+                if not active.any():
+                    return put_away.merged(), True
+                lanes = _some_of(lanes, active)
+                carry = run_in(lanes, self.what, _same, (carry,))
+            if steps == limit:
+                return put_away.merged_with(lanes, carry), False
+            arguments = (lanes, None if limit is None else limit - steps, carry)
+            if lanes is choice.level:
+                carry, made, active = self.together(*arguments)
+            else:
+                carry, made, active = run_in(lanes, self.what, self.together, arguments)
+            steps += made
+            if isinstance(active, bool):
+                return put_away.merged_with(lanes, carry), active
+
+    def together(self, lanes: BatchLevel, limit: int | None, carry: Any) -> tuple[Any, int, Any]:
+        """Steps of all lanes, as long as they go the same way.
+
+        Returns:
+            The carry, how many steps were made, and what ended them: which lanes go on, or
+            whether the loop is at its end.
+        """
+        made = 0
+        while True:
+            carry = self.step(carry)
+            made += 1
+            if made == limit:
+                return carry, made, False
+            choice = choice_of(self.cond_fun(carry), self.what)
+            if isinstance(choice, ByExample) and choice.level is lanes and choice.known:
+                return carry, made, read(choice.values).bool()
+            if isinstance(choice, ByExample | Traced):
+                carry, done = self.run(carry, None if limit is None else limit - made)
+                return carry, made, done
+            if not choice:
+                return carry, made, True
+
+    def unseen(self, carry: Any, value: Any, level: BatchLevel) -> Any:
+        """NOTE [choices that can't be looked at] in ``cond``: a loop of the level outside."""
+        active = values_at(value, level)
+
+        def body(state: Any) -> Any:
+            carry, active = state
+            numbers = torch.arange(level.batch_size, device=active.device)
+            lanes = LaneLevel(level, torch.where(active, numbers, active.long().argmax()))
+            new, again = run_in(lanes, self.what, self.and_condition, (carry,))
+            new, again = optree.tree_map(lambda x: retag(x, lanes, level), (new, again))
+            chosen = wrap(active, 0, level)
+            kept = together([new, carry], lambda pair: torch.where(chosen, pair[0], pair[1]))
+            return kept, active & values_at(again, level)
+
+        outer = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
+        return outer.whole((carry, active))[0]
+
+    def record(self, carry: Any) -> Any:
+        """As one node of the program that is being traced."""
+
+        def later(condition: Any, body: Any, init: Any) -> Any:
+            return Loop(self.what, condition, body, self.checkpoint).whole(init)
+
+        return record_while(
+            self.what, self.cond_fun, self.body_fun, carry, self.unseen, later, _ADVICE
+        )
+
+    def and_condition(self, carry: Any) -> Any:
+        new = self.step(carry)
+        return new, self.cond_fun(new)
+
+
+def _same(carry: Any) -> Any:
+    return carry
+
+
+def _some_of(lanes: BatchLevel, which: torch.Tensor) -> LaneLevel:
+    return LaneLevel(lanes, which.nonzero().squeeze(1))
+
+
+class _PutAway:
+    """The carries of examples that are done, until those of all are."""
+
+    def __init__(self, what: str, whole: BatchLevel) -> None:
+        self.what, self.whole = what, whole
+        self.parts: list[LaneLevel] = []
+        self.carries: list[Any] = []
+
+    def add(self, lanes: BatchLevel, which: torch.Tensor, carry: Any) -> None:
+        part = _some_of(lanes, which)
+        self.parts.append(part)
+        self.carries.append(run_in(part, self.what, _same, (carry,)))
+
+    def merged_with(self, lanes: BatchLevel, carry: Any) -> Any:
+        """All carries, the last of which are those of all that is left."""
+        if not isinstance(lanes, LaneLevel) or lanes is self.whole:
+            return carry
+        self.parts.append(lanes)
+        self.carries.append(carry)
+        return self.merged()
+
+    def merged(self) -> Any:
+        return together(self.carries, lambda column: merge(column, self.parts, self.whole))

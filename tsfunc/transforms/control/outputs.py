@@ -1,0 +1,136 @@
+"""The types of what branches and bodies return: that they agree, and how to show that they don't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+Leaves = list[Any]
+
+
+def flatten(tree: Any) -> tuple[Leaves, optree.PyTreeSpec]:
+    """A pytree's leaves, None among them, and its structure."""
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    return leaves, spec
+
+
+def describe(leaf: Any) -> str:
+    """A leaf's type as messages show it: ``f32[3, 4]``, ``int``, ``'a string'``."""
+    if isinstance(leaf, torch.Tensor):
+        shape = ", ".join(str(size) for size in leaf.shape)
+        return f"{_SHORT.get(leaf.dtype, str(leaf.dtype).removeprefix('torch.'))}[{shape}]"
+    if isinstance(leaf, bool | int | float | complex):
+        return type(leaf).__name__
+    return repr(leaf)
+
+
+_SHORT = {
+    torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def same_type(a: Any, b: Any) -> bool:
+    """Whether two leaves may stand for one another: the join of their types is their type."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype is b.dtype and a.shape == b.shape and a.device == b.device
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        number, tensor = (b, a) if isinstance(a, torch.Tensor) else (a, b)
+        return _is_number(number) and tensor.dim() == 0 and _as(number, tensor) is not None
+    if _is_number(a) and _is_number(b):
+        return type(a) is type(b)
+    return a is b or bool(type(a) is type(b) and a == b)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex)
+
+
+def _as(number: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+    """A number as a 0-d tensor of another's type, where that is the type it would be given."""
+    like = torch.tensor(number, device=tensor.device)
+    kind = (like.dtype.is_floating_point, like.dtype.is_complex, like.dtype is torch.bool)
+    wanted = (tensor.dtype.is_floating_point, tensor.is_complex(), tensor.dtype is torch.bool)
+    return like.to(tensor.dtype) if kind == wanted else None
+
+
+def check_same(
+    what: str,
+    names: tuple[str, str],
+    trees: tuple[Any, Any],
+    advice: str,
+) -> None:
+    """Raises a TypeError that shows both where two results have no type in common.
+
+    Args:
+        what: the operator.
+        names: how the two are called.
+        trees: the results.
+        advice: what to do about it.
+    """
+    (left, left_spec), (right, right_spec) = flatten(trees[0]), flatten(trees[1])
+    if left_spec == right_spec:
+        if all(same_type(a, b) for a, b in zip(left, right, strict=True)):
+            return
+        paths = optree.tree_paths(trees[0], none_is_leaf=True)
+        lines = [
+            f"  at {_path(path)}: {describe(a)} and {describe(b)}"
+            for path, a, b in zip(paths, left, right, strict=True)
+            if not same_type(a, b)
+        ]
+        listed = "\n" + "\n".join(lines)
+    else:
+        listed = ""
+    raise TypeError(
+        f"{what}: {names[0]} and {names[1]} must have one type, got\n"
+        f"  {names[0]}: {show(trees[0])}\n  {names[1]}: {show(trees[1])}{listed}\n{advice}"
+    )
+
+
+def _path(path: Sequence[Any]) -> str:
+    return "result" + "".join(f"[{part!r}]" for part in path)
+
+
+def show(tree: Any) -> str:
+    """A pytree with its leaves' types in their places."""
+    described = optree.tree_map(lambda leaf: _Shown(describe(leaf)), tree, none_is_leaf=True)
+    return repr(described)
+
+
+class _Shown:
+    """Stands for a leaf in a printed structure."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def together(
+    trees: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+) -> Any:
+    """Results of one type, leaf by leaf combined; what is the same everywhere is kept as it is."""
+    flat = [flatten(tree) for tree in trees]
+    leaves = [_one(column, combine) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return optree.tree_unflatten(flat[0][1], leaves)
+
+
+def _one(
+    column: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+) -> Any:
+    first = column[0]
+    tensor = next((leaf for leaf in column if isinstance(leaf, torch.Tensor)), None)
+    if tensor is None:
+        if not _is_number(first) or all(leaf == first for leaf in column):
+            return first
+        tensor = torch.tensor(first)
+    if all(leaf is first for leaf in column):
+        return first
+    return combine(
+        [leaf if isinstance(leaf, torch.Tensor) else _as(leaf, tensor) for leaf in column]
+    )
