@@ -6,7 +6,8 @@ from tsfunc import dispatch, errors
 from tsfunc.bridge.tracer import Tracer, TracerLevel
 from tsfunc.transforms.control.cond import cond, switch
 from tsfunc.transforms.control.loops import fori_loop, while_loop
-from tsfunc.transforms.control.scan import associative_scan, map, scan
+from tsfunc.transforms.control.scan import associative_scan, scan
+from tsfunc.transforms.control.scan import map as map  # not in __all__: it would hide Python's
 from tsfunc.transforms.explain import CallReport, explain
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
@@ -25,9 +26,12 @@ __all__ = [
     "MetaTensorType",
     "Tracer",
     "TracerLevel",
+    "associative_scan",
+    "cond",
     "dispatch",
     "errors",
     "explain",
+    "fori_loop",
     "functional_call",
     "grad",
     "grad_and_value",
@@ -36,9 +40,12 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
+    "scan",
     "specialize",
     "stack_module_state",
+    "switch",
     "value_and_grad",
     "vjp",
     "vmap",
+    "while_loop",
 ]

@@ -420,3 +420,13 @@ class TestForms:
         f = specialize(lambda x: (x + 1).sin())
         f(torch.ones(2))
         assert "sin(" in str(f.program) and "float32[2]" in str(f.program)
+
+
+def test_tensors_made_of_data_inside_are_constants_of_the_program() -> None:
+    @specialize
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([1.0, 2.0, 3.0]) + torch.as_tensor(2.0) - torch.tensor(1)
+
+    x = torch.arange(3.0)
+    for _ in range(2):
+        torch.testing.assert_close(f(x), x * torch.tensor([1.0, 2.0, 3.0]) + 1)

@@ -2,9 +2,9 @@
 
 NOTE [control flow in programs]
 The bodies of a call become graphs (NOTE [bodies] in ``bodies``), and the call one node of the
-program: a :class:`ControlFlow`, which takes and returns flat tensors when the program runs, and then
-does what the user's call does. So a program with a loop is vmapped and differentiated as the
-loop is.
+program: a :class:`ControlFlow`, which takes and returns flat tensors when the program runs, and
+then does what the user's call does. So a program with a loop is vmapped and differentiated as
+the loop is.
 
 The node's tensors are physical values; the batch dims of a vmap inside of the trace are dims of
 them. Which tracers belong around them, inputs and results, is kept beside (:class:`Wrapping`).
@@ -119,9 +119,7 @@ class TracedBody:
         spec: the structure of that.
     """
 
-    def __init__(
-        self, trace: TraceLevel, func: Callable[..., Any], inputs: Sequence[Any]
-    ) -> None:
+    def __init__(self, trace: TraceLevel, func: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self.level = BodyLevel(trace)
         arguments = [self.level.input(x) for x in inputs]
         with in_body(self.level):
@@ -142,7 +140,8 @@ class TracedBody:
 
         None stands for what is no tensor.
         """
-        nodes, results = [], []
+        nodes = []
+        results: list[Result | None] = []
         with in_body(self.level):
             for leaf, wrapping in zip(self.leaves, wrappings, strict=True):
                 if wrapping is None:
@@ -261,7 +260,7 @@ class _Call:
         """As a node of the trace."""
         trace = self.trace
         nodes = [x.node for x in inputs]
-        node = trace.graph.call_function(self.op, (*nodes, *self.numbers))  # type: ignore[arg-type]
+        node = trace.graph.call_function(self.op, (*nodes, *self.numbers))
         tracks = torch.is_grad_enabled() and any(x.tracks for x in inputs)
         if trace.torch_state.grad_mode and not torch.is_grad_enabled():
             node.meta["no_grad"] = True
@@ -289,7 +288,7 @@ class _Recorded(Function):
     """A call, as one node of the graph of a level that differentiates by some of its inputs."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, call: _Call, results: Sequence[Result], grad_mode: bool, *inputs: Any
     ) -> Any:
         ctx.call, ctx.results = call, results

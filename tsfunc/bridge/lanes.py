@@ -15,9 +15,9 @@ values, taking over is a linear map, and an ``autograd.Function`` of its own: NO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import optree
 import torch
@@ -155,11 +155,11 @@ class _Node(Function):
             return f.run(values)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, cotangent: Any) -> Any:
         return (None, None, *ctx.f.transpose(cotangent))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         given = tangents[2:]
         if ctx.zeros is not None:
             given = tuple(
@@ -245,7 +245,7 @@ def _batched(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, int]:
     return inner.unsqueeze(0).expand(level.batch_size, *inner.shape), 0
 
 
-def at_level(value: torch.Tensor, level: BatchLevel) -> Tracer:
+def at_level(value: torch.Tensor, level: BatchLevel) -> Any:
     """A tensor as a tracer of the level or of one inside of it."""
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
         return value
@@ -270,7 +270,7 @@ class _Merge(_Map):
 
     def _inside(self, level: TracerLevel, values: Sequence[Any]) -> Any:
         """At a level inside of the lanes': the values inside of its tracers, put together."""
-        lifted = [
+        lifted: list[Any] = [
             v if v.dispatch_level.depth == level.depth else level.lift(v) for v in values
         ]
         batched = isinstance(level, BatchLevel) and any(v.bdim is not None for v in lifted)
@@ -293,9 +293,7 @@ class _Merge(_Map):
 def merge(values: Sequence[Any], parts: Sequence[LaneLevel], target: BatchLevel) -> Any:
     """What the parts of a batch gave, as one tensor of the whole."""
     order = torch.cat([part.index_in(target) for part in parts]).argsort()
-    lifted = [
-        at_level(part.into(v), part) for v, part in zip(values, parts, strict=True)
-    ]
+    lifted = [at_level(part.into(v), part) for v, part in zip(values, parts, strict=True)]
     inmost = max((v.dispatch_level for v in lifted), key=lambda level: level.depth)
     if inmost.depth > target.depth:
         lifted = [
@@ -349,25 +347,26 @@ class Layout(_Map):
         level, wanted = self.layers[0]
         with level.restored():
             inner, dim = value.value, getattr(value, "bdim", None)
-            inner = Layout(self.layers[1:]).of(inner)
+            # This level's dim first: to move it may move those of the levels outside.
+            rest = Layout(self.layers[1:])
             if not isinstance(level, BatchLevel):
-                return level.lift(inner)
+                return level.lift(rest.of(inner))
             if dim is None and wanted is not None:
                 inner = inner.unsqueeze(wanted).expand(
                     *inner.shape[:wanted], level.batch_size, *inner.shape[wanted:]
                 )
             elif dim != wanted:
                 inner = inner.movedim(dim, wanted)
-            return wrap(inner, wanted, level)
+            return wrap(rest.of(inner), wanted, level)
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """The tensor laid out."""
         if not self.layers:
             return value
         level = self.layers[0][0]
-        if not (isinstance(value, Tracer) and value.dispatch_level is level):
-            value = level.lift(value)
-        found: torch.Tensor = _linear(self, (value,))
+        own = isinstance(value, Tracer) and value.dispatch_level is level
+        tracer: Any = value if own else level.lift(value)
+        found: torch.Tensor = _linear(self, (tracer,))
         return found
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
@@ -414,8 +413,10 @@ class _InLanes(TorchFunctionMode):
 
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    return func in _WRITES or (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+    return (
+        func in _WRITES
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
     )
 
 

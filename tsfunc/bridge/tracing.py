@@ -147,6 +147,12 @@ def _detach(value: TraceTracer) -> TraceTracer:
     return value.again()
 
 
+@register("aten::_has_same_storage_numel", DispatchKey.Trace)
+def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Forward mode asks it of a tangent, to make views of both alike. Fake memory has no size."""
+    return True
+
+
 @register_fallback(DispatchKey.Specialize)
 def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The column of the Specialize key: results on fake values."""

@@ -12,9 +12,7 @@ Batching = Literal["lanes", "select"]
 def check_batching(what: str, batching: str) -> None:
     """Refuses what is no way to run branches under vmap."""
     if batching not in get_args(Batching):
-        raise ValueError(
-            f'{what}: batching must be "lanes" or "select", got {batching!r}.'
-        )
+        raise ValueError(f'{what}: batching must be "lanes" or "select", got {batching!r}.')
 
 
 def operands_of(operands: tuple[Any, ...], func: Callable[..., Any]) -> tuple[Any, ...]:

@@ -24,8 +24,8 @@ from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
 from tsfunc.transforms.control.arguments import Batching, check_batching, operands_of
 from tsfunc.transforms.control.choice import ByExample, Traced, choice_of, read
-from tsfunc.transforms.control.programs import record_switch
 from tsfunc.transforms.control.outputs import check_same, together
+from tsfunc.transforms.control.programs import record_switch
 
 Branch = Callable[..., Any]
 
@@ -185,7 +185,8 @@ class _Call:
         for i in range(len(self.branches)):
             mask = values == i
             also = mask.any() & (first != i)
-            found = cond(also, functools.partial(self.over, i, level, mask), _same, found)
+            over = functools.partial(self.over, i, level, mask, found)
+            found = cond(also, over, functools.partial(_same, found))
         return found
 
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:

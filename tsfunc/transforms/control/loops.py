@@ -20,8 +20,8 @@ from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
 from tsfunc.transforms.control.arguments import takes_entries
 from tsfunc.transforms.control.choice import ByExample, Traced, choice_of, read, values_at
-from tsfunc.transforms.control.programs import record_scan, record_while
 from tsfunc.transforms.control.outputs import check_same, together
+from tsfunc.transforms.control.programs import record_scan, record_while
 
 Checkpoint = Literal["sqrt", "log"] | None
 _ADVICE = (
@@ -211,15 +211,15 @@ class Loop:
         steps = 0
         while True:
             if not active.all():
-                put_away.add(lanes, ~active, carry)
                 if not active.any():
-                    return put_away.merged(), True
+                    return put_away.merged_with(lanes, carry), True
+                put_away.add(lanes, ~active, carry)
                 lanes = _some_of(lanes, active)
                 carry = run_in(lanes, self.what, _same, (carry,))
             if steps == limit:
                 return put_away.merged_with(lanes, carry), False
             arguments = (lanes, None if limit is None else limit - steps, carry)
-            if lanes is choice.level:
+            if not isinstance(lanes, LaneLevel) or lanes is choice.level:
                 carry, made, active = self.together(*arguments)
             else:
                 carry, made, active = run_in(lanes, self.what, self.together, arguments)

@@ -1,4 +1,4 @@
-"""The types of what branches and bodies return: that they agree, and how to show that they don't."""
+"""The types of what branches and bodies return: that they agree, and messages if they don't."""
 
 from __future__ import annotations
 
@@ -120,9 +120,7 @@ def together(
     return optree.tree_unflatten(flat[0][1], leaves)
 
 
-def _one(
-    column: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-) -> Any:
+def _one(column: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
     first = column[0]
     tensor = next((leaf for leaf in column if isinstance(leaf, torch.Tensor)), None)
     if tensor is None:
@@ -131,6 +129,7 @@ def _one(
         tensor = torch.tensor(first)
     if all(leaf is first for leaf in column):
         return first
-    return combine(
-        [leaf if isinstance(leaf, torch.Tensor) else _as(leaf, tensor) for leaf in column]
-    )
+    tensors: list[Any] = [
+        leaf if isinstance(leaf, torch.Tensor) else _as(leaf, tensor) for leaf in column
+    ]
+    return combine(tensors)

@@ -167,7 +167,8 @@ def record_switch(
         common(column) if isinstance(leaf, torch.Tensor) else None
         for leaf, column in zip(bodies[0].leaves, columns, strict=True)
     ]
-    results = [body.end(wrappings) for body in bodies][0]
+    ended = [body.end(wrappings) for body in bodies]
+    results = ended[0]
     tensors, numbers, places = operands_of(bodies, 0)
     made = [
         Body(name.replace(" ", "_"), body.level.graph, tuple(1 + at for at in own))
@@ -288,14 +289,15 @@ def record_scan(
     along = [along_first(as_traced(x, trace).movedim(dim, 0)) for x in xs_leaves if x is not None]
     slices = [x.select(0, 0) for x in along]
     size = along[0].shape[0] if along else length
+
+    def run(*values: Any) -> Any:
+        rest = iter(values[len(values) - len(along) :])
+        x = [None if x is None else next(rest) for x in xs_leaves]
+        carried = carry.tree(values[: len(values) - len(along)])
+        return f(carried, optree.tree_unflatten(xs_spec, x))
+
     while True:
         inputs = carry.inputs()
-
-        def run(*values: Any) -> Any:
-            rest = iter(values[len(inputs) :])
-            x = optree.tree_unflatten(xs_spec, [None if x is None else next(rest) for x in xs_leaves])
-            return f(carry.tree(values[: len(inputs)]), x)
-
         body = TracedBody(trace, run, [*inputs, *slices])
         new, ys = body.out
         check_same(what, ("the carry", "the carry that the function returns"),
@@ -310,7 +312,9 @@ def record_scan(
     ]
     results = body.end([*carry.wrappings(), *y_wrappings])
     kept = [r for r in results[: len(carry.leaves)] if r is not None]
-    stacked = [stacked_result(r, size, trace) for r in results[len(carry.leaves) :] if r is not None]
+    stacked = [
+        stacked_result(r, size, trace) for r in results[len(carry.leaves) :] if r is not None
+    ]
     count = len(inputs) + len(along)
     tensors, numbers, places = operands_of([body], count)
     made = Body("body", body.level.graph, places[0])

@@ -13,8 +13,8 @@ import optree
 import torch
 
 from tsfunc.bridge.bodies import current_trace
-from tsfunc.transforms.control.programs import record_scan
 from tsfunc.transforms.control.outputs import check_same, flatten
+from tsfunc.transforms.control.programs import record_scan
 from tsfunc.transforms.vmap import vmap
 
 _ADVICE = (
@@ -143,9 +143,7 @@ def _stack(column: Sequence[Any], dim: int) -> Any:
     return torch.stack([torch.as_tensor(leaf) for leaf in column], dim)
 
 
-def map(  # noqa: A001 - JAX's and torch's name for it
-    f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = None
-) -> Any:
+def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = None) -> Any:
     """Calls a function with each slice along the first dim, one after the other, and stacks.
 
     Args:
@@ -172,9 +170,7 @@ def map(  # noqa: A001 - JAX's and torch's name for it
     if batch_size is not None:
         if batch_size < 1:
             raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
-        mapped = vmap(
-            lambda x: f(x, *args), randomness="different", chunk_size=batch_size
-        )
+        mapped = vmap(lambda x: f(x, *args), randomness="different", chunk_size=batch_size)
         return mapped(xs)
     return scan(lambda carry, x: (carry, f(x, *args)), None, xs)[1]
 

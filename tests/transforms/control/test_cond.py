@@ -1,0 +1,139 @@
+"""``cond`` and ``switch``: what is called, with what, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tsfunc import cond, grad, specialize, switch, vmap
+
+
+def test_the_branch_of_a_bool_is_called() -> None:
+    x = torch.tensor(2.0)
+    assert cond(True, torch.neg, torch.exp, x) == -2
+    assert cond(torch.tensor([False]), torch.neg, lambda x: x + 1, x) == 3
+
+
+def test_operands_are_taken_as_jax_and_as_torch_take_them() -> None:
+    x, y = torch.tensor(2.0), torch.tensor(5.0)
+    assert cond(True, torch.add, torch.sub, x, y) == 7
+    assert cond(True, lambda x, y: x + y, lambda x, y: x - y, (x, y)) == 7
+    assert cond(True, lambda pair: pair[0] * pair[1], lambda pair: pair[0], (x, y)) == 10
+
+
+def test_the_index_of_a_switch_is_clamped() -> None:
+    branches = [lambda: 0, lambda: 1, lambda: 2]
+    assert [switch(i, branches) for i in (-3, 0, 1, 2, 9)] == [0, 0, 1, 2, 2]
+    assert [switch(torch.tensor(i), branches) for i in (-3, 1, 9)] == [0, 1, 2]
+
+
+def test_under_vmap_a_branch_sees_only_the_examples_that_take_it() -> None:
+    seen = []
+
+    def positive(x: torch.Tensor) -> torch.Tensor:
+        seen.append("positive")
+        return x.sqrt()
+
+    def negative(x: torch.Tensor) -> torch.Tensor:
+        seen.append("negative")
+        return x
+
+    x = torch.tensor([4.0, 9.0])
+    out = vmap(lambda x: cond(x > 0, positive, negative, x))(x)
+    torch.testing.assert_close(out, torch.tensor([2.0, 3.0]))
+    assert seen == ["positive"]
+
+
+def test_a_branch_that_is_not_taken_puts_no_nan_into_a_gradient() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return cond(x > 0, lambda: x.sqrt(), lambda: torch.zeros_like(x))
+
+    x = torch.tensor([4.0, 0.0, -1.0])
+    expected = torch.tensor([0.25, 0.0, 0.0])
+    torch.testing.assert_close(vmap(grad(f))(x), expected)
+    torch.testing.assert_close(specialize(vmap(grad(f)))(x), expected)
+    torch.testing.assert_close(grad(lambda x: vmap(f)(x).sum())(x), expected)
+
+
+def test_a_branch_that_would_fail_where_it_is_not_taken_does_not() -> None:
+    matrices = torch.stack([torch.eye(2), torch.zeros(2, 2)])
+
+    def f(a: torch.Tensor) -> Any:
+        return cond(a.sum() > 0, torch.linalg.inv, torch.neg, a)
+
+    torch.testing.assert_close(vmap(f)(matrices), matrices)
+    torch.testing.assert_close(specialize(vmap(f))(matrices), matrices)
+
+
+@pytest.mark.parametrize("batching", ["lanes", "select"])
+def test_both_ways_to_batch_give_the_same(batching: Any) -> None:
+    x = torch.tensor([1.0, -2.0, 3.0])
+    out = vmap(lambda x: cond(x > 0, torch.sin, torch.cos, x, batching=batching))(x)
+    torch.testing.assert_close(out, torch.where(x > 0, x.sin(), x.cos()))
+
+
+def test_closed_over_parameters_get_their_gradients() -> None:
+    w = torch.tensor(3.0, requires_grad=True)
+    x = torch.tensor([1.0, -2.0, 4.0])
+    vmap(lambda x: cond(x > 0, lambda: w * x, lambda: x))(x).sum().backward()
+    assert w.grad == 5
+
+
+def test_random_branches_draw_for_their_own_examples() -> None:
+    x = torch.tensor([1.0, -1.0, 1.0, 1.0])
+
+    def f(x: torch.Tensor) -> Any:
+        return cond(x > 0, lambda: torch.rand(3), lambda: torch.zeros(3))
+
+    out = vmap(f, randomness="different")(x)
+    assert (out[1] == 0).all()
+    assert len({float(row[0]) for row in out}) == 4
+
+
+@pytest.mark.parametrize("run", [vmap, specialize], ids=["vmap", "specialize"])
+def test_branches_of_two_types_are_refused_with_both_shown(run: Any) -> None:
+    def f(x: torch.Tensor) -> Any:
+        return cond((x > 0).any(), lambda: {"a": x}, lambda: {"a": x.double()})
+
+    with pytest.raises(TypeError) as error:
+        run(f)(torch.tensor([[1.0], [-1.0]]))
+    text = str(error.value)
+    assert "what false_fun returns: {'a': f64[" in text
+    assert "what true_fun returns: {'a': f32[" in text
+    assert "at result['a']: f64[" in text
+    assert "x.to(dtype)" in text
+
+
+def test_branches_of_two_structures_are_refused() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return cond(x > 0, lambda: (x, x), lambda: x)
+
+    with pytest.raises(TypeError, match=r"what true_fun returns: \(f32\[\], f32\[\]\)"):
+        vmap(f)(torch.tensor([1.0, -1.0]))
+
+
+def test_what_is_no_choice_is_refused() -> None:
+    x = torch.ones(2)
+    with pytest.raises(TypeError, match="expected a bool, an int or a tensor of one element"):
+        cond("yes", torch.sin, torch.cos, x)
+    with pytest.raises(TypeError, match=r"got one of shape \(2,\).*use torch.where"):
+        cond(x > 0, torch.sin, torch.cos, x)
+    with pytest.raises(TypeError, match="must be a bool or an integer, got a tensor of torch.flo"):
+        cond(x[0], torch.sin, torch.cos, x)
+    with pytest.raises(TypeError, match="the index must be an integer, got a bool"):
+        switch(True, [torch.sin], x)
+    with pytest.raises(ValueError, match="at least one branch"):
+        switch(0, [], x)
+    with pytest.raises(ValueError, match='must be "lanes" or "select", got "both"|got \'both\''):
+        cond(True, torch.sin, torch.cos, x, batching="both")  # type: ignore[arg-type]
+
+
+def test_a_write_into_what_some_examples_share_is_refused() -> None:
+    def f(x: torch.Tensor) -> Any:
+        y = x * 1
+        return cond(x > 0, lambda: y.add_(1), lambda: y)
+
+    with pytest.raises(RuntimeError, match=r"the body writes in place \(add_\) into a tensor that"):
+        vmap(f)(torch.tensor([1.0, -1.0]))

@@ -1,0 +1,130 @@
+"""``scan``, ``map`` and ``associative_scan``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tsfunc
+from tsfunc import associative_scan, grad, scan, specialize, vmap
+
+
+@given(st.integers(1, 7), st.integers(0, 1), st.booleans())
+def test_a_scan_is_its_loop(length: int, dim: int, reverse: bool) -> None:
+    shape = (length, 3) if dim == 0 else (3, length)
+    xs = torch.arange(length * 3.0).reshape(shape)
+
+    def step(carry: Any, x: Any) -> Any:
+        return carry * 0.5 + x, {"y": carry + x, "none": None}
+
+    carry, ys = scan(step, torch.ones(3), xs, reverse=reverse, dim=dim)
+    expected, rows = torch.ones(3), []
+    slices = list(xs.unbind(dim))
+    for x in reversed(slices) if reverse else slices:
+        rows.append(expected + x)
+        expected = expected * 0.5 + x
+    if reverse:
+        rows.reverse()
+    torch.testing.assert_close(carry, expected)
+    torch.testing.assert_close(ys["y"], torch.stack(rows, dim))
+    assert ys["none"] is None
+
+
+def test_a_scan_without_anything_to_go_along_has_a_length() -> None:
+    carry, ys = scan(lambda c, _: (c * 2, c), torch.tensor(1), None, length=4)
+    assert carry == 16
+    torch.testing.assert_close(ys, torch.tensor([1, 2, 4, 8]))
+
+
+def test_the_trace_of_a_scan_does_not_grow_with_its_length() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return scan(lambda c, row: (c.sin() + row, c), x[0], x)[1]
+
+    short, long = specialize(f), specialize(f)
+    torch.testing.assert_close(short(torch.ones(3, 2)), f(torch.ones(3, 2)))
+    torch.testing.assert_close(long(torch.ones(50, 2)), f(torch.ones(50, 2)))
+    assert len(short.program.graph.nodes) == len(long.program.graph.nodes)
+
+
+def test_one_program_scans_any_length() -> None:
+    @specialize({"x": tsfunc.MetaTensorType(shape=["n", 2])})
+    def f(x: torch.Tensor) -> Any:
+        return scan(lambda c, row: (c + row, c * row), torch.zeros(2), x)
+
+    for n in (2, 5, 9):
+        x = torch.arange(2.0 * n).reshape(n, 2)
+        carry, ys = f(x)
+        torch.testing.assert_close(carry, x.sum(0))
+        assert ys.shape == (n, 2)
+    assert f.cache_info().programs == 1
+
+
+def test_map_calls_with_one_slice_at_a_time() -> None:
+    shapes = []
+
+    def f(x: torch.Tensor, scale: float) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return x.sum() * scale
+
+    torch.testing.assert_close(tsfunc.map(f, torch.ones(3, 2), 2.0), torch.full((3,), 4.0))
+    assert shapes == [(2,)] * 3
+    batched = tsfunc.map(f, torch.ones(5, 2), 2.0, batch_size=2)
+    torch.testing.assert_close(batched, torch.full((5,), 4.0))
+    assert shapes[3:] == [(2,)] * 3  # two, two, and the one that is left
+
+
+@given(st.integers(1, 9), st.integers(0, 1), st.booleans())
+def test_an_associative_scan_is_the_sequence_of_combinations(
+    size: int, axis: int, reverse: bool
+) -> None:
+    shape = (size, 2) if axis == 0 else (2, size)
+    x = torch.linspace(0.5, 1.5, size * 2, dtype=torch.float64).reshape(shape)
+    found = associative_scan(torch.mul, x, reverse=reverse, axis=axis)
+    expected = x.flip(axis).cumprod(axis).flip(axis) if reverse else x.cumprod(axis)
+    torch.testing.assert_close(found, expected)
+
+
+def test_torchs_form_of_an_associative_scan_combines_single_slices() -> None:
+    m = torch.randn(5, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = [m[0]]
+    for matrix in m[1:]:
+        expected.append(expected[-1] @ matrix)
+    torch.testing.assert_close(associative_scan(torch.mm, m, dim=0), torch.stack(expected))
+    torch.testing.assert_close(associative_scan(torch.mm, m, 0), torch.stack(expected))
+
+
+def test_gradients_through_a_scan_of_batches() -> None:
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
+
+    def f(x: torch.Tensor) -> Any:
+        return scan(lambda c, a: (c.sin() * a, c), x.sum(), x)[1].sum()
+
+    expected = torch.stack([grad(f)(row) for row in x])
+    torch.testing.assert_close(vmap(grad(f))(x), expected)
+    assert torch.autograd.gradcheck(f, x[0].clone().requires_grad_())
+
+
+def test_what_can_not_be_scanned_is_refused() -> None:
+    step = lambda c, x: (c, x)  # noqa: E731
+    with pytest.raises(ValueError, match="there is no tensor to go along; give length="):
+        scan(step, 0)
+    with pytest.raises(ValueError, match=r"expected one size in dim 0, got \[2, 3\]"):
+        scan(step, 0, (torch.ones(2), torch.ones(3)))
+    with pytest.raises(ValueError, match=r"got \[2, 3\] \(the last is length=\)"):
+        scan(step, 0, torch.ones(2), length=3)
+    with pytest.raises(ValueError, match=r"shape \(\) has no dim 0"):
+        scan(step, 0, torch.ones(()))
+    with pytest.raises(TypeError, match="expected tensors to go along, got float"):
+        scan(step, 0, 1.5)
+    with pytest.raises(TypeError, match="must return a pair"):
+        scan(lambda c, x: c, torch.ones(3), torch.ones(2))
+    with pytest.raises(TypeError, match=r"the carry that the function returns: f64\[\]"):
+        scan(lambda c, x: (c.double(), x), torch.ones(()), torch.ones(2))
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        tsfunc.map(torch.sin, torch.ones(2), batch_size=0)
+    with pytest.raises(TypeError, match="They must have one type"):
+        associative_scan(lambda a, b: a.double(), torch.ones(3))
