@@ -323,7 +323,7 @@ def make_dual(
     """The primal with its tangent, as a tensor of the level."""
     primal, tangent = lift(primal, level), lift(tangent, level)
     with DisableTorchFunctionSubclass():
-        if 0 in primal.stride() and primal.stride() != tangent.stride():
+        if 0 in primal.stride():
             # torch lays a tangent out as its primal, and can't where that is expanded.
             primal = primal.contiguous()
         dual: torch.Tensor = forward_ad.make_dual(primal, tangent)

@@ -27,7 +27,7 @@ from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.lanes import Layout, is_recorded
 from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
 from tsfunc.bridge.tracing import TraceLevel, TraceTracer, traced_as
-from tsfunc.dispatch.state import Level, State, tls, using
+from tsfunc.dispatch.state import Level, tls, using
 
 _SHARED = (
     "key", "depth", "bits", "outer", "name", "_site", "_restores", "autograd", "forward",
@@ -90,7 +90,7 @@ class BodyLevel(TraceLevel, StandIn):
         self.graph = torch.fx.Graph()
         self.lifted = {}
         old = parent.inner
-        self.inner = State(old.include, old.mask, (*old.levels[:-1], self), None, old.excluded)
+        self.inner = old.with_levels((*old.levels[:-1], self))
         self._kernel_states = {}
         self.taken: dict[int, tuple[Any, Any]] = {}
         self.inputs: list[torch.Tensor] = []
@@ -250,7 +250,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
     """What the block calls is recorded in the body's graph."""
     state = tls.state
     levels = tuple(level if other is level.parent else other for other in state.levels)
-    inner = State(state.include, state.mask, levels, state.running, state.excluded)
+    inner = state.with_levels(levels)
     with using(inner), _InBody(level):
         yield
 

@@ -26,6 +26,7 @@ import torch
 import torch.fx
 from torch.autograd import Function, forward_ad
 
+from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel
 from tsfunc.bridge.bodies import (
     BodyLevel,
@@ -124,7 +125,7 @@ class TracedBody:
         arguments = [self.level.input(x) for x in inputs]
         with in_body(self.level):
             out = func(*arguments)
-            leaves, self.spec = optree.tree_flatten(out, none_is_leaf=True)
+            leaves, self.spec = pytrees.flatten(out)
             self.leaves = [_traced(leaf, self.level) for leaf in leaves]
 
     @property

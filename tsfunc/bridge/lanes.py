@@ -19,21 +19,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import optree
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Function, forward_ad
 from torch.overrides import TorchFunctionMode
 
+from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
-from tsfunc.dispatch.state import State, tls, using
+from tsfunc.dispatch.state import tls, using
 
 _SHARED = (
     "key", "depth", "bits", "outer", "name", "_site", "_restores", "autograd", "forward",
-    "torch_state", "functorch_depth", "randomness", "bit", "_entered",
+    "torch_state", "functorch_depth", "randomness", "strict", "bit", "_entered",
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ class LaneLevel(BatchLevel, StandIn):
         self.whole: BatchLevel = parent.whole if isinstance(parent, LaneLevel) else parent
         self.batch_size = index.shape[0]
         old = parent.inner
-        self.inner = State(old.include, old.mask, (*old.levels[:-1], self), None, old.excluded)
+        self.inner = old.with_levels((*old.levels[:-1], self))
         self._kernel_states = {}
         self._composed: dict[int, torch.Tensor] = {}
 
@@ -428,7 +428,7 @@ def in_lanes(lanes: LaneLevel, what: str) -> Iterator[None]:
         lanes if level.depth == lanes.depth and isinstance(level, BatchLevel) else level
         for level in state.levels
     )
-    inner = State(state.include, state.mask, levels, state.running, state.excluded)
+    inner = state.with_levels(levels)
     with using(inner), _InLanes(lanes, what):
         yield
 
@@ -436,5 +436,5 @@ def in_lanes(lanes: LaneLevel, what: str) -> Iterator[None]:
 def run_in(lanes: LaneLevel, what: str, func: Callable[..., Any], args: Any) -> Any:
     """A function on the lanes' part of its arguments; what it returns is the lanes' too."""
     with in_lanes(lanes, what):
-        taken = optree.tree_map(seen_here, args, none_is_leaf=True)
-        return optree.tree_map(seen_here, func(*taken), none_is_leaf=True)
+        taken = pytrees.tree_map(seen_here, args)
+        return pytrees.tree_map(seen_here, func(*taken))

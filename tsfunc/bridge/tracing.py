@@ -165,6 +165,8 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
         return level.lift(arg).value if isinstance(arg, torch.Tensor) else arg
 
     values, named = optree.tree_map(fake, (tuple(args), dict(kwargs)), none_is_leaf=True)
+    cached = level.fake.cache_enabled
+    level.fake.cache_enabled = cached and op.name not in _UNCACHED
     try:
         with DisableTorchFunction(), level.fake:
             return op.native(*values, **named)
@@ -176,6 +178,13 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
             f"trace does not have. Use an operator whose shape does not (torch.where, a mask), "
             f"or call it outside of the specialized function."
         ) from None
+    finally:
+        level.fake.cache_enabled = cached
+
+
+# What it returns depends on the memory behind its arguments, which FakeTensorMode's cache of
+# results does not look at.
+_UNCACHED = frozenset({"aten::_new_zeros_with_same_feature_meta"})
 
 
 def _data_dependent(name: str, level: TraceLevel) -> str:

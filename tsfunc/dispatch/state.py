@@ -73,6 +73,10 @@ class State:
             )
         return state
 
+    def with_levels(self, levels: tuple[Level, ...]) -> State:
+        """This state with other levels active, as deep as those that are."""
+        return State(self.include, self.mask, levels, self.running, self.excluded, self.recorder)
+
 
 class _ThreadState(threading.local):
     state = State(0, -1, ())

@@ -51,10 +51,10 @@ def test_the_trace_of_a_scan_does_not_grow_with_its_length() -> None:
 
 
 def test_one_program_scans_any_length() -> None:
-    @specialize({"x": tsfunc.MetaTensorType(shape=["n", 2])})
-    def f(x: torch.Tensor) -> Any:
+    def rows(x: torch.Tensor) -> Any:
         return scan(lambda c, row: (c + row, c * row), torch.zeros(2), x)
 
+    f = specialize(rows, {"x": tsfunc.MetaTensorType(shape=["n", 2])})
     for n in (2, 5, 9):
         x = torch.arange(2.0 * n).reshape(n, 2)
         carry, ys = f(x)

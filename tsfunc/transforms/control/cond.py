@@ -17,9 +17,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
 from tsfunc.transforms.control.arguments import Batching, check_batching, operands_of
@@ -196,7 +196,7 @@ class _Call:
         index = torch.where(mask, numbers, mask.long().argmax())
         lanes = LaneLevel(level, index)
         out = run_in(lanes, self.what, self.branches[i], self.operands)
-        return optree.tree_map(lambda leaf: retag(leaf, lanes, level), out, none_is_leaf=True)
+        return pytrees.tree_map(lambda leaf: retag(leaf, lanes, level), out)
 
     def over(self, i: int, level: BatchLevel, mask: torch.Tensor, found: Any) -> Any:
         """The results so far, those of a branch in the places of the examples that take it."""

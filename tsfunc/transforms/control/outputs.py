@@ -8,13 +8,14 @@ from typing import Any
 import optree
 import torch
 
+from tsfunc import pytrees
+
 Leaves = list[Any]
 
 
 def flatten(tree: Any) -> tuple[Leaves, optree.PyTreeSpec]:
     """A pytree's leaves, None among them, and its structure."""
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    return leaves, spec
+    return pytrees.flatten(tree)
 
 
 def describe(leaf: Any) -> str:
@@ -97,7 +98,7 @@ def _path(path: Sequence[Any]) -> str:
 
 def show(tree: Any) -> str:
     """A pytree with its leaves' types in their places."""
-    described = optree.tree_map(lambda leaf: _Shown(describe(leaf)), tree, none_is_leaf=True)
+    described = pytrees.tree_map(lambda leaf: _Shown(describe(leaf)), tree)
     return repr(described)
 
 

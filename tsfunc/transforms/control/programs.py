@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.bodies import (
     Layer,
     Wrapping,
@@ -180,7 +181,7 @@ def record_switch(
 
 
 def _seen(operands: Any) -> Any:
-    return optree.tree_map(seen_here, operands, none_is_leaf=True)
+    return pytrees.tree_map(seen_here, operands)
 
 
 def _filled(body: TracedBody, found: Sequence[Any]) -> Any:
@@ -214,7 +215,7 @@ class Carry:
 
     def __init__(self, trace: TraceLevel, init: Any) -> None:
         self.trace = trace
-        self.leaves, self.spec = optree.tree_flatten(init, none_is_leaf=True)
+        self.leaves, self.spec = pytrees.flatten(init)
         self.leaves = [as_traced(leaf, trace) for leaf in self.leaves]
         self.needed = [needed_layers(leaf) for leaf in self.leaves]
 
@@ -285,7 +286,7 @@ def record_scan(
     """Records a scan: one node, whatever its length."""
     trace = _trace()
     carry = Carry(trace, init)
-    xs_leaves, xs_spec = optree.tree_flatten(xs, none_is_leaf=True)
+    xs_leaves, xs_spec = pytrees.flatten(xs)
     along = [along_first(as_traced(x, trace).movedim(dim, 0)) for x in xs_leaves if x is not None]
     slices = [x.select(0, 0) for x in along]
     size = along[0].shape[0] if along else length
@@ -305,7 +306,7 @@ def record_scan(
         needed = body.batched()
         if not carry.widened(needed[: len(carry.leaves)]):
             break
-    y_leaves, y_spec = optree.tree_flatten(ys, none_is_leaf=True)
+    y_leaves, y_spec = pytrees.flatten(ys)
     y_wrappings = [
         common([needs]) if isinstance(leaf, torch.Tensor) else None
         for leaf, needs in zip(y_leaves, needed[len(carry.leaves) :], strict=True)
