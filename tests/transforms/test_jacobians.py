@@ -60,6 +60,26 @@ def test_chunks(chunk_size: int | None) -> None:
     same(got, torch.func.jacrev(product, argnums=(0, 1))(X, Y))
 
 
+def test_a_chunk_of_one_is_no_vmap() -> None:
+    """A backward pass may then do what a vmap refuses."""
+
+    class Picky(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            assert g.sum().item() == 1.0
+            assert len(g.nonzero()) == 1
+            return g * 2
+
+    same(tsfunc.jacrev(Picky.apply, chunk_size=1)(W), 2 * torch.eye(4))
+    with pytest.raises(RuntimeError, match=r"calling .item.. on a Tensor"):
+        tsfunc.jacrev(Picky.apply, chunk_size=2)(W)
+    assert tsfunc.jacrev(torch.sin, chunk_size=1)(W[:0]).shape == (0, 0)
+
+
 def test_preallocate_is_accepted() -> None:
     got = tsfunc.jacrev(product, chunk_size=2, _preallocate_and_copy=True)(X, Y)
     same(got, torch.func.jacrev(product)(X, Y))

@@ -83,7 +83,8 @@ def jacrev(
         argnums: which positional arguments to differentiate by: an int, or a tuple of them.
         has_aux: whether ``func`` returns an auxiliary part.
         chunk_size: how many rows are pulled back at a time; None takes all at once, "auto" as many
-            as fit into ``memory_budget``, as for :func:`vmap`.
+            as fit into ``memory_budget``, as for :func:`vmap`. With 1 they are pulled back without
+            a vmap, for backward passes that it refuses.
         memory_budget: the bytes that this may take beside the function's own run.
 
     Returns:
@@ -122,6 +123,8 @@ def jacrev(
 
         if chunks is None:
             rows = vmap(pull_flat)(_bases(outs))
+        elif chunk_size == 1:
+            rows = _one_by_one(pull_flat, outs)
         else:
             # Each chunk makes its own rows of the basis, which has the square of the output's size.
             numbers = torch.arange(sum(out.numel() for out in outs))
@@ -134,6 +137,18 @@ def jacrev(
         return (result, rest[0]) if has_aux else result
 
     return jacobian
+
+
+def _one_by_one(
+    pull: Callable[[Sequence[torch.Tensor]], Any], outs: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The rows without vmap, so that a backward pass may do what can't be batched."""
+    numbers = torch.arange(sum(out.numel() for out in outs))
+    if not len(numbers):
+        rows: Sequence[torch.Tensor] = vmap(pull)(_bases(outs))
+        return rows
+    pulled = [pull(_unit(number, outs)) for number in numbers]
+    return [torch.stack(entries) for entries in zip(*pulled, strict=True)]
 
 
 def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
