@@ -18,6 +18,8 @@ import torch
 
 from tsfunc.bridge.batch_tracer import BatchTracer
 from tsfunc.bridge.tracer import METHODS, Tracer
+from tsfunc.dispatch.messages import SPLIT
+from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 
 _T = torch.Tensor
@@ -90,19 +92,24 @@ def _bound(given: Any, default: int, size: int, like: torch.Tensor) -> torch.Ten
 
 def _same_count(counts: Any, item: slice) -> int:
     """The size that a slice has for every example of every vmap."""
-    while isinstance(counts, BatchTracer):
-        counts = counts.value
-    if isinstance(counts, Tracer) or counts.numel() == 0:
-        return int(counts.min()) if counts.numel() else 0
-    low, high = int(counts.min()), int(counts.max())
-    if low != high:
-        raise DataDependentError(
-            f"vmap: x[start:stop] with bounds that differ from example to example has between "
-            f"{low} and {high} elements, so the size of the result would differ too. Slices of one "
-            f"size for all work (x[i : i + 2], where every i + 2 is within x); else use "
-            f"torch.where or a mask."
-        )
-    return low
+    every, splits = counts, True
+    while isinstance(every, BatchTracer):
+        if every.bdim is not None and every.dispatch_level.splitter is None:
+            splits = False
+        every = every.value
+    if isinstance(every, Tracer) or every.numel() == 0:
+        return int(every.min()) if every.numel() else 0
+    low, high = int(every.min()), int(every.max())
+    if low == high:
+        return low
+    if splits:
+        return int(counts)
+    raise DataDependentError(
+        f"vmap, at {users_place()}: x[start:stop] with bounds that differ from example to example "
+        f"has between {low} and {high} elements, so the size of the result would differ too. "
+        f"Slices of one size for all work (x[i : i + 2], where every i + 2 is within x); else use "
+        f"torch.where or a mask. {SPLIT}."
+    )
 
 
 def _get(
