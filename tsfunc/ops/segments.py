@@ -1,0 +1,38 @@
+"""Reductions of segments, whose kernels take any number of dims before the segmented one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tsfunc.ops.dims import batched_front, logical_rank, wrap
+from tsfunc.ops.keywords import keyword_dim, takes_keywords
+from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+
+NAMES = ("aten::segment_reduce", "aten::_segment_reduce_backward")
+
+
+@row(Category.BATCHED, *NAMES)
+def segment_reduce(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The batch is one more dim before; each example has segments of its own.
+
+    ``args`` are the data, preceded in the backward pass by gradient and result, and the
+    reduction's name.
+    """
+    size = level.batch_size
+    *tensors, reduction = args
+    rank = logical_rank(tensors[-1], dims[len(tensors) - 1])
+    batched = [batched_front(x, d, size) for x, d in zip(tensors, dims, strict=False)]
+    named = dict(kwargs)
+    for name in ("lengths", "offsets"):
+        if isinstance(named.get(name), Tensor):
+            named[name] = batched_front(named[name], keyword_dim(dims, args, name), size)
+    named["axis"] = wrap(named.get("axis", 0), rank) + 1
+    return op(*batched, reduction, **named), 0
+
+
+takes_keywords(NAMES, "lengths", "offsets")
