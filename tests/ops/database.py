@@ -102,10 +102,16 @@ class Row:
         )
         if self.variant == INPLACE and sample.broadcasts_input:
             return
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        # Sparse tensors, which can't be stacked, are the same for every example.
+        places = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        ]
         by = [n for n, i in enumerate(places) if leaves[i].requires_grad]
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         func = functools.partial(_differentiable, self, sample.output_process_fn_grad)
-        tensors = tuple(leaves[i].detach() for i in places)
+        tensors = tuple(leaves[i] for i in places)
         call = functools.partial(_call, func, leaves, tree, places)
         yield Case(call, tensors, differentiable=tuple(by))
 
