@@ -177,6 +177,67 @@ def _loop_second(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
     return out
 
 
+# Second derivatives along a direction, three ways.
+
+
+def _dot(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+    """The real inner product."""
+    parts = [(x.conj() * y).sum() for x, y in zip(xs, ys, strict=True)]
+    return torch.stack([x.real if x.is_complex() else x for x in parts]).sum()
+
+
+def along(case: Case, way: str) -> Function:
+    """The second derivative along ``direction``, or the gradient of the first one along it."""
+    places, f = case.differentiable, scalar(case.call)
+
+    def second(*tensors: Tensor) -> Results:
+        inputs = tuple(tensors[i] for i in places)
+        v = tuple(direction(x) for x in inputs)
+        numbers = tuple(range(len(places)))
+
+        def of_inputs(*values: Tensor) -> Tensor:
+            return f(*filled(tensors, places, values))
+
+        def slope(*values: Tensor) -> Tensor:
+            if way == "jvp(grad)":
+                return _dot(tsfunc.grad(of_inputs, numbers)(*values), v)
+            out: Tensor = tsfunc.jvp(of_inputs, values, v)[1]
+            return out
+
+        if way == "grad(jvp)":
+            return (_dot(tsfunc.grad(slope, numbers)(*inputs), v),)
+        return (tsfunc.jvp(slope, inputs, v)[1],)
+
+    return second
+
+
+def torch_along(case: Case) -> Function:
+    """The same by torch's double backward."""
+    places, f = case.differentiable, scalar(case.call)
+
+    def second(*tensors: Tensor) -> Results:
+        inputs = leaves_of(tensors, places)
+        v = [direction(x.detach()) for x in inputs]
+        first = torch_pulled([f(*filled(tensors, places, inputs))], inputs, create_graph=True)
+        return (_dot(torch_pulled([_dot(first, v)], inputs), v),)
+
+    return second
+
+
+def second_mode(way: str) -> Mode:
+    """``vmap`` of one of "jvp(jvp)", "grad(jvp)" and "jvp(grad)"."""
+
+    def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+        out: Results = mapped(along(case, way), batch, "same")(*inputs)
+        return out
+
+    def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+        out: Results = looped(torch_along(case), batch)(*inputs)
+        return out
+
+    return Mode(f"vmap({way})", 1, ours, plain)
+
+
 # Forward mode.
 
 
@@ -343,6 +404,7 @@ JVP_VMAP = Mode("jvp(vmap)", 1, _jvp_of_vmap, _loop_of_jvp)
 VMAP_VJP = Mode("vmap(vjp), cotangents", 1, _vmap_of_vjp, _loop_of_vjp)
 VMAP_VMAP_GRAD = gradient_mode(2)
 VMAP_GRAD_GRAD = Mode("vmap(grad(grad))", 1, _vmap_second, _loop_second)
+SECOND = (second_mode("jvp(jvp)"), second_mode("grad(jvp)"), second_mode("jvp(grad)"))
 
 MODES = (VMAP_GRAD, GRAD_VMAP, VMAP_JVP)  # those swept whole
 FURTHER = (
