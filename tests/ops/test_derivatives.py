@@ -103,6 +103,14 @@ def test_call(name: str, mode: Mode) -> None:
     assert found.keys() <= {Verdict.OK, Verdict.NONE}, found
 
 
+@pytest.mark.parametrize("f", [torch.linalg.det, lambda x: torch.linalg.slogdet(x)[1]])
+def test_examples_that_are_contiguous_in_a_batch_that_is_not(f: Callable[..., Any]) -> None:
+    """Whether the matrix or its transpose was factored is asked of the example."""
+    batch = rand(3, 4, 3)[:, :3]
+    want = torch.stack([tsfunc.grad(f)(x.clone()) for x in batch])
+    torch.testing.assert_close(tsfunc.vmap(tsfunc.grad(f))(batch), want)
+
+
 @pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
 def test_right_derivatives_pass_in_every_mode(mode: Mode) -> None:
     one = case(lambda x, y: (x.sin() * y, x @ y, x > y), rand(3), rand(3))

@@ -44,11 +44,24 @@ rows(
         f"aten::{name}"
         for name in (
             "linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse linalg_qr linalg_eig "
-            "_linalg_eigvals _linalg_eigh _linalg_svd _linalg_det _linalg_slogdet linalg_lu "
-            "linalg_lu_factor_ex linalg_ldl_factor_ex linalg_matrix_exp geqrf"
+            "_linalg_eigvals _linalg_eigh _linalg_svd linalg_lu linalg_lu_factor_ex "
+            "linalg_ldl_factor_ex linalg_matrix_exp geqrf"
         ).split()
     ),
 )  # fmt: skip
+
+
+@row(BATCHED, "aten::_linalg_det", "aten::_linalg_slogdet")
+def determinant(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of a contiguous matrix the transpose is factored; torch's derivatives ask the example."""
+    if args[0].dim() < 3:
+        return refused(op, dims, args, kwargs)
+    x = front(args[0], dims[0])
+    if x.shape[0] and x[0].is_contiguous():
+        x = x.contiguous()
+    return op(x), 0
 
 
 def _broadcasting(dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
