@@ -98,3 +98,17 @@ def test_other_threads_have_meters_of_their_own() -> None:
 def test_beside_a_profiler_it_says_what_to_do() -> None:
     with profile(use_kineto=False), pytest.raises(RuntimeError, match="a profiler runs on this"):
         Meter(CPU).__enter__()
+
+
+def test_an_accelerator_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak is reset where the block begins."""
+    state = {"now": 100, "peak": 900}
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "memory_allocated", lambda device: state["now"])
+    monkeypatch.setattr(accelerator, "max_memory_allocated", lambda device: state["peak"])
+    monkeypatch.setattr(
+        accelerator, "reset_peak_memory_stats", lambda device: state.update(peak=state["now"])
+    )
+    with Meter(torch.device("cuda", 0)) as meter:
+        state.update(now=130, peak=170)
+    assert (meter.peak, meter.held) == (70, 30)
