@@ -28,12 +28,15 @@ from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.grad_level import GradTracer
+from tsfunc.bridge.split_level import StartAnew
 from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
 from tsfunc.dispatch.state import tls, using
+from tsfunc.ops.splitting import groups_of
 
 _SHARED = (
     "key", "depth", "bits", "outer", "name", "_site", "_restores", "autograd", "forward",
-    "torch_state", "functorch_depth", "randomness", "strict", "bit", "_entered",
+    "torch_state", "functorch_depth", "randomness", "strict", "bit", "_entered", "first",
+    "generators",
 )  # fmt: skip
 
 
@@ -59,6 +62,8 @@ class LaneLevel(BatchLevel, StandIn):
         self.inner = old.with_levels((*old.levels[:-1], self))
         self._kernel_states = {}
         self._composed: dict[int, torch.Tensor] = {}
+        self.kind = BatchTracer
+        self.splitter = self if self.whole.splitter is not None else None
 
     @property
     def alive(self) -> bool:  # type: ignore[override]
@@ -79,6 +84,31 @@ class LaneLevel(BatchLevel, StandIn):
                 known, parent = parent.index.index_select(0, known), parent.parent
             self._composed[id(level)] = known
         return known
+
+    def examples(self, device: torch.device) -> torch.Tensor:
+        whole = self.whole.examples(device)
+        return whole.index_select(0, self.index_in(self.whole).to(device))
+
+    def twin(self, name: str) -> BatchLevel:
+        twin = super().twin(name)
+        twin.splitter = self.splitter
+        return twin
+
+    def agree(self, answers: torch.Tensor) -> None:
+        """Goes on where all lanes answer alike; else the vmap begins anew without some of them.
+
+        Of the other examples, which are in no need of an answer, none is put off.
+        """
+        groups = groups_of(answers)
+        if len(groups) == 1:
+            return
+        splitter, index = self.whole.splitter, self.index_in(self.whole)
+        assert splitter is not None
+        group = torch.zeros(self.whole.batch_size, dtype=torch.int64, device="cpu")
+        for number, lanes in enumerate(sorted(groups, key=len, reverse=True)):
+            group[index[lanes]] = number
+        splitter.agree(group)
+        raise StartAnew(self.whole)
 
     def comes_from(self, level: TracerLevel) -> bool:
         """Whether a level is what the lanes were taken from, directly or not."""
