@@ -25,6 +25,7 @@ ROOMS = (
     "transforms",
     "testing",
     "cli",
+    "__main__",
 )
 PRIVATE_NAMES_ROOM = "bridge"
 

@@ -10,6 +10,7 @@
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
+    ├── UnknownOperatorError (LookupError)    torch has no operator of a name
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
     MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
@@ -58,6 +59,10 @@ class EscapedTracerError(TsfuncError, RuntimeError):
 
 class MissingRuleError(TsfuncError, NotImplementedError):
     """An operator has no rule for a transform, and no loop can stand in for one."""
+
+
+class UnknownOperatorError(TsfuncError, LookupError):
+    """torch has no operator of the name that was asked for."""
 
 
 class FileFormatError(TsfuncError, ValueError):

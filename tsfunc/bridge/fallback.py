@@ -23,7 +23,13 @@ from torch._C import _skip_one_hop_torch_function
 
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.generators import Generators
-from tsfunc.bridge.operators import TorchOperator, functional_form
+from tsfunc.bridge.operators import (
+    TorchOperator,
+    functional_form,
+    operator_of,
+    overload_of,
+)
+from tsfunc.bridge.torch_rules import by_torchs_rule, has_torchs_rule
 from tsfunc.bridge.torch_state import without_autograd
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.places import users_place
@@ -41,10 +47,13 @@ PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 def without_rule(
     op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """An operator that no rule covers: its parts, a decomposition, or the loop."""
+    """An operator that no row covers: a rule of torch's kind, its parts, or the loop."""
     if isinstance(op, TorchOperator):
         if op.out_names:
             return write_out(op, level, args, kwargs)
+        out = by_torchs_rule(op, level, args, kwargs)
+        if out is not NotImplemented:
+            return out
         parts = _parts_of(op)
         if parts is not None:
             note("decomposition", *_name_and_source(parts, op))
@@ -70,6 +79,25 @@ def _run_parts(
     args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
     with level.at_own_level(), without_autograd() if level.autograd else nullcontext():
         return parts(*args, **kwargs)
+
+
+def way_of(name: str) -> str:
+    """How vmap runs an operator that has no row, in words."""
+    overload = overload_of(name)
+    if overload is None:
+        return "not at all: torch has no such operator"
+    op = operator_of(overload)
+    if op.out_names:
+        return "by the form that returns its result, which is then copied"
+    if op.overload.namespace != "aten" and has_torchs_rule(op):
+        return "by the rule that was registered with torch"
+    if op.composite:
+        return "by its parts, as torch composes it"
+    if _parts_of(op) is not None:
+        return "by torch's decomposition"
+    if op.is_view:
+        return "not at all: a view can't be looped over"
+    return "in a loop over the examples, with a warning"
 
 
 def write_out(

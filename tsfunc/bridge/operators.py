@@ -28,14 +28,14 @@ from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.table import find_operator, on_resolve
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
-from tsfunc.ops.registry import Rule
+from tsfunc.ops.registry import Rule, on_declare
 
 
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
     __slots__ = ("composite", "hot", "inplace", "is_view", "out_names", "overload", "random",
-                 "reshapes", "row", "writes")  # fmt: skip
+                 "reshapes", "row", "special", "writes")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
@@ -67,8 +67,8 @@ class TorchOperator(Operator):
 
         # The rule that door 2 runs at once: none where a call needs a closer look, and none
         # any more where somebody registers a kernel of their own.
-        special = self.writes or self.random or self.name == "aten::detach"
-        self.hot = self.row.rule if self.row is not None and not special else None
+        self.special = self.writes or self.random or self.name == "aten::detach"
+        self.hot = self.row.rule if self.row is not None and not self.special else None
         if not any("Tensor" in str(argument.type) for argument in arguments):
             register(self, DispatchKey.BackendSelect, functools.partial(_select_backend, self))
 
@@ -98,6 +98,15 @@ def operator_of(overload: OpOverload) -> TorchOperator:
             op = found if isinstance(found, TorchOperator) else TorchOperator(overload)
             _by_id[id(overload)] = op
     return op
+
+
+@on_declare
+def _declared_late(row: Row) -> None:
+    """A row for an operator that was called before."""
+    op = find_operator(row.name)
+    if isinstance(op, TorchOperator):
+        op.row = row
+        op.hot = None if op.special else row.rule
 
 
 def overload_of(name: str) -> OpOverload | None:

@@ -33,6 +33,21 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     views,
     weight_norm,
 )
+from tsfunc.ops.catalogue import OperatorEntry, category_of, census, lookup, operators, register
 from tsfunc.ops.registry import BatchLevel, Category, Row, all_rows, find, row, rows
 
-__all__ = ["BatchLevel", "Category", "Row", "all_rows", "find", "row", "rows"]
+__all__ = [
+    "BatchLevel",
+    "Category",
+    "OperatorEntry",
+    "Row",
+    "all_rows",
+    "category_of",
+    "census",
+    "find",
+    "lookup",
+    "operators",
+    "register",
+    "row",
+    "rows",
+]

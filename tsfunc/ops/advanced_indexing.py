@@ -18,9 +18,7 @@ from torch import Tensor
 from tsfunc.ops.dims import batched_front, front, logical_rank, place, refuse_inplace, unit_dims
 from tsfunc.ops.dynamic import nonzeros, refuse_dynamic
 from tsfunc.ops.refusal import require
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
-
-ND = Category.N_DIMENSIONAL
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 class Lookup(NamedTuple):
@@ -77,7 +75,7 @@ def _every_example(found: Lookup, like: Tensor) -> list[Tensor | None]:
     return [examples.view(-1, *[1] * found.rank), *found.indices]
 
 
-@row(ND, "aten::index.Tensor", "aten::_unsafe_index.Tensor")
+@row("aten::index.Tensor", "aten::_unsafe_index.Tensor")
 def index(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -228,7 +226,7 @@ def _put(op: Any, level: BatchLevel, x: Tensor, dims: Dims, args: Sequence[Any])
     return result
 
 
-@row(ND, "aten::index_put", "aten::_unsafe_index_put")
+@row("aten::index_put", "aten::_unsafe_index_put")
 def index_put(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -236,7 +234,7 @@ def index_put(
     return _put(op, level, batched_front(args[0], dims[0], level.batch_size), dims, args), 0
 
 
-@row(ND, "aten::index_put_", "aten::_index_put_impl_")
+@row("aten::index_put_", "aten::_index_put_impl_")
 def index_put_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

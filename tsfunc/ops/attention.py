@@ -10,7 +10,7 @@ from torch import Tensor
 from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.random import check_randomness
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _samples(x: Tensor, at: int | None, size: int) -> Tensor:
@@ -52,7 +52,7 @@ def _refuse_dropout(op: Any, level: BatchLevel, p: float) -> None:
             )
 
 
-@row(Category.BATCHED, "aten::scaled_dot_product_attention")
+@row("aten::scaled_dot_product_attention")
 def attention(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -92,7 +92,7 @@ def _with_mask(
     return {**kwargs, "attn_mask": mask}
 
 
-@row(Category.BATCHED, "aten::_scaled_dot_product_flash_attention_for_cpu")
+@row("aten::_scaled_dot_product_flash_attention_for_cpu")
 def flash_cpu(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -105,7 +105,7 @@ def flash_cpu(
     return tuple(_split(o, size) for o in out), 0
 
 
-@row(Category.BATCHED, "aten::_scaled_dot_product_flash_attention_for_cpu_backward")
+@row("aten::_scaled_dot_product_flash_attention_for_cpu_backward")
 def flash_cpu_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -130,7 +130,7 @@ def _bias(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
     return None if x is None else _samples(x, at, size)
 
 
-@row(Category.BATCHED, "aten::_scaled_dot_product_efficient_attention")
+@row("aten::_scaled_dot_product_efficient_attention")
 def efficient(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -142,7 +142,7 @@ def efficient(
     return (_split(out, size), _split(sums, size), *state), (0, 0, None, None)
 
 
-@row(Category.BATCHED, "aten::_scaled_dot_product_efficient_attention_backward")
+@row("aten::_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -156,7 +156,6 @@ def efficient_backward(
 
 
 @row(
-    Category.BATCHED,
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 def flash(
@@ -173,7 +172,6 @@ def flash(
 
 
 @row(
-    Category.BATCHED,
     "aten::_scaled_dot_product_flash_attention_backward",
     "aten::_scaled_dot_product_cudnn_attention_backward",
 )

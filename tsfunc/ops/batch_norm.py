@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_at, batched_front, front
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _refuse_update() -> None:
@@ -91,7 +91,6 @@ def _normalize(
 
 
 @row(
-    Category.FEATURE_BATCHED,
     "aten::native_batch_norm", "aten::_native_batch_norm_legit",
     "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
 )  # fmt: skip
@@ -102,7 +101,7 @@ def batch_norm(
     return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], args[5])
 
 
-@row(Category.FEATURE_BATCHED, "aten::_native_batch_norm_legit.no_stats")
+@row("aten::_native_batch_norm_legit.no_stats")
 def batch_norm_no_stats(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -114,7 +113,6 @@ def batch_norm_no_stats(
 
 
 @row(
-    Category.FEATURE_BATCHED,
     "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
 )  # fmt: skip
 def batch_norm_evaluating(
@@ -124,7 +122,7 @@ def batch_norm_evaluating(
     return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], False)
 
 
-@row(Category.FEATURE_BATCHED, "aten::_batch_norm_with_update")
+@row("aten::_batch_norm_with_update")
 def batch_norm_training(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -138,7 +136,6 @@ def batch_norm_training(
 
 
 @row(
-    Category.FEATURE_BATCHED,
     "aten::_native_batch_norm_legit_functional", "aten::_batch_norm_with_update_functional",
 )  # fmt: skip
 def batch_norm_functional(
@@ -167,7 +164,7 @@ def _backward(
     return (grad_x, *grads), (1, 0, 0)
 
 
-@row(Category.FEATURE_BATCHED, "aten::native_batch_norm_backward", "aten::batch_norm_backward")
+@row("aten::native_batch_norm_backward", "aten::batch_norm_backward")
 def batch_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -175,7 +172,7 @@ def batch_norm_backward(
     return _backward(lambda *t: op(*t, *args[7:]), level, dims[:7], args[:7])
 
 
-@row(Category.FEATURE_BATCHED, "aten::cudnn_batch_norm_backward")
+@row("aten::cudnn_batch_norm_backward")
 def cudnn_batch_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front
-from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
-
-BATCHED = Category.BATCHED
+from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def fold(x: Tensor, at: int | None, size: int, core: int) -> Tensor:
@@ -58,31 +56,31 @@ def _aten(names: str) -> list[str]:
 
 
 rows(
-    BATCHED, folded(3, 0),
+    folded(3, 0),
     *_aten(
         "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d im2col "
         "mkldnn_max_pool2d"
     ),
 )  # fmt: skip
-rows(BATCHED, folded(3, 0, 1, 7), "aten::max_pool2d_with_indices_backward")
+rows(folded(3, 0, 1, 7), "aten::max_pool2d_with_indices_backward")
 rows(
-    BATCHED, folded(3, 0, 1),
+    folded(3, 0, 1),
     *_aten("avg_pool2d_backward _adaptive_avg_pool2d_backward max_unpool2d"),
 )  # fmt: skip
-rows(BATCHED, folded(3, 0, 1, 2), "aten::adaptive_max_pool2d_backward")
-rows(BATCHED, folded(3, 0, 1, 4), "aten::fractional_max_pool2d_backward")
+rows(folded(3, 0, 1, 2), "aten::adaptive_max_pool2d_backward")
+rows(folded(3, 0, 1, 4), "aten::fractional_max_pool2d_backward")
 rows(
-    BATCHED, folded(4, 0),
+    folded(4, 0),
     *_aten("max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d"),
 )  # fmt: skip
-rows(BATCHED, folded(4, 0, 1, 7), "aten::max_pool3d_with_indices_backward")
+rows(folded(4, 0, 1, 7), "aten::max_pool3d_with_indices_backward")
 rows(
-    BATCHED, folded(4, 0, 1),
+    folded(4, 0, 1),
     *_aten("avg_pool3d_backward _adaptive_avg_pool3d_backward max_unpool3d"),
 )  # fmt: skip
-rows(BATCHED, folded(4, 0, 1, 2), "aten::adaptive_max_pool3d_backward")
-rows(BATCHED, folded(4, 0, 1, 4), "aten::fractional_max_pool3d_backward")
-rows(BATCHED, folded(2, 0), "aten::col2im")
+rows(folded(4, 0, 1, 2), "aten::adaptive_max_pool3d_backward")
+rows(folded(4, 0, 1, 4), "aten::fractional_max_pool3d_backward")
+rows(folded(2, 0), "aten::col2im")
 
 
 def fractional(core: int) -> Rule:
@@ -100,8 +98,8 @@ def fractional(core: int) -> Rule:
     return rule
 
 
-rows(BATCHED, fractional(3), "aten::fractional_max_pool2d")
-rows(BATCHED, fractional(4), "aten::fractional_max_pool3d")
+rows(fractional(3), "aten::fractional_max_pool2d")
+rows(fractional(4), "aten::fractional_max_pool3d")
 
 
 def _upsampling(suffix: str) -> list[str]:
@@ -134,11 +132,11 @@ def upsample_backward(
     return unfold(op(grad, output_size, [n * size, *shape], *rest, **kwargs), size, True), 0
 
 
-rows(BATCHED, upsample, *_upsampling(""))
-rows(BATCHED, upsample_backward, *_upsampling("_backward"))
+rows(upsample, *_upsampling(""))
+rows(upsample_backward, *_upsampling("_backward"))
 
 
-@row(BATCHED, "aten::grid_sampler_2d", "aten::grid_sampler_3d")
+@row("aten::grid_sampler_2d", "aten::grid_sampler_3d")
 def grid_sampler(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -157,7 +155,7 @@ def grid_sampler(
     return unfold(op(x, grid, *rest), size, True), 0
 
 
-@row(BATCHED, "aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
+@row("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
 def grid_sampler_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -168,7 +166,7 @@ def grid_sampler_backward(
     return unfold(op(*tensors, *args[3:]), size, True), 0
 
 
-@row(BATCHED, "aten::affine_grid_generator")
+@row("aten::affine_grid_generator")
 def affine_grid_generator(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _fold(x: Tensor, at: int, dim: int) -> Tensor:
@@ -69,7 +69,7 @@ def _with_bias(
     return out, at
 
 
-@row(Category.BATCHED, "aten::convolution", "aten::convolution_overrideable")
+@row("aten::convolution", "aten::convolution_overrideable")
 def convolution(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -157,7 +157,7 @@ def _bias_grad(grad: Tensor, at: int | None) -> tuple[Tensor, int | None]:
     return grad.sum([d for d in range(grad.dim()) if d not in kept]), int(at > channels)
 
 
-@row(Category.BATCHED, "aten::convolution_backward", "aten::convolution_backward_overrideable")
+@row("aten::convolution_backward", "aten::convolution_backward_overrideable")
 def convolution_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_at, batched_front
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _sequences(level: BatchLevel, x: Tensor, at: int | None, dim: int) -> Tensor:
@@ -22,7 +22,7 @@ def _lengths(level: BatchLevel, lengths: Any, at: int | None) -> Any:
     return list(lengths) * level.batch_size
 
 
-@row(Category.BATCHED, "aten::_ctc_loss", "aten::_ctc_loss.Tensor")
+@row("aten::_ctc_loss", "aten::_ctc_loss.Tensor")
 def ctc_loss(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -38,7 +38,7 @@ def ctc_loss(
     return tuple(o.unflatten(0, (level.batch_size, o.shape[0] // level.batch_size)) for o in out), 0
 
 
-@row(Category.BATCHED, "aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor")
+@row("aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor")
 def ctc_loss_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

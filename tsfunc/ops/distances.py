@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
 from tsfunc.ops.refusal import ranks_at_least, refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _lined_up(level: BatchLevel, dims: Dims, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -22,7 +22,7 @@ def _lined_up(level: BatchLevel, dims: Dims, tensors: Sequence[Tensor]) -> list[
     ]
 
 
-@row(Category.FIXED, "aten::_cdist_forward", "aten::cdist")
+@row("aten::_cdist_forward", "aten::cdist")
 def cdist(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -33,7 +33,7 @@ def cdist(
     return op(x, y, *args[2:]), 0
 
 
-@row(Category.FIXED, "aten::_euclidean_dist")
+@row("aten::_euclidean_dist")
 def euclidean_dist(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -43,7 +43,7 @@ def euclidean_dist(
     return op(x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])), 0
 
 
-@row(Category.FIXED, "aten::_cdist_backward")
+@row("aten::_cdist_backward")
 def cdist_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -55,7 +55,7 @@ def cdist_backward(
     return op(grad, x, y, p, distances).reshape(whole.shape), 0
 
 
-@row(Category.FIXED, "aten::_pdist_forward")
+@row("aten::_pdist_forward")
 def pdist(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -66,7 +66,7 @@ def pdist(
     return torch.cdist(x, x, p)[:, above[0], above[1]], 0
 
 
-@row(Category.FIXED, "aten::_pdist_backward")
+@row("aten::_pdist_backward")
 def pdist_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -17,7 +17,7 @@ from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import align, front, logical_rank, logical_shape, op_name
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 from tsfunc.ops.splitting import agree, agree_on_results
 
 OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
@@ -32,7 +32,7 @@ def refuse_dynamic(op: Any, instead: str) -> NoReturn:
     )
 
 
-@row(Category.DYNAMIC, "aten::_local_scalar_dense", "aten::item")
+@row("aten::_local_scalar_dense", "aten::item")
 def item(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -48,7 +48,7 @@ def item(
     return op(args[0].select(dims[0], 0)), None
 
 
-@row(Category.DYNAMIC, "aten::equal", "aten::allclose")
+@row("aten::equal", "aten::allclose")
 def compared(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -91,7 +91,7 @@ def _each_example(
 
 
 rows(
-    Category.DYNAMIC, _each_example,
+    _each_example,
     "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::unique_dim_consecutive", "aten::bincount",
 )  # fmt: skip
@@ -115,7 +115,7 @@ def nonzeros(op: Any, level: BatchLevel, masks: Sequence[Tensor]) -> list[Tensor
     ]
 
 
-@row(Category.DYNAMIC, "aten::nonzero")
+@row("aten::nonzero")
 def nonzero(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -125,7 +125,7 @@ def nonzero(
     return nonzeros(op, level, [front(args[0], dims[0])])[0], 0
 
 
-@row(Category.DYNAMIC, "aten::nonzero_numpy", "aten::argwhere")
+@row("aten::nonzero_numpy", "aten::argwhere")
 def by_nonzero(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -140,7 +140,7 @@ def by_nonzero(
     return nonzeros(op, level, [x])[0].unbind(2), 0
 
 
-@row(Category.DYNAMIC, "aten::masked_select")
+@row("aten::masked_select")
 def masked_select(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -167,7 +167,7 @@ def _masked_select(op: Any, level: BatchLevel, dims: Dims, x: Tensor, mask: Tens
     return out.view(level.batch_size, out.shape[0] // level.batch_size), 0
 
 
-@row(Category.DYNAMIC, "aten::repeat_interleave.Tensor")
+@row("aten::repeat_interleave.Tensor")
 def repeat_interleave(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -184,7 +184,7 @@ def repeat_interleave(
     return torch.searchsorted(ends, places, right=True).to(args[0].dtype), 0
 
 
-@row(Category.DYNAMIC, "aten::nonzero_static")
+@row("aten::nonzero_static")
 def nonzero_static(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -207,7 +207,7 @@ def nonzero_static(
     return torch.stack(columns[::-1], -1), 0
 
 
-@row(Category.TENSOR_ITERATOR, "aten::_is_any_true", "aten::_is_all_true")
+@row("aten::_is_any_true", "aten::_is_all_true")
 def is_true(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -215,7 +215,7 @@ def is_true(
     return op(args[0]), None
 
 
-@row(Category.TENSOR_ITERATOR, "aten::_assert_async", "aten::_assert_async.msg")
+@row("aten::_assert_async", "aten::_assert_async.msg")
 def assert_async(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

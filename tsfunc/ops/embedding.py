@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, refuse_inplace
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
@@ -21,7 +21,7 @@ def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
     return out
 
 
-@row(Category.FEATURE_BATCHED, "aten::embedding")
+@row("aten::embedding")
 def embedding(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -39,7 +39,7 @@ def embedding(
     return op(weight.flatten(0, 1), indices), 0
 
 
-@row(Category.FEATURE_BATCHED, "aten::embedding_dense_backward")
+@row("aten::embedding_dense_backward")
 def embedding_dense_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -62,7 +62,7 @@ def _bag_weights(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
     return None if x is None else batched_front(x, at, size).flatten()
 
 
-@row(Category.FEATURE_BATCHED, "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
+@row("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 def embedding_bag(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -125,7 +125,7 @@ def _bag_rows(grad: Tensor, bags: Tensor, indices: Tensor) -> Tensor:
     return grad.gather(1, bag.unsqueeze(-1).expand(*bag.shape, grad.shape[-1]))
 
 
-@row(Category.FEATURE_BATCHED, "aten::_embedding_bag_backward")
+@row("aten::_embedding_bag_backward")
 def embedding_bag_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -155,7 +155,7 @@ def embedding_bag_backward(
     )
 
 
-@row(Category.FEATURE_BATCHED, "aten::_embedding_bag_per_sample_weights_backward")
+@row("aten::_embedding_bag_per_sample_weights_backward")
 def embedding_bag_scales_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -171,7 +171,7 @@ def embedding_bag_scales_backward(
     return (out.masked_fill(indices == padding, 0) if padding >= 0 else out), 0
 
 
-@row(Category.FEATURE_BATCHED, "aten::embedding_renorm_")
+@row("aten::embedding_renorm_")
 def embedding_renorm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

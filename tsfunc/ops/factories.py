@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, logical_rank
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
 
 def new(
@@ -23,7 +23,7 @@ def new(
     return op(args[0], [level.batch_size, *args[1]], *args[2:], **kwargs), 0
 
 
-@row(Category.FACTORY, "aten::new_empty_strided")
+@row("aten::new_empty_strided")
 def new_empty_strided(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -38,7 +38,6 @@ def new_empty_strided(
 
 
 @row(
-    Category.FACTORY,
     "aten::linspace.Tensor_Tensor",
     "aten::linspace.Tensor_Scalar",
     "aten::linspace.Scalar_Tensor",
@@ -82,7 +81,6 @@ def evenly(start: Tensor, end: Tensor, steps: int) -> Tensor:
 
 
 @row(
-    Category.FACTORY,
     "aten::logspace.Tensor_Tensor",
     "aten::logspace.Tensor_Scalar",
     "aten::logspace.Scalar_Tensor",
@@ -99,7 +97,6 @@ def logspace(
 
 
 rows(
-    Category.FACTORY,
     new,
     "aten::new_empty",
     "aten::new_zeros",

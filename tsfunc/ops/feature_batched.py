@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, front
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _affine(
@@ -47,7 +47,7 @@ def _column(x: Tensor | None, at: int | None, right: int) -> tuple[Tensor | None
     return x, None if at is None else 0
 
 
-@row(Category.FEATURE_BATCHED, "aten::native_layer_norm")
+@row("aten::native_layer_norm")
 def native_layer_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -64,7 +64,7 @@ def native_layer_norm(
     return (out, mean, rstd), (to, at, at)
 
 
-@row(Category.FEATURE_BATCHED, "aten::layer_norm")
+@row("aten::layer_norm")
 def layer_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -86,7 +86,7 @@ def _over_leading(x: Tensor, leading: int) -> Tensor:
     return x.sum(list(range(1, leading + 1))) if leading else x
 
 
-@row(Category.FEATURE_BATCHED, "aten::native_layer_norm_backward")
+@row("aten::native_layer_norm_backward")
 def native_layer_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -115,7 +115,7 @@ def native_layer_norm_backward(
     return (grad_x, grad_weight, grad_bias), 0
 
 
-@row(Category.FEATURE_BATCHED, "aten::native_group_norm")
+@row("aten::native_group_norm")
 def native_group_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -138,7 +138,7 @@ def native_group_norm(
     return (out, mean, rstd), (to, at, at)
 
 
-@row(Category.FEATURE_BATCHED, "aten::native_group_norm_backward")
+@row("aten::native_group_norm_backward")
 def native_group_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -168,7 +168,7 @@ def native_group_norm_backward(
     return (grad_x, grad_weight, grad_bias), 0
 
 
-@row(Category.FEATURE_BATCHED, "aten::_fused_rms_norm")
+@row("aten::_fused_rms_norm")
 def fused_rms_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -184,7 +184,7 @@ def fused_rms_norm(
     return (out, rstd), (to, at)
 
 
-@row(Category.FEATURE_BATCHED, "aten::_fused_rms_norm_backward")
+@row("aten::_fused_rms_norm_backward")
 def fused_rms_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

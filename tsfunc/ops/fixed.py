@@ -18,7 +18,7 @@ from tsfunc.ops.dims import (
     unit_dims,
 )
 from tsfunc.ops.refusal import ranks_are, refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
+from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def _lead(x: Tensor, at: int, rank: int, to: int) -> Tensor:
@@ -109,9 +109,9 @@ def of_ranks(first: int, second: int) -> Rule:
     return rule
 
 
-rows(Category.FIXED, of_ranks(2, 2), "aten::mm")
-rows(Category.FIXED, of_ranks(2, 1), "aten::mv")
-rows(Category.FIXED, of_ranks(1, 1), "aten::dot")
+rows(of_ranks(2, 2), "aten::mm")
+rows(of_ranks(2, 1), "aten::mv")
+rows(of_ranks(1, 1), "aten::dot")
 
 
 def _fit(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
@@ -122,7 +122,7 @@ def _fit(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
     return first < 3 or bool(sizes[0] == sizes[1])
 
 
-@row(Category.FIXED, "aten::bmm")
+@row("aten::bmm")
 def bmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -132,7 +132,7 @@ def bmm(
     return product(args[0], dims[0], args[1], dims[1])
 
 
-@row(Category.FIXED, "aten::matmul", "aten::linalg_matmul")
+@row("aten::matmul", "aten::linalg_matmul")
 def matmul(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -144,7 +144,7 @@ def matmul(
     return product(x, p, y, q)
 
 
-@row(Category.FIXED, "aten::vdot")
+@row("aten::vdot")
 def vdot(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -154,7 +154,7 @@ def vdot(
     return product(args[0].conj(), dims[0], args[1], dims[1])
 
 
-@row(Category.FIXED, "aten::linear")
+@row("aten::linear")
 def linear(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -263,7 +263,7 @@ def _pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
     return product(args[1], dims[1], args[2], dims[2])
 
 
-@row(Category.FIXED, "aten::addmm")
+@row("aten::addmm")
 def addmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -295,8 +295,8 @@ def added_product(first: int, second: int) -> Rule:
     return rule
 
 
-rows(Category.FIXED, added_product(2, 1), "aten::addmv")
-rows(Category.FIXED, added_product(3, 3), "aten::baddbmm")
+rows(added_product(2, 1), "aten::addmv")
+rows(added_product(3, 3), "aten::baddbmm")
 
 
 def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
@@ -311,7 +311,7 @@ def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
     return product(a, at, b, None if q is None else 0)
 
 
-@row(Category.FIXED, "aten::addbmm")
+@row("aten::addbmm")
 def addbmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -328,7 +328,7 @@ def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, 
     return column * line, None if p is None and q is None else 0
 
 
-@row(Category.FIXED, "aten::ger", "aten::outer")
+@row("aten::ger", "aten::outer")
 def outer(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -338,7 +338,7 @@ def outer(
     return _outer(args[0], dims[0], args[1], dims[1])
 
 
-@row(Category.FIXED, "aten::addr")
+@row("aten::addr")
 def addr(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -358,7 +358,6 @@ _RANKS = {
 
 
 @row(
-    Category.FIXED,
     "aten::addmm_", "aten::addmv_", "aten::baddbmm_", "aten::addbmm_", "aten::addr_",
 )  # fmt: skip
 def added_product_inplace(
@@ -388,7 +387,7 @@ def added_product_inplace(
     return x, at
 
 
-@row(Category.FIXED, "aten::_trilinear")
+@row("aten::_trilinear")
 def trilinear(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

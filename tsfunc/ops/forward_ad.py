@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
-@row(Category.IDENTITY, "aten::_fw_primal", "aten::_fw_primal_copy")
+@row("aten::_fw_primal", "aten::_fw_primal_copy")
 def primal(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

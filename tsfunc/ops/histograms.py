@@ -12,9 +12,7 @@ from tsfunc.ops.dims import batched_front, filled, front
 from tsfunc.ops.factories import evenly
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.refusal import require
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
-
-BATCHED = Category.BATCHED
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def counted(bins: Tensor, count: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -41,7 +39,7 @@ def _bounds(x: Tensor, low: Any, high: Any, widened: float) -> tuple[Tensor, Ten
     return torch.where(point, lows - widened, lows), torch.where(point, highs + widened, highs)
 
 
-@row(BATCHED, "aten::histc")
+@row("aten::histc")
 def histc(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -104,7 +102,7 @@ def _weight(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any], size: in
     return batched_front(weight, keyword_dim(dims, args, "weight"), size).reshape(size, -1)
 
 
-@row(BATCHED, "aten::histogram.bin_ct")
+@row("aten::histogram.bin_ct")
 def histogram(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -117,7 +115,7 @@ def histogram(
     return (_histogram(x, [edges], weight, kwargs.get("density", False)), edges), 0
 
 
-@row(BATCHED, "aten::histogram.bins_tensor")
+@row("aten::histogram.bins_tensor")
 def histogram_between(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -130,7 +128,7 @@ def histogram_between(
     return (out, args[1]), (0, dims[1])
 
 
-@row(BATCHED, "aten::_histogramdd_bin_edges")
+@row("aten::_histogramdd_bin_edges")
 def histogramdd_edges(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -146,7 +144,7 @@ def _edges_of_all(x: Tensor, bins: Sequence[int], given: Sequence[float] | None)
     ]
 
 
-@row(BATCHED, "aten::_histogramdd_from_bin_cts")
+@row("aten::_histogramdd_from_bin_cts")
 def histogramdd(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -158,7 +156,7 @@ def histogramdd(
     return _histogram(x, edges, weight, kwargs.get("density", False)), 0
 
 
-@row(BATCHED, "aten::_histogramdd_from_bin_tensors")
+@row("aten::_histogramdd_from_bin_tensors")
 def histogramdd_between(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

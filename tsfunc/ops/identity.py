@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_at, front, place, refuse_inplace
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
-ID = Category.IDENTITY
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -43,7 +42,7 @@ def laid_out(
     return op(front(x, at), *args[1:], **kwargs), 0
 
 
-@row(ID, "aten::contiguous")
+@row("aten::contiguous")
 def contiguous(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -54,7 +53,7 @@ def contiguous(
     return laid_out(torch.clone, level, dims, args, kwargs)
 
 
-@row(ID, "aten::to.dtype")
+@row("aten::to.dtype")
 def to_dtype(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -62,7 +61,7 @@ def to_dtype(
     return NotImplemented if len(args) > 4 else (op(*args), dims[0])
 
 
-@row(ID, "aten::copy_")
+@row("aten::copy_")
 def copy_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -75,7 +74,7 @@ def copy_inplace(
     return x, at
 
 
-@row(ID, "aten::copy")
+@row("aten::copy")
 def copy(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -86,7 +85,7 @@ def copy(
     return op(x, place(args[1], dims[1], x.dim() - 1 - at), *args[2:]), at
 
 
-@row(ID, "aten::fill_.Tensor")
+@row("aten::fill_.Tensor")
 def fill_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -102,7 +101,7 @@ def fill_inplace(
     return x, at
 
 
-@row(ID, "aten::fill.Tensor")
+@row("aten::fill.Tensor")
 def fill(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -115,7 +114,7 @@ def fill(
     return torch.ops.aten.copy(x, value), at
 
 
-@row(ID, "aten::_new_zeros_with_same_feature_meta")
+@row("aten::_new_zeros_with_same_feature_meta")
 def new_zeros_with_same_feature_meta(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -134,7 +133,7 @@ def new_zeros_with_same_feature_meta(
     return op(tangent, front(primal, primal_at), self_num_batch_dims=count), count
 
 
-@row(Category.TRIVIAL, "aten::_has_same_storage_numel")
+@row("aten::_has_same_storage_numel")
 def has_same_storage_numel(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -142,7 +141,7 @@ def has_same_storage_numel(
     return True, None
 
 
-@row(Category.TRIVIAL, "aten::is_same_size")
+@row("aten::is_same_size")
 def is_same_size(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -155,7 +154,6 @@ def is_same_size(
 
 
 rows(
-    ID,
     same_shape,
     "aten::alias",
     "aten::alias_copy",
@@ -180,9 +178,8 @@ rows(
     "aten::zero",
     "aten::zero_",
 )
-rows(ID, laid_out, "aten::clone", "aten::_to_copy", "aten::to.dtype_layout")
+rows(laid_out, "aten::clone", "aten::_to_copy", "aten::to.dtype_layout")
 rows(
-    Category.FACTORY,
     laid_out,
     "aten::zeros_like",
     "aten::ones_like",
@@ -191,7 +188,7 @@ rows(
 )
 
 
-@row(Category.N_DIMENSIONAL, "aten::resize", "aten::resize_")
+@row("aten::resize", "aten::resize_")
 def resize(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

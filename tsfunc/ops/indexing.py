@@ -19,9 +19,7 @@ from tsfunc.ops.dims import (
     wrap,
 )
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
-
-ND = Category.N_DIMENSIONAL
+from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
 
 def _is_inplace(op: Any) -> bool:
@@ -34,7 +32,7 @@ def _rows_of(x: Tensor, at: int | None, size: int) -> tuple[Tensor, bool]:
     return (x.unsqueeze(1), True) if x.dim() == 1 else (x, False)
 
 
-@row(ND, "aten::gather")
+@row("aten::gather")
 def gather(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -82,7 +80,7 @@ def _source_form(op: Any) -> Any:
 
 
 rows(
-    ND, scatter,
+    scatter,
     "aten::scatter.src", "aten::scatter.value", "aten::scatter.reduce",
     "aten::scatter.value_reduce", "aten::scatter_add", "aten::scatter_reduce.two",
     "aten::scatter_.src", "aten::scatter_.value", "aten::scatter_.reduce",
@@ -90,7 +88,7 @@ rows(
 )  # fmt: skip
 
 
-@row(ND, "aten::index_select")
+@row("aten::index_select")
 def index_select(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -133,7 +131,7 @@ def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
 
 
 @row(
-    ND, "aten::index_add", "aten::index_add_", "aten::index_copy", "aten::index_copy_",
+    "aten::index_add", "aten::index_add_", "aten::index_copy", "aten::index_copy_",
     "aten::index_reduce", "aten::index_reduce_",
 )  # fmt: skip
 def index_write(
@@ -182,7 +180,7 @@ def _scattered(
 
 
 @row(
-    ND, "aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor",
+    "aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor",
     "aten::index_fill_.int_Scalar", "aten::index_fill_.int_Tensor",
 )  # fmt: skip
 def index_fill(
@@ -226,7 +224,7 @@ def _filled(
     return _paired(out, x)
 
 
-@row(ND, "aten::take")
+@row("aten::take")
 def take(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -244,7 +242,7 @@ def take(
     return x.gather(1, flat).view(index.shape), 0
 
 
-@row(ND, "aten::put", "aten::put_")
+@row("aten::put", "aten::put_")
 def put(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -272,7 +270,7 @@ def _ordinals(mask: Tensor) -> Tensor:
     return mask.flatten(1).cumsum(1) - 1
 
 
-@row(ND, "aten::masked_scatter", "aten::masked_scatter_")
+@row("aten::masked_scatter", "aten::masked_scatter_")
 def masked_scatter(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -303,7 +301,7 @@ def masked_scatter(
     return out, 0
 
 
-@row(ND, "aten::masked_scatter_backward")
+@row("aten::masked_scatter_backward")
 def masked_scatter_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

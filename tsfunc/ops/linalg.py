@@ -16,9 +16,7 @@ from torch import Tensor
 from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.refusal import ranks_at_least, refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
-
-BATCHED = Category.BATCHED
+from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
 
 def result_dims(out: Any, size: Any) -> Any:
@@ -39,7 +37,7 @@ def leading(
 
 
 rows(
-    BATCHED, leading,
+    leading,
     *(
         f"aten::{name}"
         for name in (
@@ -51,7 +49,7 @@ rows(
 )  # fmt: skip
 
 
-@row(BATCHED, "aten::_linalg_det", "aten::_linalg_slogdet")
+@row("aten::_linalg_det", "aten::_linalg_slogdet")
 def determinant(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -76,7 +74,7 @@ def _broadcasting(dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]) -
 _TOLERANCES = ("aten::linalg_pinv.atol_rtol_tensor", "aten::linalg_matrix_rank.atol_rtol_tensor")
 
 
-@row(BATCHED, *_TOLERANCES)
+@row(*_TOLERANCES)
 def with_tolerances(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -135,12 +133,12 @@ def together(*ranks: int, broadcast: bool = False) -> Any:
     return rule
 
 
-rows(BATCHED, together(2, 1), "aten::lu_unpack", "aten::linalg_householder_product")
-rows(BATCHED, together(2, 1, 2), "aten::ormqr")
-rows(BATCHED, together(2, 1, 2, broadcast=True), "aten::linalg_ldl_solve")
+rows(together(2, 1), "aten::lu_unpack", "aten::linalg_householder_product")
+rows(together(2, 1, 2), "aten::ormqr")
+rows(together(2, 1, 2, broadcast=True), "aten::linalg_ldl_solve")
 
 
-@row(BATCHED, "aten::linalg_cross")
+@row("aten::linalg_cross")
 def linalg_cross(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -175,7 +173,7 @@ def _shape(x: Tensor, at: int | None) -> Any:
     return x.shape if at is None else front(x, at).shape[1:]
 
 
-@row(BATCHED, "aten::_linalg_solve_ex")
+@row("aten::_linalg_solve_ex")
 def solve_ex(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -205,7 +203,7 @@ def solve_ex(
     return (out.squeeze(-1) if vector else out, *rest), 0
 
 
-@row(BATCHED, "aten::linalg_solve_triangular")
+@row("aten::linalg_solve_triangular")
 def solve_triangular(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -220,7 +218,7 @@ def solve_triangular(
     return op(*_together(level, dims, args, (2, 2)), **kwargs), 0
 
 
-@row(BATCHED, "aten::cholesky_solve", "aten::triangular_solve")
+@row("aten::cholesky_solve", "aten::triangular_solve")
 def solve_factored(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -236,7 +234,7 @@ def solve_factored(
     return op(*_together(level, dims[:2], (b, a), (2, 2)), *rest, **kwargs), 0
 
 
-@row(BATCHED, "aten::linalg_lu_solve")
+@row("aten::linalg_lu_solve")
 def lu_solve(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -254,7 +252,7 @@ def lu_solve(
     return op(lu, pivots, b, **kwargs), 0
 
 
-@row(BATCHED, "aten::linalg_lstsq")
+@row("aten::linalg_lstsq")
 def lstsq(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -272,7 +270,7 @@ def lstsq(
     return results, result_dims(results, level.batch_size)
 
 
-@row(Category.OTHER, "aten::_linalg_check_errors")
+@row("aten::_linalg_check_errors")
 def check_errors(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, every_dim, front, logical_rank
-from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
+from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 NONE, MEAN = 0, 1  # the reduction argument of losses; 2 is the sum
 
@@ -69,17 +69,17 @@ def pointwise_loss_backward(count: int) -> Rule:
 
 
 rows(
-    Category.BATCHED, pointwise_loss(2),
+    pointwise_loss(2),
     "aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::soft_margin_loss",
 )  # fmt: skip
-rows(Category.BATCHED, pointwise_loss(3), "aten::binary_cross_entropy")
-rows(Category.BATCHED, pointwise_loss(4), "aten::binary_cross_entropy_with_logits")
+rows(pointwise_loss(3), "aten::binary_cross_entropy")
+rows(pointwise_loss(4), "aten::binary_cross_entropy_with_logits")
 rows(
-    Category.BATCHED, pointwise_loss_backward(3),
+    pointwise_loss_backward(3),
     "aten::mse_loss_backward", "aten::smooth_l1_loss_backward", "aten::huber_loss_backward",
     "aten::soft_margin_loss_backward",
 )  # fmt: skip
-rows(Category.BATCHED, pointwise_loss_backward(4), "aten::binary_cross_entropy_backward")
+rows(pointwise_loss_backward(4), "aten::binary_cross_entropy_backward")
 
 
 def _picked(
@@ -107,7 +107,7 @@ def _picked(
     return x, classes, target.expand(shape).unsqueeze(classes), counted.expand(shape)
 
 
-@row(Category.BATCHED, "aten::nll_loss_forward", "aten::nll_loss2d_forward")
+@row("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 def nll_loss_forward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -124,7 +124,7 @@ def nll_loss_forward(
     return (loss / total if reduction == MEAN else loss, total), 0
 
 
-@row(Category.BATCHED, "aten::nll_loss_backward", "aten::nll_loss2d_backward")
+@row("aten::nll_loss_backward", "aten::nll_loss2d_backward")
 def nll_loss_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -148,7 +148,7 @@ def _folded(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
     return x.unsqueeze(1) if lead < 0 else x
 
 
-@row(Category.BATCHED, "aten::multi_margin_loss")
+@row("aten::multi_margin_loss")
 def multi_margin_loss(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -164,7 +164,7 @@ def multi_margin_loss(
     return reduced(out.unflatten(0, (level.batch_size, -1)) if lead > 0 else out, 0, reduction)
 
 
-@row(Category.BATCHED, "aten::multi_margin_loss_backward")
+@row("aten::multi_margin_loss_backward")
 def multi_margin_loss_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -191,7 +191,7 @@ def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Te
     return grad
 
 
-@row(Category.BATCHED, "aten::multilabel_margin_loss_forward")
+@row("aten::multilabel_margin_loss_forward")
 def multilabel_margin_loss_forward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -205,7 +205,7 @@ def multilabel_margin_loss_forward(
     return (out, is_target.view(whole.shape)), 0
 
 
-@row(Category.BATCHED, "aten::multilabel_margin_loss_backward")
+@row("aten::multilabel_margin_loss_backward")
 def multilabel_margin_loss_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

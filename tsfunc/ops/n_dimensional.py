@@ -19,9 +19,7 @@ from tsfunc.ops.dims import (
     wrap,
 )
 from tsfunc.ops.reductions import flat
-from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
-
-ND = Category.N_DIMENSIONAL
+from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def fold(x: Tensor) -> Tensor:
@@ -29,7 +27,7 @@ def fold(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
-@row(ND, "aten::repeat")
+@row("aten::repeat")
 def repeat(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -45,7 +43,7 @@ def repeat(
     return op(x, repeats), at
 
 
-@row(ND, "aten::flip")
+@row("aten::flip")
 def flip(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -59,7 +57,7 @@ def flip(
     return op(x, physical_dims(args[1], rank, at)), at
 
 
-@row(ND, "aten::roll")
+@row("aten::roll")
 def roll(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -73,7 +71,7 @@ def roll(
     return op(flat(x, at), args[1], [1]).reshape(front(x, at).shape), 0
 
 
-@row(ND, "aten::rot90")
+@row("aten::rot90")
 def rot90(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -105,7 +103,7 @@ def triangle_inplace(
     return args[0], dims[0]
 
 
-@row(ND, "aten::constant_pad_nd")
+@row("aten::constant_pad_nd")
 def constant_pad_nd(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -140,7 +138,7 @@ def edge_pad(spatial: int) -> Rule:
     return rule
 
 
-@row(ND, "aten::diag_embed")
+@row("aten::diag_embed")
 def diag_embed(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -151,7 +149,7 @@ def diag_embed(
     return op(x, offset, first, second), 0
 
 
-@row(ND, "aten::trace")
+@row("aten::trace")
 def trace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -162,7 +160,7 @@ def trace(
     return torch.diagonal(x, 0, *every_dim(2, at)).sum(-1), 0
 
 
-@row(ND, "aten::select_backward")
+@row("aten::select_backward")
 def select_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -176,7 +174,7 @@ def select_backward(
     return op(grad, physical, dim, index), at
 
 
-@row(ND, "aten::slice_backward")
+@row("aten::slice_backward")
 def slice_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -188,7 +186,7 @@ def slice_backward(
     return op(grad, physical, physical_dim(dim, len(sizes), at), *args[3:]), at
 
 
-@row(ND, "aten::diagonal_backward")
+@row("aten::diagonal_backward")
 def diagonal_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -199,7 +197,7 @@ def diagonal_backward(
     return op(grad, [level.batch_size, *sizes], offset, first, second), 0
 
 
-@row(ND, "aten::unfold_backward")
+@row("aten::unfold_backward")
 def unfold_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -218,7 +216,7 @@ def _pair(level: BatchLevel, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, T
     return batched_front(args[0], dims[0], size), batched_front(args[1], dims[1], size)
 
 
-@row(ND, "aten::select_scatter", "aten::slice_scatter")
+@row("aten::select_scatter", "aten::slice_scatter")
 def scatter_dim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -228,7 +226,7 @@ def scatter_dim(
     return op(x, source, dim, *args[3:]), 0
 
 
-@row(ND, "aten::diagonal_scatter")
+@row("aten::diagonal_scatter")
 def diagonal_scatter(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -238,7 +236,7 @@ def diagonal_scatter(
     return op(x, source, offset, *physical_dims((dim1, dim2), x.dim() - 1, 0)), 0
 
 
-@row(ND, "aten::pixel_shuffle", "aten::pixel_unshuffle")
+@row("aten::pixel_shuffle", "aten::pixel_unshuffle")
 def pixel_shuffle(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -246,7 +244,7 @@ def pixel_shuffle(
     return op(front(args[0], dims[0]), args[1]), 0
 
 
-@row(ND, "aten::channel_shuffle", "aten::native_channel_shuffle")
+@row("aten::channel_shuffle", "aten::native_channel_shuffle")
 def channel_shuffle(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -255,11 +253,10 @@ def channel_shuffle(
     return op(fold(x), args[1]).unflatten(0, x.shape[:2]), 0
 
 
-rows(ND, triangle, "aten::tril", "aten::triu")
-rows(ND, triangle_inplace, "aten::tril_", "aten::triu_")
+rows(triangle, "aten::tril", "aten::triu")
+rows(triangle_inplace, "aten::tril_", "aten::triu_")
 for _n in (1, 2, 3):
     rows(
-        ND,
         edge_pad(_n),
         f"aten::reflection_pad{_n}d",
         f"aten::reflection_pad{_n}d_backward",
@@ -268,7 +265,7 @@ for _n in (1, 2, 3):
     )
 
 
-@row(ND, "aten::repeat_interleave.self_int")
+@row("aten::repeat_interleave.self_int")
 def repeat_interleave(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -27,9 +27,7 @@ from tsfunc.ops.dims import (
     refuse_inplace,
 )
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
-
-FACTORY = Category.FACTORY
+from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def check_randomness(op: Any, level: BatchLevel, kwargs: Mapping[str, Any]) -> None:
@@ -75,7 +73,7 @@ def sized(place_of_size: int) -> Rule:
     return rule
 
 
-@row(FACTORY, "aten::randperm", "aten::randperm.generator")
+@row("aten::randperm", "aten::randperm.generator")
 def randperm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -152,7 +150,7 @@ def drawn_from(
     return op(*aligned, **kwargs), at
 
 
-@row(FACTORY, "aten::bernoulli", "aten::bernoulli.Tensor")
+@row("aten::bernoulli", "aten::bernoulli.Tensor")
 def bernoulli(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -175,7 +173,6 @@ def bernoulli(
 
 
 @row(
-    FACTORY,
     "aten::normal.Tensor_Tensor",
     "aten::normal.Tensor_float",
     "aten::normal.float_Tensor",
@@ -194,7 +191,7 @@ def normal(
     return mean + std * noise.unsqueeze(at), at
 
 
-@row(FACTORY, "aten::multinomial")
+@row("aten::multinomial")
 def multinomial(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -257,7 +254,7 @@ def dropping(alpha: bool, features: bool) -> Rule:
     return rule
 
 
-@row(FACTORY, "aten::native_dropout")
+@row("aten::native_dropout")
 def native_dropout(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -277,7 +274,7 @@ def native_dropout(
     return (out, mask.to(torch.bool).expand(out.shape)), at
 
 
-@row(FACTORY, "aten::rrelu_with_noise", "aten::rrelu_with_noise_")
+@row("aten::rrelu_with_noise", "aten::rrelu_with_noise_")
 def rrelu_with_noise(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -306,7 +303,7 @@ def _slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -
     return slopes.unsqueeze(at) if drawn_at is None else slopes
 
 
-@row(FACTORY, "aten::rrelu")
+@row("aten::rrelu")
 def rrelu(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -325,28 +322,25 @@ def rrelu(
     return torch.where(x <= 0, x * _slopes(level, x, at, lower, upper), x), at
 
 
-rows(FACTORY, dropping(False, False), "aten::dropout")
-rows(FACTORY, dropping(False, True), "aten::feature_dropout")
-rows(FACTORY, dropping(True, False), "aten::alpha_dropout")
-rows(FACTORY, dropping(True, True), "aten::feature_alpha_dropout")
+rows(dropping(False, False), "aten::dropout")
+rows(dropping(False, True), "aten::feature_dropout")
+rows(dropping(True, False), "aten::alpha_dropout")
+rows(dropping(True, True), "aten::feature_alpha_dropout")
 rows(
-    FACTORY,
     sized(0),
     "aten::rand",
     "aten::rand.generator",
     "aten::randn",
     "aten::randn.generator",
 )
-rows(FACTORY, sized(1), "aten::randint", "aten::randint.generator")
+rows(sized(1), "aten::randint", "aten::randint.generator")
 rows(
-    FACTORY,
     sized(2),
     "aten::randint.low",
     "aten::randint.low_generator",
     "aten::normal.float_float",
 )
 rows(
-    FACTORY,
     drawn_like,
     "aten::rand_like",
     "aten::rand_like.generator",
@@ -368,7 +362,6 @@ rows(
     "aten::random.to",
 )
 rows(
-    FACTORY,
     drawn_inplace,
     "aten::normal_",
     "aten::uniform_",
@@ -383,7 +376,6 @@ rows(
     "aten::bernoulli_.Tensor",
 )
 rows(
-    FACTORY,
     drawn_from,
     "aten::poisson",
     "aten::binomial",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_at, batched_front
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 LSTM = 2  # the kernel's number for this kind of layer
 
@@ -55,7 +55,7 @@ def _state(x: Tensor, at: int | None, size: int) -> Tensor:
     return x.squeeze(1) if x.dim() == 4 else x
 
 
-@row(Category.BATCHED, "aten::mkldnn_rnn_layer")
+@row("aten::mkldnn_rnn_layer")
 def layer(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -116,7 +116,7 @@ def _gate_grads(
     return torch.stack(found, 1), dh, dc
 
 
-@row(Category.BATCHED, "aten::mkldnn_rnn_layer_backward")
+@row("aten::mkldnn_rnn_layer_backward")
 def layer_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -164,7 +164,7 @@ def _split(x: Tensor | None, size: int) -> Tensor | None:
     return None if x is None else x.unflatten(0, (size, x.shape[0] // size))
 
 
-@row(Category.BATCHED, "aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell")
+@row("aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell")
 def fused_cell(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -180,7 +180,7 @@ def fused_cell(
     return tuple(_split(o, size) for o in op(x, y, state, b, d)), 0
 
 
-@row(Category.BATCHED, "aten::_thnn_fused_lstm_cell_backward_impl")
+@row("aten::_thnn_fused_lstm_cell_backward_impl")
 def fused_lstm_cell_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -195,7 +195,7 @@ def fused_lstm_cell_backward(
     return (gates, state, gates.sum(1) if args[5] else None), 0
 
 
-@row(Category.BATCHED, "aten::_thnn_fused_gru_cell_backward")
+@row("aten::_thnn_fused_gru_cell_backward")
 def fused_gru_cell_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -23,7 +23,7 @@ from tsfunc.ops.dims import (
     wrap,
 )
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule, row, rows
+from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def flat(x: Tensor, at: int) -> Tensor:
@@ -133,7 +133,7 @@ def arg_extreme(
     return out, 0
 
 
-@row(Category.TENSOR_ITERATOR, "aten::aminmax")
+@row("aten::aminmax")
 def aminmax(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -151,7 +151,7 @@ def aminmax(
     return out, at if keepdim or target > at else at - 1
 
 
-@row(Category.TENSOR_ITERATOR, "aten::prod")
+@row("aten::prod")
 def prod(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -159,7 +159,7 @@ def prod(
     return torch.prod(flat(args[0], dims[0]), 1, **kwargs), 0
 
 
-@row(Category.TENSOR_ITERATOR, "aten::median")
+@row("aten::median")
 def median(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -167,7 +167,7 @@ def median(
     return torch.median(flat(args[0], dims[0]), 1).values, 0
 
 
-@row(Category.TENSOR_ITERATOR, "aten::nanmedian")
+@row("aten::nanmedian")
 def nanmedian(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -175,7 +175,7 @@ def nanmedian(
     return torch.nanmedian(flat(args[0], dims[0]), 1).values, 0
 
 
-@row(Category.TENSOR_ITERATOR, "aten::norm.Scalar", "aten::norm.ScalarOpt_dtype")
+@row("aten::norm.Scalar", "aten::norm.ScalarOpt_dtype")
 def norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -190,7 +190,7 @@ def norm(
     return torch.ops.aten.norm.ScalarOpt_dim(x, p, over, False), 0
 
 
-@row(Category.TENSOR_ITERATOR, "aten::dist")
+@row("aten::dist")
 def dist(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -200,7 +200,7 @@ def dist(
     return norm(op, level, [at], (difference, *args[2:]), {})
 
 
-@row(Category.TENSOR_ITERATOR, "aten::renorm")
+@row("aten::renorm")
 def renorm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -254,7 +254,6 @@ def along_inplace(
 
 
 rows(
-    Category.TENSOR_ITERATOR,
     _by_dims,
     "aten::sum.dim_IntList",
     "aten::mean.dim",
@@ -272,9 +271,8 @@ rows(
     "aten::any.dim",
     "aten::_aminmax.dim",
 )
-rows(Category.TENSOR_ITERATOR, all_or_any, "aten::all.dims", "aten::any.dims")
+rows(all_or_any, "aten::all.dims", "aten::any.dims")
 rows(
-    Category.TENSOR_ITERATOR,
     _keyword_keepdim,
     "aten::var.correction",
     "aten::std.correction",
@@ -283,24 +281,22 @@ rows(
     "aten::hash_tensor",
     "aten::count_nonzero.dim_IntList",
 )
-rows(Category.TENSOR_ITERATOR, reduction(2, 3, None, (2,)), "aten::linalg_vector_norm")
+rows(reduction(2, 3, None, (2,)), "aten::linalg_vector_norm")
 rows(
-    Category.TENSOR_ITERATOR,
     reduction(2, 3),
     "aten::norm.ScalarOpt_dim",
     "aten::norm.ScalarOpt_dim_dtype",
 )
-rows(Category.TENSOR_ITERATOR, reduction(1, 2, -1), "aten::mode")
-rows(Category.TENSOR_ITERATOR, reduction(2, 3, -1), "aten::kthvalue")
-rows(Category.TENSOR_ITERATOR, arg_extreme, "aten::argmax", "aten::argmin")
-rows(Category.TENSOR_ITERATOR, over_all(torch.sum), "aten::sum")
-rows(Category.TENSOR_ITERATOR, over_all(torch.mean), "aten::mean")
-rows(Category.TENSOR_ITERATOR, over_all(torch.amax), "aten::max")
-rows(Category.TENSOR_ITERATOR, over_all(torch.amin), "aten::min")
-rows(Category.TENSOR_ITERATOR, over_all(torch.all), "aten::all")
-rows(Category.TENSOR_ITERATOR, over_all(torch.any), "aten::any")
+rows(reduction(1, 2, -1), "aten::mode")
+rows(reduction(2, 3, -1), "aten::kthvalue")
+rows(arg_extreme, "aten::argmax", "aten::argmin")
+rows(over_all(torch.sum), "aten::sum")
+rows(over_all(torch.mean), "aten::mean")
+rows(over_all(torch.amax), "aten::max")
+rows(over_all(torch.amin), "aten::min")
+rows(over_all(torch.all), "aten::all")
+rows(over_all(torch.any), "aten::any")
 rows(
-    Category.TENSOR_ITERATOR,
     _along,
     "aten::cumsum",
     "aten::cumprod",
@@ -317,19 +313,18 @@ rows(
     "aten::special_log_softmax",
     "aten::glu",
 )
-rows(Category.TENSOR_ITERATOR, along_inplace, "aten::cumsum_", "aten::cumprod_")
+rows(along_inplace, "aten::cumsum_", "aten::cumprod_")
 rows(
-    Category.TENSOR_ITERATOR,
     along(2),
     "aten::_softmax_backward_data",
     "aten::_log_softmax_backward_data",
     "aten::glu_backward",
 )
-rows(Category.TENSOR_ITERATOR, along(3), "aten::glu_jvp")
-rows(Category.TENSOR_ITERATOR, along(5), "aten::glu_backward_jvp")
+rows(along(3), "aten::glu_jvp")
+rows(along(5), "aten::glu_backward_jvp")
 
 
-@row(Category.TENSOR_ITERATOR, "aten::count_nonzero")
+@row("aten::count_nonzero")
 def count_nonzero(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

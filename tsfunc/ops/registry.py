@@ -1,13 +1,14 @@
-"""The catalogue: one row per operator, with its shape category and its batching rule.
+"""The batching rules: one row per operator that has one.
 
-A row is declared once, in the file of its category::
+A row is declared once, in the file of its family::
 
-    @row(Category.FIXED, "aten::addbmm")
+    @row("aten::addbmm")
     def addbmm(op, level, dims, args, kwargs): ...
 
-    rows(Category.TENSOR_ITERATOR, pointwise, "aten::sin", "aten::add.Tensor")
+    rows(pointwise, "aten::sin", "aten::add.Tensor")
 
-Names are the dispatcher's (``aten::add.Tensor``; a default overload has no suffix).
+Names are the dispatcher's (``aten::add.Tensor``; a default overload has no suffix). An operator's
+shape category is in the catalogue (``ops/catalogue``), whether it has a row or not.
 
 NOTE [batching rules]
 A rule is ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``.
@@ -38,7 +39,7 @@ A rule returns ``NotImplemented`` for a call that it does not cover: the loop ta
 from __future__ import annotations
 
 import enum
-import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -97,45 +98,60 @@ Rule = Callable[[Any, BatchLevel, Dims, Sequence[Any], Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One operator: its name, its category, its batching rule and where that is written."""
+    """One operator: its name, its batching rule and where that is written.
+
+    ``category`` is that of an operator which the catalogue does not know, as registered.
+    """
 
     name: str
-    category: Category
     rule: Rule | None
     source: str
+    category: Category | None = None
 
 
 _rows: dict[str, Row] = {}
 
 
-def rows(category: Category, rule: Rule | None, *names: str) -> None:
-    """Declares operators of one category that share a batching rule."""
-    frame = inspect.currentframe()
-    caller = frame.f_back if frame is not None else None
-    source = f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller is not None else "?"
-    _declare(category, rule, names, source)
+def rows(rule: Rule, *names: str) -> None:
+    """Declares operators that share a batching rule."""
+    caller = sys._getframe(1)
+    declare(rule, names, f"{caller.f_code.co_filename}:{caller.f_lineno}")
 
 
-def row(category: Category, *names: str) -> Callable[[Rule], Rule]:
+def row(*names: str) -> Callable[[Rule], Rule]:
     """Decorates the batching rule of one operator, or of variants that share it."""
 
-    def declare(rule: Rule) -> Rule:
+    def declared(rule: Rule) -> Rule:
         code = getattr(rule, "__code__", None)
         source = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
-        _declare(category, rule, names, source)
+        declare(rule, names, source)
         return rule
 
-    return declare
+    return declared
 
 
-def _declare(category: Category, rule: Rule | None, names: Sequence[str], source: str) -> None:
+def declare(
+    rule: Rule | None, names: Sequence[str], source: str, category: Category | None = None
+) -> None:
+    """Adds rows; a second one for the same operator is refused."""
     for name in names:
         if name in _rows:
             raise DispatchError(
                 f"{name} has a row already, declared at {_rows[name].source}; "
                 f"the second one is at {source}. Remove one of them."
             )
-        _rows[name] = Row(name, category, rule, source)
+        _rows[name] = Row(name, rule, source, category)
+        for listener in _listeners:
+            listener(_rows[name])
+
+
+_listeners: list[Callable[[Row], None]] = []
+
+
+def on_declare(listener: Callable[[Row], None]) -> Callable[[Row], None]:
+    """Has ``listener(row)`` called for each row that is declared from now on."""
+    _listeners.append(listener)
+    return listener
 
 
 def find(name: str) -> Row | None:

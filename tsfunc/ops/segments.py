@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, logical_rank, wrap
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 NAMES = ("aten::segment_reduce", "aten::_segment_reduce_backward")
 
 
-@row(Category.BATCHED, *NAMES)
+@row(*NAMES)
 def segment_reduce(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -13,10 +13,8 @@ from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import batched_front, front, logical_rank, physical_dim, wrap
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 from tsfunc.ops.splitting import agree
-
-ND = Category.N_DIMENSIONAL
 
 
 def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:
@@ -26,7 +24,7 @@ def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:
     return x, physical_dim(dim, x.dim() - 1, at), False
 
 
-@row(ND, "aten::sort", "aten::sort.stable", "aten::argsort", "aten::argsort.stable")
+@row("aten::sort", "aten::sort.stable", "aten::argsort", "aten::argsort.stable")
 def sort(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -43,7 +41,7 @@ def sort(
     return out, dims[0]
 
 
-@row(ND, "aten::topk")
+@row("aten::topk")
 def topk(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -74,7 +72,7 @@ def _search(
     return out.view(shape), 0
 
 
-@row(ND, "aten::searchsorted.Tensor")
+@row("aten::searchsorted.Tensor")
 def searchsorted(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -86,7 +84,7 @@ def searchsorted(
 takes_keywords(["aten::searchsorted.Tensor", "aten::searchsorted.Scalar"], "sorter")
 
 
-@row(ND, "aten::searchsorted.Scalar")
+@row("aten::searchsorted.Scalar")
 def searchsorted_number(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -97,7 +95,7 @@ def searchsorted_number(
     return _search(args[0], dims[0], x, None, level.batch_size, kwargs, s)
 
 
-@row(ND, "aten::bucketize.Tensor")
+@row("aten::bucketize.Tensor")
 def bucketize(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -107,7 +105,7 @@ def bucketize(
     return _search(args[1], dims[1], args[0], dims[0], level.batch_size, kwargs)
 
 
-@row(ND, "aten::bucketize.Scalar")
+@row("aten::bucketize.Scalar")
 def bucketize_number(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -115,7 +113,7 @@ def bucketize_number(
     return searchsorted_number(op, level, (dims[1], None), (args[1], args[0]), kwargs)
 
 
-@row(ND, "aten::one_hot")
+@row("aten::one_hot")
 def one_hot(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

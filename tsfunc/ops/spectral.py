@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.ops.dims import physical_dims
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
-@row(Category.N_DIMENSIONAL, "aten::_fft_r2c", "aten::_fft_c2c", "aten::_fft_c2r")
+@row("aten::_fft_r2c", "aten::_fft_c2c", "aten::_fft_c2r")
 def fourier(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

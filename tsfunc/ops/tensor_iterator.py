@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, logical_rank, promote_scalars, refuse_inplace
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
+from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
 
 def uniform(args: Sequence[Any], dims: Dims) -> bool:
@@ -72,9 +72,7 @@ def pointwise_inplace(
     return x, at
 
 
-@row(
-    Category.TENSOR_ITERATOR, "aten::clamp", "aten::clamp.Tensor", "aten::clip", "aten::clip.Tensor"
-)
+@row("aten::clamp", "aten::clamp.Tensor", "aten::clip", "aten::clip.Tensor")
 def clamp(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -86,7 +84,7 @@ def clamp(
     return pointwise(op, level, dims, args, kwargs)
 
 
-@row(Category.TENSOR_ITERATOR, "aten::frexp.Tensor", "aten::_prelu_kernel_backward")
+@row("aten::frexp.Tensor", "aten::_prelu_kernel_backward")
 def pointwise_pair(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -94,7 +92,7 @@ def pointwise_pair(
     return pointwise(op, level, dims, args, kwargs)
 
 
-@row(Category.TENSOR_ITERATOR, "aten::where.self")
+@row("aten::where.self")
 def where(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -106,7 +104,7 @@ def where(
     return op(*aligned, **kwargs), at
 
 
-@row(Category.TENSOR_ITERATOR, "aten::masked_fill.Scalar")
+@row("aten::masked_fill.Scalar")
 def masked_fill(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -115,7 +113,7 @@ def masked_fill(
     return op(*aligned, **kwargs), at
 
 
-@row(Category.TENSOR_ITERATOR, "aten::masked_fill.Tensor")
+@row("aten::masked_fill.Tensor")
 def masked_fill_tensor(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -129,7 +127,7 @@ def masked_fill_tensor(
     return torch.where(mask, value.to(x.dtype), x), at
 
 
-@row(Category.TENSOR_ITERATOR, "aten::masked_fill_.Scalar")
+@row("aten::masked_fill_.Scalar")
 def masked_fill_scalar_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -142,7 +140,7 @@ def masked_fill_scalar_inplace(
     return x, at
 
 
-@row(Category.TENSOR_ITERATOR, "aten::masked_fill_.Tensor")
+@row("aten::masked_fill_.Tensor")
 def masked_fill_tensor_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -159,7 +157,7 @@ def masked_fill_tensor_inplace(
     return x, at
 
 
-@row(Category.TENSOR_ITERATOR, "aten::gelu_backward", "aten::rrelu_with_noise_backward")
+@row("aten::gelu_backward", "aten::rrelu_with_noise_backward")
 def pointwise_of_equal_shapes(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -172,7 +170,7 @@ def pointwise_of_equal_shapes(
     return op(*tensors, *aligned[len(tensors) :], **kwargs), at
 
 
-@row(Category.TENSOR_ITERATOR, "aten::log_sigmoid_forward")
+@row("aten::log_sigmoid_forward")
 def log_sigmoid_forward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -181,7 +179,7 @@ def log_sigmoid_forward(
     return op(*args, **kwargs), (dims[0], dims[0] if buffered else None)
 
 
-@row(Category.TENSOR_ITERATOR, "aten::log_sigmoid_backward")
+@row("aten::log_sigmoid_backward")
 def log_sigmoid_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -286,6 +284,6 @@ _POLYNOMIALS = [
 ]
 
 _plain, _inplace = _with_inplace(_BOTH)
-rows(Category.TENSOR_ITERATOR, pointwise, *_plain, *_aten(_PLAIN), *_POLYNOMIALS)
-rows(Category.TENSOR_ITERATOR, pointwise, *_aten(_BACKWARD))
-rows(Category.TENSOR_ITERATOR, pointwise_inplace, *_inplace, *_aten(_INPLACE))
+rows(pointwise, *_plain, *_aten(_PLAIN), *_POLYNOMIALS)
+rows(pointwise, *_aten(_BACKWARD))
+rows(pointwise_inplace, *_inplace, *_aten(_INPLACE))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, physical_dim, unit_dims, wrap
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def in_front(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> list[Tensor]:
@@ -33,7 +33,7 @@ def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [x for x in tensors if x.dim() == rank or x.dim() != 2 or x.numel() > 0]
 
 
-@row(Category.VARIADIC, "aten::cat", "aten::concat", "aten::concatenate")
+@row("aten::cat", "aten::concat", "aten::concatenate")
 def cat(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -49,7 +49,7 @@ def cat(
     return op(tensors, physical_dim(args[1] if len(args) > 1 else 0, rank - 1, at)), at
 
 
-@row(Category.VARIADIC, "aten::stack", "aten::_stack")
+@row("aten::stack", "aten::_stack")
 def stack(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -59,7 +59,7 @@ def stack(
     return (op(tensors, dim), at + 1) if dim <= at else (op(tensors, dim + 1), at)
 
 
-@row(Category.VARIADIC, "aten::block_diag")
+@row("aten::block_diag")
 def block_diag(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -22,9 +22,7 @@ from tsfunc.ops.dims import (
     wrap,
 )
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row, rows
-
-ND = Category.N_DIMENSIONAL
+from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
 
 def same(x: Tensor) -> Tensor:
@@ -49,7 +47,7 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, at: int) -> list[Any]:
     return out
 
 
-@row(ND, "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::view_copy")
+@row("aten::view", "aten::_unsafe_view", "aten::reshape", "aten::view_copy")
 def view(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -64,7 +62,7 @@ def view(
     return op(x, [x.shape[0], *sizes]), 0
 
 
-@row(ND, "aten::_reshape_alias", "aten::_reshape_alias_copy")
+@row("aten::_reshape_alias", "aten::_reshape_alias_copy")
 def reshape_alias(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -73,7 +71,7 @@ def reshape_alias(
     return x.reshape([x.shape[0], *args[1]]), 0
 
 
-@row(ND, "aten::expand", "aten::expand_copy", "aten::broadcast_to")
+@row("aten::expand", "aten::expand_copy", "aten::broadcast_to")
 def expand(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -89,7 +87,7 @@ def expand(
     return op(x, sizes, **kwargs), at
 
 
-@row(ND, "aten::permute", "aten::permute_copy")
+@row("aten::permute", "aten::permute_copy")
 def permute(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -101,7 +99,6 @@ def permute(
 
 
 @row(
-    ND,
     "aten::transpose.int",
     "aten::transpose_copy.int",
     "aten::swapaxes",
@@ -123,7 +120,7 @@ def transpose(
     return op(x, physical_dim(first, rank, at), physical_dim(second, rank, at)), at
 
 
-@row(ND, "aten::t", "aten::t_copy", "aten::t_")
+@row("aten::t", "aten::t_copy", "aten::t_")
 def t(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -137,7 +134,7 @@ def t(
     return same(x), at
 
 
-@row(ND, "aten::squeeze", "aten::squeeze_copy", "aten::squeeze_")
+@row("aten::squeeze", "aten::squeeze_copy", "aten::squeeze_")
 def squeeze(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -146,7 +143,7 @@ def squeeze(
     return torch.squeeze(x, list(range(1, x.dim()))), 0
 
 
-@row(ND, "aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
+@row("aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
 def squeeze_dim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -160,7 +157,7 @@ def squeeze_dim(
     return op(x, dim), at - 1 if dim < at and x.shape[dim] == 1 else at
 
 
-@row(ND, "aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
+@row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
 def squeeze_dims(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -175,7 +172,7 @@ def squeeze_dims(
     return op(x, target), at - sum([d < at and x.shape[d] == 1 for d in target])
 
 
-@row(ND, "aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
+@row("aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
 def unsqueeze(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -185,7 +182,7 @@ def unsqueeze(
     return (op(x, dim), at + 1) if dim <= at else (op(x, dim + 1), at)
 
 
-@row(ND, "aten::select.int", "aten::select_copy.int")
+@row("aten::select.int", "aten::select_copy.int")
 def select(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -198,7 +195,7 @@ def select(
     return op(x, dim, args[2]), at - 1 if dim < at else at
 
 
-@row(ND, "aten::slice.Tensor", "aten::slice_copy.Tensor")
+@row("aten::slice.Tensor", "aten::slice_copy.Tensor")
 def slice_(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -210,7 +207,7 @@ def slice_(
     return op(x, dim, *args[2:]), at
 
 
-@row(ND, "aten::narrow", "aten::narrow_copy")
+@row("aten::narrow", "aten::narrow_copy")
 def narrow(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -222,7 +219,6 @@ def narrow(
 
 
 @row(
-    ND,
     "aten::split.Tensor",
     "aten::split.sizes",
     "aten::split_with_sizes",
@@ -246,7 +242,7 @@ def split(
     return op(x, args[1], dim), at
 
 
-@row(ND, "aten::unbind.int", "aten::unbind_copy.int")
+@row("aten::unbind.int", "aten::unbind_copy.int")
 def unbind(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -258,7 +254,7 @@ def unbind(
     return op(x, dim), at - 1 if dim < at else at
 
 
-@row(ND, "aten::diagonal", "aten::diagonal_copy")
+@row("aten::diagonal", "aten::diagonal_copy")
 def diagonal(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -269,7 +265,7 @@ def diagonal(
     return op(x, offset, first, second), at - (first < at) - (second < at)
 
 
-@row(ND, "aten::unfold", "aten::unfold_copy")
+@row("aten::unfold", "aten::unfold_copy")
 def unfold(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -312,7 +308,7 @@ def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
     return sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
 
 
-@row(ND, "aten::as_strided", "aten::as_strided_copy", "aten::as_strided_")
+@row("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_")
 def as_strided(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -325,7 +321,7 @@ def as_strided(
     return op(x, [x.shape[at], *sizes], [x.stride(at), *strides], offset), 0
 
 
-@row(ND, "aten::as_strided_scatter")
+@row("aten::as_strided_scatter")
 def as_strided_scatter(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -345,7 +341,7 @@ def as_strided_scatter(
     return op(x, source.expand(sizes), sizes, [x.stride(at), *strides], offset), at
 
 
-@row(ND, "aten::view.dtype", "aten::view_copy.dtype", "aten::view_as_complex")
+@row("aten::view.dtype", "aten::view_copy.dtype", "aten::view_as_complex")
 def view_last(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -358,7 +354,7 @@ def view_last(
     return op(x, *args[1:]), at
 
 
-@row(ND, "aten::view_as_real", "aten::view_as_real_copy", "aten::real", "aten::imag")
+@row("aten::view_as_real", "aten::view_as_real_copy", "aten::real", "aten::imag")
 def view_as_real(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -366,7 +362,7 @@ def view_as_real(
     return op(args[0].resolve_conj()), dims[0]
 
 
-@row(Category.FLATTEN, "aten::flatten.using_ints")
+@row("aten::flatten.using_ints")
 def flatten(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -379,4 +375,4 @@ def flatten(
     return op(x, first + 1, last + 1), 0
 
 
-rows(ND, view, "aten::_reshape_copy")
+rows(view, "aten::_reshape_copy")

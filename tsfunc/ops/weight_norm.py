@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, filled
-from tsfunc.ops.registry import BatchLevel, Category, Dims, row
+from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _except_dim(x: Tensor, dim: int) -> list[int]:
@@ -16,7 +16,7 @@ def _except_dim(x: Tensor, dim: int) -> list[int]:
     return [d + 1 for d in range(x.dim() - 1) if d != dim]
 
 
-@row(Category.FIXED, "aten::_weight_norm_interface")
+@row("aten::_weight_norm_interface")
 def weight_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -27,7 +27,7 @@ def weight_norm(
     return (v * (g / norms), norms), 0
 
 
-@row(Category.FIXED, "aten::_weight_norm_interface_backward")
+@row("aten::_weight_norm_interface_backward")
 def weight_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tsfunc.bridge.watching import Lines, PlainCalls
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recording import Count, Recorder, Use, name_of_rule, recording
-from tsfunc.ops import Row, find
+from tsfunc.ops import Row, category_of, find
 from tsfunc.transforms.vmap_spec import name_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class OperatorUse:
     Attributes:
         operator: the dispatcher's name (``aten::add.Tensor``); for what met no transform the
             name of the function (``torch.add``).
-        category: its shape category, None where it has no row in the registry.
+        category: its shape category, None for what torch has not registered.
         file, line, function: the line of the user's code that called it.
         backward: whether the backward pass of that line called it.
         transform: the transform that it met, as ``vmap(f)``; the empty string for none.
@@ -212,11 +212,12 @@ def _order(found: tuple[Use, Count]) -> tuple[str, int, bool, int]:
 def _described(use: Use, count: Count) -> OperatorUse:
     row = find(use.operator)
     how, rule, source = _way(use, row)
-    category = row.category.value if row is not None else None
+    category = category_of(use.operator)
     file, line, function = use.place
     return OperatorUse(
-        use.operator, category, file, line, function, use.backward, use.transform, use.depth,
-        how, rule, source, use.within, count.times, count.seconds,
+        use.operator, category.value if category is not None else None, file, line, function,
+        use.backward, use.transform, use.depth, how, rule, source, use.within, count.times,
+        count.seconds,
     )  # fmt: skip
 
 

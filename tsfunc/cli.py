@@ -1,0 +1,116 @@
+"""The command ``tsfunc``, or ``python -m tsfunc``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tsfunc import ops
+from tsfunc.bridge.fallback import way_of
+from tsfunc.errors import UnknownOperatorError
+from tsfunc.ops.catalogue import counts
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def tsfunc() -> None:
+    """Function transforms for PyTorch."""
+
+
+@app.command("ops")
+def show_operators(
+    name: str = typer.Argument("", help="An operator, such as aten::add.Tensor."),
+    category: str = typer.Option("", help="List the operators of one shape category."),
+) -> None:
+    """The catalogue of operators: a census, one operator, or those of one category."""
+    if name:
+        _one_operator(name)
+    elif category:
+        _one_category(category)
+    else:
+        _census()
+
+
+def _census() -> None:
+    rows = counts.rows()
+    cells = [[label, str(now), "" if then is None else str(then)] for label, now, then in rows]
+    then = sum(counts.CENSUS_2020.values())
+    total = ["all", str(sum(now for _, now, _ in rows)), str(then)]
+    _table(["category", "now", "2020"], [*cells, total])
+
+
+def _one_category(label: str) -> None:
+    found = {category.value.lower(): category for category in ops.Category}.get(label.lower())
+    if found is None:
+        known = ", ".join(category.value for category in ops.Category)
+        _fail(f"There is no category {label!r}. There are: {known}.")
+    entries = [ops.lookup(name) for name in ops.operators(found)]
+    _table(["operator", "why"], [[entry.name, entry.source] for entry in entries])
+
+
+def _one_operator(name: str) -> None:
+    try:
+        entry = ops.lookup(name if "::" in name else f"aten::{name}")
+    except UnknownOperatorError as error:
+        _fail(str(error))
+    facts = entry.facts
+    lines = {
+        "operator": entry.name,
+        "category": entry.category.value,
+        "why": entry.source,
+        "dims of results": facts.result.value,
+        "taken from": ", ".join(facts.carriers),
+        "named by": ", ".join(facts.dims),
+        "writes": ", ".join(facts.mutates),
+        "shares memory of": ", ".join(facts.aliases),
+        "also": ", ".join(facts.marks),
+        "ranks it took": entry.evidence.in_words().partition(";")[0],
+        "under vmap": _way(entry),
+    }
+    _table(None, [[label, value] for label, value in lines.items() if value])
+
+
+def _way(entry: ops.OperatorEntry) -> str:
+    if entry.rule is None:
+        return way_of(entry.name)
+    rule = getattr(entry.rule, "__name__", repr(entry.rule))
+    return f"rule {rule}, {_shortened(entry.file)}:{entry.line}"
+
+
+def _shortened(file: str) -> str:
+    """A path from the working directory on, where it is below it."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+def _table(header: list[str] | None, rows: list[list[str]]) -> None:
+    """A table: drawn in a terminal, aligned columns elsewhere."""
+    console = Console()
+    if console.is_terminal:
+        table = Table(show_header=header is not None)
+        for label in header or ["", ""]:
+            table.add_column(label, justify="right" if label in ("now", "2020") else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    every = [*([header] if header else []), *rows]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    for row in every:
+        print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+
+
+def _fail(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """Runs the command with the process' arguments."""
+    app(prog_name="tsfunc")

@@ -1,0 +1,117 @@
+"""Batching rules that follow from a category alone, for operators that have no rule of their own.
+
+They serve operators whose category somebody has declared: for what a fake kernel shows, a
+softmax over the last dim looks like a sine. What the fake kernel can refute, it does: a call is
+given to such a rule only where the result's shape is, example by example, what the operator
+gives for one example; otherwise the loop takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.catalogue.signature import Signature
+from tsfunc.ops.dims import front
+from tsfunc.ops.identity import same_shape
+from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule
+from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
+
+
+def rule_of_category(category: Category, signature: Signature) -> Rule | None:
+    """The rule that an operator has by its category; None where a category says too little."""
+    if any(a.out or a.keyword for a in signature.tensors) or signature.form in ("out", "writing"):
+        return None
+    rule: Rule | None = None
+    if category is Category.TENSOR_ITERATOR:
+        rule = pointwise_inplace if signature.form == "in-place" else pointwise
+    elif len(signature.tensors) == 1 and signature.form == "functional":
+        rule = _OF_ONE_TENSOR.get(category)
+    return Confirmed(rule) if rule is not None else None
+
+
+def batch_first(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """One tensor, whose leading dims are a batch anyhow."""
+    return op(front(args[0], dims[0]), *args[1:], **kwargs), 0
+
+
+_MOST = 1000  # calls that are remembered as confirmed
+_OF_ONE_TENSOR = {Category.IDENTITY: same_shape, Category.BATCHED: batch_first}
+
+
+class Confirmed:
+    """A category's rule, used for the calls that an operator's fake kernel agrees with."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.__wrapped__ = rule  # for inspect.unwrap: where it is written
+        self.__name__ = getattr(rule, "__name__", "rule")
+        self._confirmed: set[Any] = set()
+
+    def __call__(
+        self,
+        op: Any,
+        level: BatchLevel,
+        dims: Dims,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        key = (level.batch_size, *map(str, dims), *map(_key, (*args, *kwargs.values())))
+        if key not in self._confirmed:
+            if not self._agrees(op, level, dims, args, kwargs):
+                return NotImplemented
+            if len(self._confirmed) >= _MOST:
+                self._confirmed.clear()
+            self._confirmed.add(key)
+        return self.rule(op, level, dims, args, kwargs)
+
+    def _agrees(
+        self,
+        op: Any,
+        level: BatchLevel,
+        dims: Dims,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> bool:
+        """Whether the rule's result has the shape and type that each example's has."""
+        try:
+            given = [_fake(arg, None) for arg in args]
+            out, out_dims = self.rule(op, level, dims, given, kwargs)
+            example = [_fake(arg, dim) for arg, dim in zip(args, dims, strict=True)]
+            wanted = op(*example, **kwargs)
+        except Exception:
+            # There is no fake kernel, or it refuses one of the two.
+            return False
+        results, expected = _listed(out), _listed(wanted)
+        places = out_dims if isinstance(out_dims, (tuple, list)) else [out_dims] * len(results)
+        return len(results) == len(expected) == len(places) and all(
+            isinstance(result, Tensor)
+            and result.dtype is one.dtype
+            and at is not None
+            and result.shape[at] == level.batch_size
+            and result.shape[:at] + result.shape[at + 1 :] == one.shape
+            for result, one, at in zip(results, expected, places, strict=True)
+        )
+
+
+def _listed(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+def _key(arg: Any) -> Any:
+    return (arg.shape, arg.dtype) if isinstance(arg, Tensor) else repr(arg)
+
+
+def _fake(arg: Any, dim: int | None) -> Any:
+    """A meta tensor for a tensor, without its batch dim."""
+    if not isinstance(arg, Tensor):
+        return arg
+    shape = list(arg.shape)
+    if dim is not None:
+        del shape[dim]
+    return torch.empty(shape, dtype=arg.dtype, device="meta")

@@ -1,0 +1,166 @@
+"""Arguments for an operator that is known by its schema only.
+
+Every tensor gets a rank that the caller chooses and one size in all its dims, so that sizes which
+must agree do agree: what remains to be refused are ranks. Numbers, lists and strings follow from
+their names, which torch's schemas use consistently.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tsfunc.ops.catalogue.signature import Argument, Signature
+
+Make = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+
+_INDICES = frozenset(
+    "index indices target targets offsets repeats tensor_indices_or_sections batch_sizes "
+    "input_lengths target_lengths pivots LU_pivots offset2bag bag_size".split()
+)
+_MASKS = frozenset({"mask", "condition", "found_inf"})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tried together.
+
+    Attributes:
+        size: the size of every dim.
+        length: how long lists of sizes and strides are; None for the rank of the first tensor,
+            a negative number for that rank less some.
+        dtype: of tensors that are not told by their names to be indices or masks.
+        labels: whether ``target`` and its like are class labels, not values.
+        optional: whether optional tensors are given.
+    """
+
+    size: int = 2
+    length: int | None = None
+    dtype: torch.dtype = torch.float32
+    labels: bool = True
+    optional: bool = False
+
+
+def settings(signature: Signature) -> Iterator[Setting]:
+    """What to try, the most usual first."""
+    takes_lists = any(a.type.startswith("int[]") and a.required for a in signature.inputs)
+    lengths: list[int | None] = [None, 1, 2, 3, -1, -2, 0, 4, 6] if takes_lists else [None]
+    dtypes = [torch.float32, torch.int64, torch.bool, torch.complex64, torch.float64]
+    labels = [True, False] if any(a.name in _INDICES for a in signature.tensors) else [False]
+    optional = [False, True] if any(a.type == "Tensor?" for a in signature.tensors) else [False]
+    for given, size, dtype, label, length in itertools.product(
+        optional, (2, 3, 1), dtypes, labels, lengths
+    ):
+        yield Setting(size, length, dtype, label, given)
+
+
+def tensor_arguments(signature: Signature, setting: Setting) -> list[Argument]:
+    """The tensor arguments that a call gets."""
+    return [
+        a
+        for a in signature.tensors
+        if a.type in ("Tensor", "Tensor[]", "Tensor?[]") or setting.optional
+    ]
+
+
+def arguments(
+    signature: Signature, ranks: Mapping[str, int], setting: Setting, make: Make
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of one call.
+
+    Args:
+        ranks: of each tensor argument that is to be given, by its name.
+        make: makes a tensor of a shape and dtype.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    first = next(iter(ranks.values()), 0)
+    for argument in signature.inputs:
+        if argument.tensor:
+            value = _tensor(argument, ranks.get(argument.name), setting, make)
+        elif argument.required:
+            value = _value(argument, first, setting)
+        else:
+            continue  # its default
+        if argument.keyword:
+            kwargs[argument.name] = value
+        elif len(args) < _position(signature, argument):
+            if not argument.tensor or value is not None:
+                kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def _position(signature: Signature, argument: Argument) -> int:
+    return signature.inputs.index(argument)
+
+
+def _tensor(argument: Argument, rank: int | None, setting: Setting, make: Make) -> Any:
+    if rank is None:
+        return None
+    dtype = setting.dtype
+    if argument.name in _INDICES and setting.labels:
+        dtype = torch.int64
+    elif argument.name in _MASKS:
+        dtype = torch.bool
+    value = make([setting.size] * rank, dtype)
+    return [value, value] if argument.type.endswith("[]") else value
+
+
+_FIRST_DIMS = frozenset("dim dimension axis dim0 axis0 start_dim source destination".split())
+_LAST_DIMS = frozenset("dim1 dim2 axis1 end_dim".split())
+_SIZES = frozenset("num_weights size end N C hidden_size n_fft num_classes".split())
+_STRINGS = {
+    "reduce": "sum", "UPLO": "L", "approximate": "none", "ord": "fro", "p": "fro",
+    "mode": "constant", "interpolation": "linear", "indexing": "ij", "padding": "valid",
+}  # fmt: skip
+
+
+def _value(argument: Argument, rank: int, setting: Setting) -> Any:
+    kind, name = argument.type, argument.name
+    if kind.endswith("?"):
+        return None
+    if kind == "int":
+        if name in _FIRST_DIMS or name in _LAST_DIMS:
+            return 0 if name in _FIRST_DIMS else -1
+        return setting.size if name in _SIZES else 1
+    if kind.endswith("[]"):
+        return _list(argument, rank, setting)
+    plain: dict[str, Any] = {
+        "float": 0.5, "number": _number(setting.dtype), "bool": False,
+        "str": _STRINGS.get(name, ""),
+        "ScalarType": torch.float32, "Device": torch.device("cpu"), "Layout": torch.strided,
+        "MemoryFormat": torch.contiguous_format,
+    }  # fmt: skip
+    return plain.get(kind)
+
+
+def _number(dtype: torch.dtype) -> float:
+    return 0.5 if dtype.is_floating_point else 1
+
+
+_SHAPES = frozenset(
+    "size sizes shape output_size input_size input_sizes self_sizes normalized_shape".split()
+)
+_ZEROS = frozenset("pad padding output_padding shifts".split())
+
+
+def _list(argument: Argument, rank: int, setting: Setting) -> list[Any]:
+    length = setting.length
+    if argument.count > 1:
+        length = argument.count
+    elif argument.count == 1 or length is None:
+        length = 1 if argument.count == 1 else rank
+    elif length < 0:
+        length = max(rank + length, 0)
+    if argument.type != "int[]":
+        return [argument.type == "bool[]"] * length
+    name = argument.name
+    if name.startswith("dim") or name in _FIRST_DIMS:
+        return list(range(length))
+    return [setting.size if name in _SHAPES else 0 if name in _ZEROS else 1] * length

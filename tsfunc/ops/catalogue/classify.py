@@ -1,0 +1,156 @@
+"""The rules that give an operator its shape category.
+
+In this order: what a person has decided (``decided.txt``), the functional form that a variant
+follows, the schema, torch's tags, and what trying showed. Each verdict says where it is from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tsfunc.ops.catalogue.decisions import Decisions
+from tsfunc.ops.catalogue.signature import Signature, functional_form, matching
+from tsfunc.ops.catalogue.trial import Evidence
+from tsfunc.ops.registry import Category
+
+Overloads = Callable[[str], Iterable[Signature]]
+
+# What names a dim, where it is an int or a list of them.
+DIM_NAMES = frozenset(
+    "dim dims dim0 dim1 dim2 axis axis0 axis1 dimension start_dim end_dim source destination "
+    "dims_self dims_other ch_axis".split()
+)
+UNKNOWN = "unknown: neither its schema nor its tags tell"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A category and its source, in words."""
+
+    category: Category
+    source: str
+
+
+def dim_arguments(signature: Signature) -> tuple[str, ...]:
+    """The arguments that name dims."""
+    return tuple(
+        a.name for a in signature.inputs if a.type.startswith("int") and a.name in DIM_NAMES
+    )
+
+
+def leads_to(signature: Signature, decisions: Decisions, overloads: Overloads) -> str | None:
+    """The operator that this one follows, or None."""
+    bare = signature.name.partition("::")[2]
+    decided = decisions.exact.get(bare if "." in bare else f"{bare}.default")
+    if decided is None and signature.form != "out":
+        decided = decisions.exact.get(signature.packet)
+    if decided is not None:
+        return _target(signature, decided.follows, overloads) if decided.follows else None
+    form = functional_form(signature, overloads)
+    if form is not None:
+        return form.name
+    for prefix, suffix in (("special_", ""), ("", "_backward")):
+        packet = signature.packet
+        if packet.startswith(prefix) and packet.endswith(suffix):
+            base = packet[len(prefix) : len(packet) - len(suffix)]
+            if base != packet and decisions.of(packet) is None:
+                found = _target(signature, base, overloads)
+                if found is not None:
+                    return found
+    return None
+
+
+def _target(signature: Signature, target: str, overloads: Overloads) -> str | None:
+    """The overload of an operator's name that takes what ``signature`` takes."""
+    space = signature.name.partition("::")[0]
+    packet, _, overload = target.partition(".")
+    if overload:
+        return f"{space}::{target}"
+    forms = [o for o in overloads(f"{space}::{packet}") if o.form in ("functional", "view")]
+    found = matching(signature, forms)
+    return found.name if found is not None else None
+
+
+def by_decision(signature: Signature, decisions: Decisions) -> Verdict | None:
+    """What a person has decided for this name."""
+    decided = decisions.of(signature.name.partition("::")[2])
+    if decided is None or decided.category is None:
+        return None
+    return Verdict(decided.category, f"decided: {decided.reason}")
+
+
+def by_schema(signature: Signature) -> Verdict | None:
+    """What follows from the types of arguments and results, and from torch's tags."""
+    tensors = [a for a in signature.tensors if a.type != "Tensor?"]
+    if tensors and all(a.type == "Tensor[]" for a in tensors):
+        return Verdict(Category.VARIADIC, "schema: its tensors come in lists")
+    if not any("Tensor" in result for result in signature.returns):
+        return Verdict(Category.TRIVIAL, "schema: it returns no tensor")
+    if not signature.tensors:
+        return Verdict(Category.FACTORY, "schema: it takes no tensor")
+    if "dynamic_output_shape" in signature.tags:
+        return Verdict(Category.DYNAMIC, "tag: dynamic_output_shape")
+    for tag in ("pointwise", "reduction"):
+        if tag in signature.tags:
+            return Verdict(Category.TENSOR_ITERATOR, f"tag: {tag}")
+    if signature.takes("keepdim"):
+        return Verdict(Category.TENSOR_ITERATOR, "schema: a reduction, for it takes keepdim")
+    return None
+
+
+def by_trial(signature: Signature, evidence: Evidence) -> Verdict | None:
+    """What calls at ranks 0 to 6 showed."""
+    if not evidence.tried:
+        return None
+    first = next(iter(evidence.ranks))
+    free = evidence.every_rank(first) and evidence.together and not dim_arguments(signature)
+    if evidence.broadcasts and evidence.elements in ("apart", ""):
+        return _tried(Category.TENSOR_ITERATOR, "every rank, and the arguments broadcast")
+    if free and evidence.same and evidence.elements == "apart":
+        return _tried(Category.TENSOR_ITERATOR, "every rank, each element by itself")
+    if free and evidence.same and evidence.elements in ("copied", "ignored"):
+        return _tried(Category.IDENTITY, f"every rank, the same size, values {evidence.elements}")
+    ranks = evidence.in_words().partition(";")[0]
+    if dim_arguments(signature):
+        names = ", ".join(dim_arguments(signature))
+        return _tried(Category.N_DIMENSIONAL, f"{ranks}; dims by {names}")
+    if any(len(taken) == 1 and taken != [0] for taken in evidence.ranks.values()):
+        return _tried(Category.FIXED, ranks)
+    lowest, highest = evidence.ranks[first][0], evidence.ranks[first][-1]
+    if lowest and highest == 6:
+        return _tried(Category.BATCHED, ranks)
+    if highest < 6:
+        return _tried(Category.FIXED, ranks)
+    return None
+
+
+def _tried(category: Category, words: str) -> Verdict:
+    return Verdict(category, f"tried: {words}")
+
+
+def verdict(
+    signature: Signature,
+    decisions: Decisions,
+    overloads: Overloads,
+    followed: Callable[[str], Category | None],
+    evidence: Evidence | None,
+) -> Verdict:
+    """The category of an operator.
+
+    Args:
+        signature: its schema.
+        decisions: what a person has decided.
+        overloads: the schemas of all overloads of a packet's name.
+        followed: the category of another operator, for variants.
+        evidence: what trying it showed, or None where it was not tried.
+    """
+    target = leads_to(signature, decisions, overloads)
+    if target is not None:
+        category = followed(target)
+        if category is not None:
+            return Verdict(category, f"follows {target}")
+    found = by_decision(signature, decisions) or by_schema(signature)
+    if found is None and evidence is not None:
+        found = by_trial(signature, evidence)
+    return found or Verdict(Category.OTHER, UNKNOWN)

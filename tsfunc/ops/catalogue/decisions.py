@@ -1,0 +1,74 @@
+"""What a person has decided: ``decided.txt``, read."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from pathlib import Path
+
+from tsfunc.ops.registry import Category
+
+_NOT_CATEGORIES = ("follows", "data-dependent")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A category, and why; or the operator that is followed."""
+
+    category: Category | None
+    reason: str
+    follows: str = ""
+
+
+class Decisions:
+    """All decisions, to be asked by an operator's name."""
+
+    def __init__(self, text: str) -> None:
+        self.exact: dict[str, Decision] = {}
+        self.patterns: list[tuple[str, Decision]] = []
+        self.data_dependent: set[str] = set()
+        category: Category | None = None
+        section = reason = ""
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            if line.startswith("["):
+                section = line.strip("[] ")
+                category = None if section in _NOT_CATEGORIES else Category(section)
+            elif not line.startswith(" "):
+                reason = line.strip()
+            else:
+                for word in line.split():
+                    if section == "data-dependent":
+                        self.data_dependent.add(word)
+                    else:
+                        self._add(word, category, reason, number)
+        # Of two patterns that match, the longer one is the more exact.
+        self.patterns.sort(key=lambda pair: -len(pair[0]))
+
+    def _add(self, word: str, category: Category | None, reason: str, number: int) -> None:
+        name, _, target = word.partition("=")
+        decision = Decision(category, reason, target)
+        if "*" in name:
+            self.patterns.append((name, decision))
+        elif name in self.exact:
+            raise ValueError(f"decided.txt:{number}: {name} is decided twice.")
+        else:
+            self.exact[name] = decision
+
+    def of(self, name: str) -> Decision | None:
+        """The decision for an overload (``add.Tensor``), else its packet, else a pattern."""
+        packet, dot, _ = name.partition(".")
+        full = name if dot else f"{name}.default"
+        found = self.exact.get(full) or self.exact.get(packet)
+        return found or next((d for p, d in self.patterns if fnmatch.fnmatchcase(packet, p)), None)
+
+    def reads_values(self, name: str) -> bool:
+        """Whether a dispatcher name is marked as data-dependent, or its packet is."""
+        bare = name.partition("::")[2]
+        return bare in self.data_dependent or bare.partition(".")[0] in self.data_dependent
+
+
+def read() -> Decisions:
+    """The decisions that the package ships."""
+    return Decisions(Path(__file__).with_name("decided.txt").read_text("utf-8"))

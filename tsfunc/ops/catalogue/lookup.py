@@ -1,0 +1,131 @@
+"""``tsfunc.ops.lookup``: what is known of an operator, of torch's or of anybody's."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from tsfunc.errors import UnknownOperatorError
+from tsfunc.ops.catalogue.facts import Facts
+from tsfunc.ops.catalogue.reader import reader
+from tsfunc.ops.catalogue.table import Classifier, Line, read_table
+from tsfunc.ops.catalogue.trial import Evidence, Trial
+from tsfunc.ops.registry import Category, Rule, find
+
+
+@dataclass(frozen=True)
+class OperatorEntry:
+    """What the catalogue knows of one operator.
+
+    Attributes:
+        name: the dispatcher's name, ``aten::add.Tensor``.
+        category: how the shapes of its results follow from those of its arguments.
+        source: why it has this category: a rule, a decision, or the operator that it follows.
+        facts: what follows for its arguments and results.
+        evidence: which ranks each tensor argument took when the operator was tried.
+        rule: its batching rule, or None where vmap runs it by its parts, by a decomposition, by
+            its functional form, or in a loop.
+        file: where the rule is written, or the empty string.
+        line: the line there, or 0.
+    """
+
+    name: str
+    category: Category
+    source: str
+    facts: Facts
+    evidence: Evidence
+    rule: Rule | None
+    file: str
+    line: int
+
+
+def lookup(operator: Any) -> OperatorEntry:
+    """What is known of an operator: its shape category, why, its facts, and its batching rule.
+
+    torch's own operators are in a table; a custom operator, or one that this table does not
+    know, gets its category from its schema, its tags and its fake kernel, and the source says so.
+
+    Args:
+        operator: a dispatcher name (``"aten::add.Tensor"``; a default overload has no suffix), an
+            overload (``torch.ops.aten.add.Tensor``), or what ``torch.library.custom_op`` gave.
+
+    Raises:
+        UnknownOperatorError: torch has no operator of this name; the message has the names
+            that are alike.
+
+    Example:
+        >>> import tsfunc
+        >>> entry = tsfunc.ops.lookup("aten::add.Tensor")
+        >>> entry.category.value, entry.source, entry.facts.result.value
+        ('TensorIterator', 'tag: pointwise', 'broadcast')
+        >>> tsfunc.ops.lookup(torch.ops.aten.native_dropout.default).facts.random
+        True
+        >>> tsfunc.ops.lookup("aten::add.Tensr")
+        Traceback (most recent call last):
+        ...
+        tsfunc.errors.UnknownOperatorError: lookup('aten::add.Tensr'): torch has no operator of this
+        name. Alike are: aten::add.Tensor, aten::add_.Tensor, aten::div.Tensor.
+
+    Source:
+        The categories are those of E. Z. Yang's "A brief taxonomy of PyTorch operators by shape
+        behavior" (2020).
+    """
+    name = operator if isinstance(operator, str) else reader().name(operator)
+    line = read_table().get(name) or _outside_of_the_table(name)
+    if line is None:
+        raise UnknownOperatorError(_unknown(operator, name))
+    row = find(name)
+    category, source = line.category, line.source
+    rule = row.rule if row is not None else reader().vmap_rule(name)
+    if row is not None and row.category is not None:
+        category, source = row.category, f"registered at {row.source}"
+    file, number = _place(rule)
+    return OperatorEntry(name, category, source, line.facts, line.evidence, rule, file, number)
+
+
+@functools.lru_cache(maxsize=4096)
+def _outside_of_the_table(name: str) -> Line | None:
+    """By the rules, here and now: for custom operators, and another torch's than the table's."""
+    signature = reader().signature(name)
+    if signature is None:
+        return None
+    evidence = {}
+    if reader().fake(name):
+        evidence[name] = Trial(signature, "meta").evidence()
+    table = {known: line.evidence for known, line in read_table().items()}
+    return Classifier({**table, **evidence}).line(name)
+
+
+def _unknown(operator: Any, name: str) -> str:
+    start = f"lookup({operator!r}): torch has no operator of this name."
+    overloads = [signature.name for signature in reader().overloads(name)]
+    if overloads:
+        return f"{start} It has these overloads: {', '.join(sorted(overloads))}."
+    every = reader().names("")
+    if "::" not in name and (f"aten::{name}" in every or any(reader().overloads(f"aten::{name}"))):
+        return f"{start} Names begin with a namespace: aten::{name}."
+    alike = difflib.get_close_matches(name, every, n=3, cutoff=0.5)
+    hint = (
+        f"Alike are: {', '.join(alike)}." if alike else "A custom operator must be defined first."
+    )
+    return f"{start} {hint}"
+
+
+def _place(rule: Rule | None) -> tuple[str, int]:
+    """The file and line of a rule's function."""
+    if rule is None:
+        return "", 0
+    code = getattr(inspect.unwrap(rule), "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
+
+
+def category_of(name: str) -> Category | None:
+    """The category of an operator by its dispatcher name; None where torch has no such operator."""
+    line = read_table().get(name) or _outside_of_the_table(name)
+    row = find(name)
+    if row is not None and row.category is not None:
+        return row.category
+    return line.category if line is not None else None

@@ -1,0 +1,130 @@
+"""The table of torch's operators: ``aten.tsv``, read and made.
+
+A line an overload, to be read and corrected by people: what is wrong in it is corrected in
+``decided.txt`` or in a rule, and ``python -m tools.catalogue`` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tsfunc.ops.catalogue.classify import Overloads, Verdict, verdict
+from tsfunc.ops.catalogue.decisions import Decisions, read
+from tsfunc.ops.catalogue.facts import Facts, Result, facts_of
+from tsfunc.ops.catalogue.reader import reader
+from tsfunc.ops.catalogue.signature import Signature
+from tsfunc.ops.catalogue.trial import Evidence
+from tsfunc.ops.registry import Category
+
+PATH = Path(__file__).with_name("aten.tsv")
+_HEADER = "name category result carriers dims mutates aliases marks tried source".split()
+_FOLLOWS = "follows "
+
+
+@dataclass(frozen=True)
+class Line:
+    """An operator of the table."""
+
+    name: str
+    category: Category
+    source: str
+    facts: Facts
+    evidence: Evidence
+
+    @property
+    def follows(self) -> str:
+        """The operator that it follows, or the empty string."""
+        return self.source.removeprefix(_FOLLOWS) if self.source.startswith(_FOLLOWS) else ""
+
+
+@functools.lru_cache(maxsize=1)
+def read_table() -> Mapping[str, Line]:
+    """The table that the package ships, by name."""
+    lines = PATH.read_text("utf-8").splitlines()[1:]
+    return {line.name: line for line in map(_parsed, lines)}
+
+
+def _parsed(text: str) -> Line:
+    name, category, result, carriers, dims, mutates, aliases, marks, tried, source = text.split(
+        "\t"
+    )
+    facts = Facts(
+        tuple(carriers.split()),
+        tuple(dims.split()),
+        Result(result),
+        tuple(mutates.split()),
+        tuple(aliases.split()),
+        "random" in marks,
+        "data-dependent" in marks,
+    )
+    return Line(name, Category(category), source, facts, Evidence.parse(tried))
+
+
+def render(lines: Iterable[Line]) -> str:
+    """The text of a table."""
+    rows = ["\t".join(_HEADER)]
+    for line in lines:
+        facts = line.facts
+        rows.append("\t".join((
+            line.name, line.category.value, facts.result.value, " ".join(facts.carriers),
+            " ".join(facts.dims), " ".join(facts.mutates), " ".join(facts.aliases),
+            " ".join(facts.marks), line.evidence.in_words(), line.source,
+        )))  # fmt: skip
+    return "\n".join(rows) + "\n"
+
+
+class Classifier:
+    """Lines for operators, by the rules and decisions, from the torch at hand."""
+
+    def __init__(
+        self, evidence: Mapping[str, Evidence], decisions: Decisions | None = None
+    ) -> None:
+        self.evidence = evidence
+        self.decisions = decisions if decisions is not None else read()
+        self.lines: dict[str, Line] = {}
+        self.overloads: Overloads = functools.lru_cache(None)(self._overloads)
+
+    @staticmethod
+    def _overloads(packet: str) -> list[Signature]:
+        return list(reader().overloads(packet))
+
+    def line(self, name: str) -> Line | None:
+        """The line of an operator; None where torch has no such operator."""
+        if name not in self.lines:
+            signature = reader().signature(name)
+            if signature is None:
+                return None
+            self.lines[name] = self._line(signature)
+        return self.lines[name]
+
+    def _line(self, signature: Signature) -> Line:
+        evidence = self.evidence.get(signature.name, Evidence())
+        found = verdict(signature, self.decisions, self.overloads, self._category, evidence)
+        target = self._followed(found)
+        facts = facts_of(
+            signature,
+            found.category,
+            evidence if evidence.tried or target is None else target.evidence,
+            target.facts if target is not None else None,
+            self.decisions.reads_values(signature.name),
+        )
+        return Line(signature.name, found.category, found.source, facts, evidence)
+
+    def _category(self, name: str) -> Category | None:
+        line = self.line(name)
+        return line.category if line is not None else None
+
+    def _followed(self, found: Verdict) -> Line | None:
+        if not found.source.startswith(_FOLLOWS):
+            return None
+        return self.line(found.source.removeprefix(_FOLLOWS))
+
+
+def tabulate(names: Sequence[str], evidence: Mapping[str, Evidence]) -> list[Line]:
+    """The lines of all these operators."""
+    classifier = Classifier(evidence)
+    found = [classifier.line(name) for name in names]
+    return [line for line in found if line is not None]
