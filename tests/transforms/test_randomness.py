@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.func
 import torch.nn.functional as nnf
 from torch import Tensor
 
@@ -48,6 +49,32 @@ def test_different(name: str, chunk_size: int | None) -> None:
     for i in range(5):
         for j in range(i):
             assert not torch.equal(out[i], out[j])
+
+
+LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rand_like": lambda x, p: torch.rand_like(x),
+    "randn_like": lambda x, p: torch.randn_like(p),
+    "normal_": lambda x, p: (x + p).normal_(),
+    "bernoulli_": lambda x, p: (x + p).bernoulli_(p),
+    "normal": torch.normal,
+    "bernoulli": lambda x, p: torch.bernoulli(p),
+    "poisson": lambda x, p: torch.poisson(p * 9),
+    "binomial": lambda x, p: torch.binomial(torch.full_like(p, 9), p),
+    "multinomial": lambda x, p: torch.multinomial(p, 9, True),
+}
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (1, 1), (0, 1), (1, 0), (1, None), (None, 1)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layout_does_not_decide(name: str, dims: tuple[int | None, int | None]) -> None:
+    """The numbers are those of torch.func, wherever the examples lie."""
+    values = [
+        x[0] if d is None else x.movedim(0, d).clone() for x, d in zip((X, X), dims, strict=True)
+    ]
+    torch.manual_seed(0)
+    want = torch.func.vmap(LAYOUTS[name], dims, randomness="different")(*values)
+    torch.manual_seed(0)
+    same(vmap(LAYOUTS[name], dims, randomness="different")(*values), want)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])

@@ -2,7 +2,8 @@
 
 NOTE [randomness]
 Unlike other rules these also get calls with nothing batched in them. Under ``"different"`` the
-result is batched in any case, and drawn by one call for the whole batch. Under ``"split"`` too,
+result is batched in any case, and drawn by one call for the whole batch, which comes first: the
+numbers do not depend on where the examples lie, and are torch.func's. Under ``"split"`` too,
 but each example draws as if alone: the rules are in ``random_split``. Under ``"same"`` one example
 is drawn, and is not batched unless other arguments are; where each example has a distribution of
 its own, all make their numbers of the same bits. ``"error"`` refuses.
@@ -53,7 +54,7 @@ def shaped_like(level: BatchLevel, x: Tensor, at: int | None) -> tuple[Tensor, i
     """What to draw in the shape of: the batch, or one example under ``"same"``."""
     if level.randomness == "same":
         return example_of(x, at), None
-    return (x, at) if at is not None else (batched_front(x, None, level.batch_size), 0)
+    return batched_front(x, at, level.batch_size), 0
 
 
 def sized(place_of_size: int) -> Rule:
@@ -125,10 +126,10 @@ def drawn_inplace(
         random_split.drawn_inplace(op, level, dims, args, kwargs)
         return x, at
     rest = [
-        place(arg, dim, x.dim() - 1 - at) if isinstance(arg, Tensor) else arg
+        place(arg, dim, x.dim() - 1) if isinstance(arg, Tensor) else arg
         for arg, dim in zip(args[1:], dims[1:], strict=True)
     ]
-    op(x, *rest, **kwargs)
+    op(front(x, at), *rest, **kwargs)
     return x, at
 
 
@@ -137,17 +138,18 @@ def drawn_from(
 ) -> Any:
     """Tensors are the distribution's parameters."""
     check_randomness(op, level, kwargs)
-    batched = any(dim is not None for dim in dims)
-    if level.randomness == "same" and not batched:
+    if level.randomness == "same" and all(dim is None for dim in dims):
         return op(*args, **kwargs), None
     if level.randomness != "different":
         return random_split.drawn_from(op, level, dims, args, kwargs)
-    if not batched:
-        i = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
-        args, dims = list(args), list(dims)
-        args[i], dims[i] = batched_front(args[i], None, level.batch_size), 0
-    aligned, at = align(args, dims)
-    return op(*aligned, **kwargs), at
+    size = level.batch_size
+    whole = [
+        batched_front(x, d, size) if isinstance(x, Tensor) else x
+        for x, d in zip(args, dims, strict=True)
+    ]
+    rank = max(x.dim() for x in whole if isinstance(x, Tensor)) - 1
+    placed = [place(x, 0, rank) if isinstance(x, Tensor) else x for x in whole]
+    return op(*placed, **kwargs), 0
 
 
 @row("aten::bernoulli", "aten::bernoulli.Tensor")
@@ -216,9 +218,8 @@ def keep_mask(
         return random_split.keep_mask(level, x, at, keep, features), 0
     like, at = shaped_like(level, x, at)
     if features:
-        like = front(like, at)
         kept = 2 if at is None else 3
-        like, at = like[(...,) + (slice(0, 1),) * (like.dim() - kept)], at if at is None else 0
+        like = like[(...,) + (slice(0, 1),) * (like.dim() - kept)]
     return torch.empty_like(like).bernoulli_(keep), at
 
 
@@ -300,7 +301,7 @@ def _slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -
         return random_split.slopes(level, x, at, lower, upper)
     like, drawn_at = shaped_like(level, x, at)
     slopes = torch.empty_like(like).uniform_(lower, upper)
-    return slopes.unsqueeze(at) if drawn_at is None else slopes
+    return slopes.unsqueeze(at) if drawn_at is None else slopes.movedim(drawn_at, at)
 
 
 @row("aten::rrelu")
