@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from tsfunc import dispatch, errors
 from tsfunc.bridge.tracer import Tracer, TracerLevel
+from tsfunc.transforms.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+)
 from tsfunc.transforms.control.cond import cond, switch
 from tsfunc.transforms.control.loops import fori_loop, while_loop
 from tsfunc.transforms.control.scan import associative_scan, scan
@@ -26,7 +38,11 @@ __all__ = [
     "MetaTensorType",
     "Tracer",
     "TracerLevel",
+    "all_gather",
+    "all_to_all",
     "associative_scan",
+    "axis_index",
+    "axis_size",
     "cond",
     "dispatch",
     "errors",
@@ -40,6 +56,12 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
     "scan",
     "specialize",
     "stack_module_state",

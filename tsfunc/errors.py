@@ -11,6 +11,7 @@
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
     ├── UnknownOperatorError (LookupError)    torch has no operator of a name
+    ├── UnboundAxisError (NameError)          a collective names an axis that no vmap binds
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
     MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
@@ -63,6 +64,14 @@ class MissingRuleError(TsfuncError, NotImplementedError):
 
 class UnknownOperatorError(TsfuncError, LookupError):
     """torch has no operator of the name that was asked for."""
+
+
+class UnboundAxisError(TsfuncError, NameError):
+    """A collective names an axis that no active ``vmap`` has."""
+
+    def __init__(self, message: str, axis_name: object) -> None:
+        super().__init__(message)
+        self.axis_name = axis_name
 
 
 class FileFormatError(TsfuncError, ValueError):

@@ -8,7 +8,7 @@ as in ``torch_state``, whose context manager door 2 has inlined;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,14 +47,15 @@ class BatchLevel(TracerLevel):
         batch_size: how many examples there are.
         randomness: what random operators do.
         strict: whether no operator is looped over in it and in inner ones.
+        axis_name: what collectives call it.
         first: the index in the whole call of the first of its examples.
         generators: where torch's random numbers began, for a call that is run part by part.
         kind: the class of its tracers.
         splitter: what chooses between examples that answer differently; None refuses them.
     """
 
-    __slots__ = ("batch_size", "bit", "first", "generators", "kind", "randomness", "splitter",
-                 "strict")  # fmt: skip
+    __slots__ = ("axis_name", "batch_size", "bit", "first", "generators", "kind", "randomness",
+                 "splitter", "strict")  # fmt: skip
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class BatchLevel(TracerLevel):
         self.strict = strict
         self.first = first
         self.generators = generators
+        self.axis_name: Hashable = None
         self.kind = BatchTracer
         self.splitter: Splitter | None = None
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -36,7 +36,7 @@ from tsfunc.ops.splitting import groups_of
 _SHARED = (
     "key", "depth", "bits", "outer", "name", "_site", "_restores", "autograd", "forward",
     "torch_state", "functorch_depth", "randomness", "strict", "bit", "_entered", "first",
-    "generators",
+    "generators", "axis_name",
 )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ class LaneLevel(BatchLevel, StandIn):
     def into(self, value: Any) -> Any:
         """A value of a level that the lanes come from, at these lanes alone."""
         if isinstance(value, Tracer) and stale(value, self):
-            return _linear(_Into(self), (value,))
+            return linear(_Into(self), (value,))
         return value
 
 
@@ -155,7 +155,7 @@ def is_recorded(value: Tracer) -> bool:
 # operands of one level, and calls itself on what is inside of them until it comes to the lanes'
 # level, where it works on physical values. Where autograd is recorded at a level on the way, or
 # tangents hang on its tracers, the map is one node of that level's graph.
-class _Map:
+class LinearMap:
     """A linear map of tensors at lanes' level or inside of it."""
 
     def run(self, values: Sequence[Any]) -> Any:
@@ -165,7 +165,7 @@ class _Map:
         raise NotImplementedError
 
 
-def _linear(f: _Map, values: Sequence[Tracer]) -> Any:
+def linear(f: LinearMap, values: Sequence[Tracer]) -> Any:
     """The map, as a node of the graph of its operands' level where one is recorded."""
     if any(is_recorded(v) for v in values):
         return torch_apply(_Node, f, torch.is_grad_enabled(), *values)
@@ -176,7 +176,7 @@ class _Node(Function):
     """A linear map in a graph: its backward is the transpose, its tangent the map itself."""
 
     @staticmethod
-    def forward(ctx: Any, f: _Map, grad_mode: bool, *values: Any) -> Any:
+    def forward(ctx: Any, f: LinearMap, grad_mode: bool, *values: Any) -> Any:
         ctx.f = f
         ctx.count = len(values)
         ctx.zeros = [_zeros_like(v) for v in values] if len(values) > 1 else None
@@ -195,22 +195,26 @@ class _Node(Function):
             given = tuple(
                 zero() if t is None else t for t, zero in zip(given, ctx.zeros, strict=True)
             )
-        return _linear(ctx.f, given)
+        return linear(ctx.f, given)
 
 
 def _zeros_like(value: Any) -> Callable[[], Any]:
     return lambda: torch.zeros_like(value)
 
 
-def _rebuilt(tracer: Any, value: torch.Tensor) -> Any:
+_SAME: Final = object()
+
+
+def rebuilt(tracer: Any, value: torch.Tensor, bdim: Any = _SAME) -> Any:
     """A tracer of the same level and kind for another value."""
     if isinstance(tracer, BatchTracer):
-        return wrap(value, tracer.bdim, tracer.dispatch_level)
+        dim = tracer.bdim if bdim is _SAME else bdim
+        return wrap(value, dim, tracer.dispatch_level)
     assert isinstance(tracer, GradTracer)
     return tracer.dispatch_level.lift(value)
 
 
-class _Into(_Map):
+class _Into(LinearMap):
     """The whole's tensor at the lanes."""
 
     def __init__(self, lanes: LaneLevel) -> None:
@@ -225,9 +229,9 @@ class _Into(_Map):
             if level.depth > lanes.depth:
                 inner = value.value
                 if isinstance(inner, Tracer) and inner.dispatch_level.depth >= lanes.depth:
-                    return _rebuilt(value, _linear(self, (inner,)))
+                    return rebuilt(value, linear(self, (inner,)))
                 self.source = lanes.whole
-                return _rebuilt(value, wrap(inner, None, lanes))
+                return rebuilt(value, wrap(inner, None, lanes))
             self.source = level
             inner, dim = value.value, value.bdim
             if dim is not None:
@@ -239,7 +243,7 @@ class _Into(_Map):
         return (spread(cotangent, self.lanes, self.source),)
 
 
-class _Spread(_Map):
+class _Spread(LinearMap):
     """The lanes' tensor at the whole, with zeros for the other examples."""
 
     def __init__(self, lanes: LaneLevel, target: BatchLevel) -> None:
@@ -251,8 +255,8 @@ class _Spread(_Map):
         level = value.dispatch_level
         with level.restored():
             if level.depth > lanes.depth:
-                return _rebuilt(value, _linear(self, (at_level(value.value, lanes),)))
-            inner, dim = _batched(value, lanes)
+                return rebuilt(value, linear(self, (at_level(value.value, lanes),)))
+            inner, dim = batched_value(value, lanes)
             shape = list(inner.shape)
             shape[dim] = target.batch_size
             zeros = inner.new_zeros(shape)
@@ -264,10 +268,10 @@ class _Spread(_Map):
 
 def spread(value: Any, lanes: LaneLevel, target: BatchLevel) -> Any:
     """A tensor of the lanes among zeros for the other examples of a level they come from."""
-    return _linear(_Spread(lanes, target), (at_level(value, lanes),))
+    return linear(_Spread(lanes, target), (at_level(value, lanes),))
 
 
-def _batched(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, int]:
+def batched_value(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, int]:
     """The physical value with a batch dim, and where it is."""
     if value.bdim is not None:
         return value.value, value.bdim
@@ -282,7 +286,7 @@ def at_level(value: torch.Tensor, level: BatchLevel) -> Any:
     return level.lift(value)
 
 
-class _Merge(_Map):
+class _Merge(LinearMap):
     """Parts of a batch put together: each with its lanes, every example in one of them."""
 
     def __init__(self, parts: Sequence[LaneLevel], target: BatchLevel, order: torch.Tensor) -> None:
@@ -293,7 +297,7 @@ class _Merge(_Map):
         with level.restored():
             if level.depth > self.target.depth:
                 return self._inside(level, values)
-            pairs = [_batched(v, part) for v, part in zip(values, self.parts, strict=True)]
+            pairs = [batched_value(v, part) for v, part in zip(values, self.parts, strict=True)]
             dim = pairs[0][1]
             inner = [v if at == dim else v.movedim(at, dim) for v, at in pairs]
             return wrap(torch.cat(inner, dim).index_select(dim, self.order), dim, self.target)
@@ -308,10 +312,10 @@ class _Merge(_Map):
             inner = [v.value for v in lifted]
         else:
             assert isinstance(level, BatchLevel)
-            pairs = [_batched(v, v.dispatch_level) for v in lifted]
+            pairs = [batched_value(v, v.dispatch_level) for v in lifted]
             inner = [v.movedim(at, 0) for v, at in pairs]
         inner = [at_level(v, part) for v, part in zip(inner, self.parts, strict=True)]
-        merged = _linear(self, inner)
+        merged = linear(self, inner)
         if isinstance(level, BatchLevel):
             return wrap(merged, 0 if batched else None, level)
         return level.lift(merged)
@@ -330,10 +334,10 @@ def merge(values: Sequence[Any], parts: Sequence[LaneLevel], target: BatchLevel)
             v if v.dispatch_level.depth == inmost.depth else at_level(inmost.lift(v), target)
             for v in lifted
         ]
-    return _linear(_Merge(parts, target, order), lifted)
+    return linear(_Merge(parts, target, order), lifted)
 
 
-class _Retag(_Map):
+class _Retag(LinearMap):
     """The same examples, called another level's: lanes of the whole's size, one for each."""
 
     def __init__(self, source: BatchLevel, target: BatchLevel) -> None:
@@ -344,7 +348,7 @@ class _Retag(_Map):
         level = value.dispatch_level
         if level.depth > self.target.depth:
             with level.restored():
-                return _rebuilt(value, _linear(self, (at_level(value.value, self.source),)))
+                return rebuilt(value, linear(self, (at_level(value.value, self.source),)))
         return wrap(value.value, value.bdim, self.target)
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
@@ -355,14 +359,14 @@ def retag(value: Any, source: BatchLevel, target: BatchLevel) -> Any:
     """Lanes that stand for every example of the whole, each in its place, as the whole."""
     if not isinstance(value, Tracer) or value.dispatch_level.depth < source.depth:
         return value
-    return _linear(_Retag(source, target), (value,))
+    return linear(_Retag(source, target), (value,))
 
 
 # NOTE [layouts]
 # A tracer's physical value may have its batch dims anywhere, or not at all. Where a function of
 # physical values is called (a body of control flow), they must be where that has them. To put them
 # there changes nothing that the tracer's own level knows of: a linear map, and the identity.
-class Layout(_Map):
+class Layout(LinearMap):
     """Puts the batch dims of a tensor's physical values where they are wanted.
 
     Args:
@@ -396,7 +400,7 @@ class Layout(_Map):
         level = self.layers[0][0]
         own = isinstance(value, Tracer) and value.dispatch_level is level
         tracer: Any = value if own else level.lift(value)
-        found: torch.Tensor = _linear(self, (tracer,))
+        found: torch.Tensor = linear(self, (tracer,))
         return found
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:

@@ -19,10 +19,11 @@ import optree
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.collectives import is_bound
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.tracer import Tracer
 from tsfunc.bridge.tracing import tracing_here
-from tsfunc.errors import DescriptorError, DescriptorViolation
+from tsfunc.errors import DescriptorError, DescriptorViolation, UnboundAxisError
 from tsfunc.program import Program, capture
 from tsfunc.program.capture import InputSpec
 from tsfunc.program.equal import same_program
@@ -111,7 +112,13 @@ class Specialized:
                 if i:
                     entries.insert(0, entries.pop(i))
                 return optree.tree_unflatten(entry.program.out_tree, entry.program.run(flat))
-        return self._first_call(args, kwargs, flat, tree, ambient)
+        try:
+            return self._first_call(args, kwargs, flat, tree, ambient)
+        except UnboundAxisError as error:
+            if not is_bound(error.axis_name):
+                raise
+            # A program is made outside of all transforms, where the vmap that has the name is not.
+            return self.func(*args, **kwargs)
 
     def _first_call(
         self, args: Any, kwargs: Any, flat: list[Any], tree: optree.PyTreeSpec, ambient: Any

@@ -8,7 +8,7 @@ runs; the results are taken out of their tracers and their batch dims put where 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,7 @@ def vmap(
     strict: bool = False,
     data_dependent: str = "error",
     ragged: str = "nested",
+    axis_name: Hashable = None,
 ) -> Callable[..., Any]:
     """Maps a function over a dim of its inputs, by batched operators instead of a loop.
 
@@ -82,6 +83,8 @@ def vmap(
             nested tensor of the jagged layout; "list", a list of the examples' tensors, which
             also stands in where no nested tensor can be; or "error". A nested tensor among
             the inputs is mapped over its first dim.
+        axis_name: a name by which collectives (``psum`` and others) exchange values among the
+            examples.
 
     Returns:
         A function of the batch. It can be nested, and composed with every other transform.
@@ -107,7 +110,7 @@ def vmap(
                 [3., 3.],
                 [4., 4.]])
 
-    As ``torch.func.vmap`` and, without axis names yet, ``jax.vmap``. torch.func refuses outputs
+    As ``torch.func.vmap`` and ``jax.vmap``. torch.func refuses outputs
     that are no tensors unless their out_dim is None.
     """
     if randomness not in ("error", "different", "same", "split"):
@@ -124,7 +127,9 @@ def vmap(
     chunks = check_chunks(chunk_size, memory_budget)
     _check_axis_size(axis_size)
     spec = Spec(func, in_dims, out_dims, randomness, chunks, memory_budget, axis_size, strict,
-                data_dependent, ragged)  # fmt: skip
+                data_dependent, ragged, axis_name)  # fmt: skip
+    if axis_name is not None and (chunks is not None or spec.splits):
+        _refuse_parts(spec, "chunk_size=" if chunks is not None else 'data_dependent="split"')
     by_name, splits = spec.by_name, spec.splits
     plans: dict[Any, Sequence[int | None]] = {}
     out_plans: dict[Any, Sequence[int | None]] = {}
@@ -158,6 +163,8 @@ def vmap(
         except RuntimeError:
             if not any(map(is_nested, flat)):
                 raise
+            if axis_name is not None:
+                _refuse_parts(spec, "a nested tensor among the inputs")
             run = functools.partial(_run_part, spec, None, tree, kwargs)
             sizes_of = functools.partial(sizes_of_group, spec, flat)
             return run_parts(spec, *match_sources(spec, flat, dims), sizes_of, run)
@@ -187,6 +194,14 @@ def _check_axis_size(axis_size: Any) -> None:
         raise ValueError(f"vmap: axis_size can't be negative. (got {axis_size})")
 
 
+def _refuse_parts(spec: Spec, why: str) -> None:
+    """An axis has to have all of its examples at a time."""
+    raise ValueError(
+        f"{spec.call()}: {why} runs some examples at a time, but those of the named axis "
+        f"{spec.axis_name!r} are to exchange values. Leave one of the two out."
+    )
+
+
 def _refuse_own_arguments(spec: Spec) -> None:
     """Where a transform of torch.func is the innermost, its vmap takes the call."""
     own = {
@@ -196,6 +211,7 @@ def _refuse_own_arguments(spec: Spec) -> None:
         "strict=": spec.strict,
         "data_dependent='split'": spec.splits,
         "randomness='split'": spec.randomness == "split",
+        "axis_name=": spec.axis_name is not None,
     }
     used = [name for name, given in own.items() if given]
     if used:
@@ -237,6 +253,7 @@ def _run(
             value if dim is None else wrap(value, dim, level, value.storage_offset())
             for value, dim in zip(flat, at, strict=True)
         ]
+        level.axis_name = spec.axis_name
         if not isinstance(tree, int):
             inputs = pytrees.unflatten(tree, inputs)
             if spec.by_name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class Spec:
     strict: bool
     data_dependent: str
     ragged: str
+    axis_name: Hashable
 
     @functools.cached_property
     def splits(self) -> bool:

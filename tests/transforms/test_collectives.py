@@ -1,0 +1,188 @@
+"""Collectives over named axes: by NumPy's arithmetic on whole batches, and by their transposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tsfunc
+from tsfunc import cond, grad, jvp, specialize, vmap
+
+X = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3)
+SQUARE = torch.linspace(-1, 2, 48, dtype=torch.float64).reshape(4, 4, 3)
+
+
+def over(f: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+    return vmap(f, axis_name="i", **kwargs)
+
+
+# Each collective of the batch, and what it gives each example.
+CASES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = {
+    "psum": (lambda x: tsfunc.psum(x, "i"), lambda x: x.sum(0).expand(x.shape)),
+    "pmean": (lambda x: tsfunc.pmean(x, "i"), lambda x: x.mean(0).expand(x.shape)),
+    "pmax": (lambda x: tsfunc.pmax(x, "i"), lambda x: x.amax(0).expand(x.shape)),
+    "pmin": (lambda x: tsfunc.pmin(x, "i"), lambda x: x.amin(0).expand(x.shape)),
+    "all_gather": (lambda x: tsfunc.all_gather(x, "i"), lambda x: x.expand(4, *x.shape)),
+    "all_gather at the end": (
+        lambda x: tsfunc.all_gather(x, "i", axis=-1),
+        lambda x: x.movedim(0, -1).expand(4, *x.movedim(0, -1).shape),
+    ),
+    "all_gather tiled": (
+        lambda x: tsfunc.all_gather(x, "i", tiled=True),
+        lambda x: x.flatten(0, 1).expand(4, *x.flatten(0, 1).shape),
+    ),
+    "psum_scatter": (lambda x: tsfunc.psum_scatter(x, "i"), lambda x: x.sum(0)),
+    "psum_scatter tiled": (
+        lambda x: tsfunc.psum_scatter(torch.cat([x, 2 * x]), "i", tiled=True),
+        lambda x: torch.cat([x, 2 * x], 1).sum(0).unflatten(0, (4, 2)),
+    ),
+    "all_to_all": (lambda x: tsfunc.all_to_all(x, "i", 0, 0), lambda x: x.transpose(0, 1)),
+    "all_to_all to the end": (
+        lambda x: tsfunc.all_to_all(x, "i", 0, 1),
+        lambda x: x.transpose(0, 1).transpose(1, 2),
+    ),
+    "all_to_all tiled": (
+        lambda x: tsfunc.all_to_all(torch.cat([x, 2 * x]), "i", 0, 1, tiled=True),
+        lambda x: torch.stack(
+            [
+                torch.cat([torch.cat([one, 2 * one])[2 * j : 2 * j + 2] for one in x], 1)
+                for j in range(4)
+            ]
+        ),
+    ),
+    "ppermute": (
+        lambda x: tsfunc.ppermute(x, "i", [(0, 1), (1, 2), (2, 3), (3, 0)]),
+        lambda x: x.roll(1, 0),
+    ),
+    "ppermute of some": (
+        lambda x: tsfunc.ppermute(x, "i", [(3, 0)]),
+        lambda x: torch.cat([x[3:], torch.zeros_like(x[:3])]),
+    ),
+    "axis_index": (
+        lambda x: x * tsfunc.axis_index("i"),
+        lambda x: x * torch.arange(4).view(4, 1, 1),
+    ),
+    "axis_size": (lambda x: x * tsfunc.axis_size("i"), lambda x: x * 4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("wrapped", [lambda f: f, specialize], ids=["eager", "specialize"])
+def test_what_each_example_is_given(name: str, wrapped: Any) -> None:
+    ours, whole = CASES[name]
+    torch.testing.assert_close(wrapped(over(ours))(SQUARE), whole(SQUARE))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_tangents_through_it_are_those_of_the_whole(name: str) -> None:
+    ours, whole = CASES[name]
+    weights = whole(SQUARE).cos()
+
+    def loss(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+        return lambda x: (f(x) * weights).sum()
+
+    torch.testing.assert_close(grad(loss(over(ours)))(SQUARE), grad(loss(whole))(SQUARE))
+    tangent = SQUARE.sin()
+    torch.testing.assert_close(
+        jvp(over(ours), (SQUARE,), (tangent,))[1], jvp(whole, (SQUARE,), (tangent,))[1]
+    )
+    torch.testing.assert_close(
+        over(lambda x, t: jvp(ours, (x,), (t,))[1])(SQUARE, tangent),
+        jvp(whole, (SQUARE,), (tangent,))[1],
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("pmax", "pmin")])
+def test_the_gradient_inside_of_the_axis_is_the_transpose(name: str) -> None:
+    """Each example pulls back what all examples' results depend on of its own input."""
+    ours, whole = CASES[name]
+    weights = whole(SQUARE).cos()
+
+    def loss(x: Tensor, w: Tensor) -> Any:
+        return (ours(x) * w).sum()
+
+    expected = grad(lambda x: (whole(x) * weights).sum())(SQUARE)
+    torch.testing.assert_close(over(grad(loss))(SQUARE, weights), expected)
+    torch.testing.assert_close(specialize(over(grad(loss)))(SQUARE, weights), expected)
+
+
+def test_names_of_nested_axes() -> None:
+    def f(x: Tensor) -> Any:
+        sums = tsfunc.psum(x, "j"), tsfunc.psum(x, "i"), tsfunc.psum(x, ("i", "j"))
+        return *sums, tsfunc.axis_index("i") * 10 + tsfunc.axis_index("j")
+
+    rows, columns, everything, index = over(vmap(f, axis_name="j"))(X)
+    torch.testing.assert_close(rows, X.sum(1, keepdim=True).expand(4, 3))
+    torch.testing.assert_close(columns, X.sum(0).expand(4, 3))
+    torch.testing.assert_close(everything, X.sum().expand(4, 3))
+    assert index.tolist() == [[0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31, 32]]
+
+    def g(x: Tensor) -> Any:
+        return tsfunc.psum(x * x, ("i", "j")) * x
+
+    found = over(vmap(grad(g), axis_name="j"))(X)
+    torch.testing.assert_close(found, (X**2).sum() + 2 * X * X.sum())
+
+
+def test_pytrees_and_numbers() -> None:
+    out = over(lambda x: tsfunc.psum({"x": (x, 1), "y": [2.5]}, "i"))(X)
+    torch.testing.assert_close(out["x"][0], X.sum(0).expand(4, 3))
+    assert out["x"][1] == 4 and out["y"] == [10.0]
+
+
+def test_a_specialized_function_inside_of_the_axis() -> None:
+    f = specialize(lambda x: x / tsfunc.psum(x, "i"))
+    for _ in range(2):
+        torch.testing.assert_close(over(f)(X), X / X.sum(0))
+
+
+def test_a_batch_norm_synchronised_over_the_axis_is_that_of_the_whole_batch() -> None:
+    def norm(x: Tensor) -> Any:
+        mean = tsfunc.pmean(x.mean(0), "i")
+        variance = tsfunc.pmean(((x - mean) ** 2).mean(0), "i")
+        return (x - mean) / (variance + 1e-5).sqrt()
+
+    expected = torch.nn.functional.batch_norm(SQUARE.flatten(0, 1), None, None, training=True)
+    torch.testing.assert_close(over(norm)(SQUARE).flatten(0, 1), expected)
+    weights = SQUARE.cos()
+
+    def whole(x: Tensor) -> Tensor:
+        y = torch.nn.functional.batch_norm(x.flatten(0, 1), None, None, training=True)
+        return (y.view_as(x) * weights).sum()
+
+    found = over(grad(lambda x, w: (norm(x) * w).sum()))(SQUARE, weights)
+    torch.testing.assert_close(found, grad(whole)(SQUARE))
+
+
+def test_an_unbound_name_is_an_error_that_lists_the_bound_ones() -> None:
+    with pytest.raises(NameError, match=r"psum: unbound axis name: 'k'.*bound here: none"):
+        tsfunc.psum(X, "k")
+    with pytest.raises(tsfunc.errors.UnboundAxisError, match="bound here: 'i', 'j'"):
+        over(vmap(lambda x: tsfunc.pmean(x, "k"), axis_name="j"))(X)
+    with pytest.raises(NameError, match=r"Bind one with vmap\(f, axis_name='i'\)"):
+        specialize(lambda x: tsfunc.axis_size("i"))(X)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="each destination must be an example's number"):
+        over(lambda x: tsfunc.ppermute(x, "i", [(0, 1), (2, 1)]))(X)
+    with pytest.raises(ValueError, match="each source must be an example's number"):
+        over(lambda x: tsfunc.ppermute(x, "i", [(7, 1)]))(X)
+    with pytest.raises(ValueError, match=r"the size of dim 0 must be 4.*of shape \(3,\)"):
+        over(lambda x: tsfunc.psum_scatter(x, "i"))(X)
+    with pytest.raises(ValueError, match="the size of dim 0 must be a multiple of 4"):
+        over(lambda x: tsfunc.all_to_all(x, "i", 0, 0, tiled=True))(X)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(3,\) has no dim 2"):
+        over(lambda x: tsfunc.all_gather(x, "i", axis=2))(X)
+    with pytest.raises(TypeError, match="all_gather: expected tensors, got int"):
+        over(lambda x: tsfunc.all_gather(1, "i"))(X)
+    with pytest.raises(ValueError, match=r"chunk_size= runs some examples at a time"):
+        over(torch.sin, chunk_size=2)
+    with pytest.raises(ValueError, match=r"data_dependent=.split. runs some examples"):
+        over(torch.sin, data_dependent="split")
+    with pytest.raises(RuntimeError, match="that only some examples of the axis 'i' run"):
+        over(lambda x: cond(x.sum() > 0, lambda: tsfunc.psum(x, "i"), lambda: x))(X)

@@ -1,0 +1,351 @@
+"""Collectives: operations across the examples of a ``vmap`` that has a name.
+
+Each takes pytrees, and the name of the axis: ``vmap(f, axis_name="i")`` binds it. The functions
+are those of ``jax.lax``, and so are their transposes: the gradient of a sum over an axis is a sum
+over the axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from operator import mul
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge import collectives as physical
+from tsfunc.bridge.batch_tracer import BatchLevel
+
+
+def psum(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
+    """The sum over the examples of an axis, the same for each.
+
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: an axis, or a tuple of them.
+
+    Returns:
+        What has the structure of ``x``; a number times the size of the axis for a number.
+
+    Raises:
+        UnboundAxisError: no active ``vmap`` has that name.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import psum, vmap
+        >>> vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
+        tensor([0.2500, 0.7500])
+
+    As ``jax.lax.psum``.
+    """
+    for level in _levels(axis_name, "psum"):
+        x = _each("psum", x, physical.Sum(level).of, functools.partial(mul, level.batch_size))
+    return x
+
+
+def pmean(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
+    """The mean over the examples of an axis, the same for each.
+
+    Arguments, result and errors are those of :func:`psum`.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import pmean, vmap
+        >>> vmap(lambda x: x - pmean(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
+        tensor([-1.,  1.])
+
+    As ``jax.lax.pmean``.
+    """
+    size = 1
+    for level in _levels(axis_name, "pmean"):
+        size *= level.batch_size
+    return pytrees.tree_map(lambda leaf: leaf / size, psum(x, axis_name))
+
+
+def pmax(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
+    """The greatest value among the examples of an axis, element by element, the same for each.
+
+    Arguments, result and errors are those of :func:`psum`. Where examples are equal, the gradient
+    is shared among them.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import pmax, vmap
+        >>> vmap(lambda x: pmax(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
+        tensor([3., 3.])
+
+    As ``jax.lax.pmax``.
+    """
+    return _extreme("pmax", torch.amax, x, axis_name)
+
+
+def pmin(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
+    """The least value among the examples of an axis, element by element, the same for each.
+
+    Arguments, result and errors are those of :func:`pmax`.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import pmin, vmap
+        >>> vmap(lambda x: pmin(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
+        tensor([1., 1.])
+
+    As ``jax.lax.pmin``.
+    """
+    return _extreme("pmin", torch.amin, x, axis_name)
+
+
+def _extreme(what: str, of: Callable[..., Any], x: Any, axis_name: Any) -> Any:
+    for level in _levels(axis_name, what):
+        x = _each(what, x, functools.partial(_of_gathered, of, level), _itself)
+    return x
+
+
+def _of_gathered(of: Callable[..., Any], level: BatchLevel, leaf: torch.Tensor) -> Any:
+    return of(physical.Gather(level, 0).of(leaf), 0)
+
+
+def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = False) -> Any:
+    """The examples of an axis along a new dim, the same for each.
+
+    Args:
+        x: a pytree of tensors.
+        axis_name: the axis.
+        axis: where the new dim stands.
+        tiled: whether they are put one after the other along the dim ``axis`` that there is.
+
+    Returns:
+        What has the structure of ``x``.
+
+    Raises:
+        UnboundAxisError: no active ``vmap`` has that name.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import all_gather, vmap
+        >>> vmap(lambda x: all_gather(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
+        tensor([[1., 3.],
+                [1., 3.]])
+
+    As ``jax.lax.all_gather``.
+    """
+    level = _level(axis_name, "all_gather")
+
+    def gathered(leaf: torch.Tensor) -> torch.Tensor:
+        at = _axis("all_gather", leaf, axis, 0 if tiled else 1)
+        found: torch.Tensor = physical.Gather(level, at).of(leaf)
+        return found.flatten(at, at + 1) if tiled else found
+
+    return _each("all_gather", x, gathered)
+
+
+def psum_scatter(
+    x: Any, axis_name: Hashable, *, scatter_dimension: int = 0, tiled: bool = False
+) -> Any:
+    """The sum over the examples of an axis, of which each is given its slice.
+
+    Args:
+        x: a pytree of tensors, whose dim ``scatter_dimension`` has the axis' size (with
+            ``tiled`` a multiple of it).
+        axis_name: the axis.
+        scatter_dimension: the dim that the slices are of.
+        tiled: whether the dim is kept, each example's part of it in its place.
+
+    Returns:
+        What has the structure of ``x``.
+
+    Raises:
+        UnboundAxisError: no active ``vmap`` has that name.
+        ValueError: the dim's size does not fit.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import psum_scatter, vmap
+        >>> vmap(lambda x: psum_scatter(x, "i"), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
+        tensor([4, 6])
+
+    As ``jax.lax.psum_scatter``.
+    """
+    level = _level(axis_name, "psum_scatter")
+
+    def scattered(leaf: torch.Tensor) -> torch.Tensor:
+        at = _axis("psum_scatter", leaf, scatter_dimension, 0)
+        found: torch.Tensor = physical.SumScatter(level, at).of(
+            _split("psum_scatter", leaf, at, level, tiled)
+        )
+        return found
+
+    return _each("psum_scatter", x, scattered)
+
+
+def all_to_all(
+    x: Any, axis_name: Hashable, split_axis: int, concat_axis: int, *, tiled: bool = False
+) -> Any:
+    """Sends each example of an axis its slice of a dim, and collects what comes along another.
+
+    Args:
+        x: a pytree of tensors, whose dim ``split_axis`` has the axis' size (with ``tiled`` a
+            multiple of it).
+        axis_name: the axis.
+        split_axis: the dim that slices are sent of; it goes (with ``tiled`` it gets smaller).
+        concat_axis: where the dim of what comes in stands (with ``tiled`` the dim that it is
+            put along).
+        tiled: whether dims are kept.
+
+    Returns:
+        What has the structure of ``x``.
+
+    Raises:
+        UnboundAxisError: no active ``vmap`` has that name.
+        ValueError: the dim's size does not fit.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import all_to_all, vmap
+        >>> vmap(lambda x: all_to_all(x, "i", 0, 0), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
+        tensor([[1, 3],
+                [2, 4]])
+
+    As ``jax.lax.all_to_all``.
+    """
+    level = _level(axis_name, "all_to_all")
+
+    def exchanged(leaf: torch.Tensor) -> torch.Tensor:
+        split = _axis("all_to_all", leaf, split_axis, 0)
+        concat = _axis("all_to_all", leaf, concat_axis, 0)
+        parts = _split("all_to_all", leaf, split, level, tiled)
+        if not tiled:
+            found: torch.Tensor = physical.AllToAll(level, split, concat).of(parts)
+            return found
+        # The slices' own dim comes back to where it was; what comes in stands before its dim.
+        found = physical.AllToAll(level, split, concat).of(parts)
+        return found.flatten(concat, concat + 1)
+
+    return _each("all_to_all", x, exchanged)
+
+
+def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> Any:
+    """Sends examples' values to other examples of an axis.
+
+    Args:
+        x: a pytree of tensors.
+        axis_name: the axis.
+        perm: pairs of the example that sends and the one that receives, each at most once.
+
+    Returns:
+        What has the structure of ``x``: what came; zeros for those to whom nothing was sent.
+
+    Raises:
+        UnboundAxisError: no active ``vmap`` has that name.
+        ValueError: a number is no example's, or sends or receives twice.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import ppermute, vmap
+        >>> shift = lambda x: ppermute(x, "i", [(0, 1), (1, 2)])
+        >>> vmap(shift, axis_name="i")(torch.tensor([1, 2, 3]))
+        tensor([0, 1, 2])
+
+    As ``jax.lax.ppermute``.
+    """
+    level = _level(axis_name, "ppermute")
+    size = level.batch_size
+    for side, numbers in zip(("source", "destination"), zip(*perm, strict=True), strict=False):
+        if len(set(numbers)) != len(numbers) or not all(0 <= n < size for n in numbers):
+            raise ValueError(
+                f"ppermute: each {side} must be an example's number (0 to {size - 1}), and stand "
+                f"in perm at most once, got {list(perm)}."
+            )
+    return _each("ppermute", x, physical.Permute(level, perm).of)
+
+
+def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """Each example's number along an axis, an int64 tensor of no dims.
+
+    Args:
+        axis_name: the axis.
+        device: where the tensor is; by default on torch's default device.
+
+    Raises:
+        UnboundAxisError: no active ``vmap`` has that name.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import axis_index, vmap
+        >>> vmap(lambda x: x * axis_index("i"), axis_name="i")(torch.ones(3))
+        tensor([0., 1., 2.])
+
+    As ``jax.lax.axis_index``.
+    """
+    level = _level(axis_name, "axis_index")
+    return physical.index(level, None if device is None else torch.device(device))
+
+
+def axis_size(axis_name: Hashable) -> int:
+    """How many examples an axis has.
+
+    Args:
+        axis_name: the axis.
+
+    Raises:
+        UnboundAxisError: no active ``vmap`` has that name.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import axis_size, vmap
+        >>> vmap(lambda x: x * axis_size("i"), axis_name="i")(torch.ones(3))
+        tensor([3., 3., 3.])
+
+    As ``jax.lax.axis_size``.
+    """
+    return _level(axis_name, "axis_size").batch_size
+
+
+def _level(name: Hashable, what: str) -> BatchLevel:
+    return physical.level_named(name, what)
+
+
+def _levels(names: Any, what: str) -> list[BatchLevel]:
+    return [_level(name, what) for name in (names if isinstance(names, tuple) else (names,))]
+
+
+def _itself(number: Any) -> Any:
+    return number
+
+
+def _each(
+    what: str,
+    x: Any,
+    of: Callable[[torch.Tensor], Any],
+    of_number: Callable[[Any], Any] | None = None,
+) -> Any:
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return of(leaf)
+        if of_number is not None and isinstance(leaf, bool | int | float | complex):
+            return of_number(leaf)
+        raise TypeError(f"{what}: expected tensors, got {type(leaf).__name__}.")
+
+    return pytrees.tree_map(one, x)
+
+
+def _axis(what: str, leaf: torch.Tensor, axis: int, new: int) -> int:
+    """A dim counted from the front; of those that there are and ``new`` more."""
+    rank = leaf.dim() + new
+    if not -rank <= axis < rank:
+        raise ValueError(f"{what}: a tensor of shape {tuple(leaf.shape)} has no dim {axis}.")
+    return axis % rank
+
+
+def _split(what: str, leaf: torch.Tensor, at: int, level: BatchLevel, tiled: bool) -> torch.Tensor:
+    """The tensor with a dim of the axis' size at ``at``."""
+    size, wanted = leaf.shape[at], level.batch_size
+    if size % wanted if tiled else size != wanted:
+        must = f"be a multiple of {wanted}" if tiled else f"be {wanted}"
+        raise ValueError(
+            f"{what}: the size of dim {at} must {must}, the size of the axis "
+            f"{level.axis_name!r}, got a tensor of shape {tuple(leaf.shape)}."
+        )
+    return leaf.unflatten(at, (wanted, size // wanted)) if tiled else leaf
