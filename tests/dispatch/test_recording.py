@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from tsfunc.dispatch import (
     register,
     register_fallback,
 )
-from tsfunc.dispatch.places import Place, called_by_user, users_place
+from tsfunc.dispatch.places import Place, called_by_user, users_place, warn
 from tsfunc.dispatch.recording import Recorder, Use, note, recording, run_as
 from tsfunc.dispatch.state import outside_all_levels, tls
 
@@ -144,3 +146,15 @@ def test_the_users_line_is_outside_of_this_package_and_torch() -> None:
     assert place.function == "test_the_users_line_is_outside_of_this_package_and_torch"
     assert str(place) == f"{__file__}:{place.line}, in {place.function}"
     assert called_by_user()
+
+
+def test_a_warning_stands_at_the_users_line() -> None:
+    with pytest.warns(UserWarning, match="mine") as seen:
+        warn("mine", UserWarning)
+    assert seen[0].filename == __file__
+    assert seen[0].lineno == inspect.currentframe().f_lineno - 2  # type: ignore[union-attr]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            warn("once a line", UserWarning)
+    assert len(caught) == 1

@@ -130,6 +130,12 @@ def test_an_output_of_a_dataclass_is_that_of_each_example() -> None:
     same(vmap(lambda s: s.total + s.x[0])(got), X.sum(1) + X[:, 0])
 
 
+def test_an_object_that_is_no_container_says_how_it_becomes_one() -> None:
+    with pytest.raises(ValueError, match=re.escape("optree.register_pytree_node(Holder, flatten")):
+        vmap(lambda h: h.x)(Holder(X))
+    same(vmap(lambda h, x: h.x + x, (None, 0))(Holder(X[0]), X), X[0] + X)
+
+
 def test_none_is_an_input_that_is_left_out() -> None:
     got = vmap(lambda s: s.x if s.step is None else s.x * s.step)(State(X))
     same(got, X)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -32,7 +31,7 @@ from tsfunc.bridge.operators import (
 from tsfunc.bridge.torch_rules import by_torchs_rule, has_torchs_rule
 from tsfunc.bridge.torch_state import without_autograd
 from tsfunc.dispatch import Operator
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.places import users_place, warn
 from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
@@ -196,12 +195,11 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
     note("loop", f"one call for each of {level.batch_size} examples")
     if op.name not in _warned and tls.state.recorder is None:
         _warned.add(op.name)
-        warnings.warn(
+        warn(
             f"There is a performance drop because we have not yet implemented the batching rule "
             f"for {op.name}: vmap runs it once for each of {level.batch_size} examples. "
             f"Give it a rule with tsfunc.ops.row.",
             SlowFallbackWarning,
-            stacklevel=2,
         )
     leaves, tree = optree.tree_flatten((tuple(args), dict(kwargs)), none_is_leaf=True)
     pairs = [unwrap(leaf, level) for leaf in leaves]

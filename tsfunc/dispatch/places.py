@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from types import FrameType
 from typing import NamedTuple
 
@@ -31,6 +32,19 @@ def users_frame() -> FrameType:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return frame
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Issues a warning at the user's line, which filters and once-a-line rules then go by."""
+    frame = users_frame()
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 def called_by_user() -> bool:

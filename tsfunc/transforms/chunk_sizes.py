@@ -12,7 +12,6 @@ such inputs, of whichever batch size, which then measures nothing.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from tsfunc.bridge.memory import Meter
+from tsfunc.dispatch.places import warn
 from tsfunc.errors import MemoryBudgetWarning
 
 GROWTH = 8  # of measured chunks
@@ -148,14 +148,13 @@ class MeasuredSize:
             return
         self._warned = True
         model = self.model
-        warnings.warn(
+        warn(
             f"vmap({self.name}, chunk_size='auto'): the memory budget of {_readable(self.budget)} "
             f"is too small: one example at a time takes {_readable(model.peak(1))} at its peak, "
             f"and the {self.total} examples leave {_readable(self.total * model.held)} in use "
             f"together (results, and what a backward pass needs). They are run one at a time. "
             f"Give a larger memory_budget=, or a smaller batch.",
             MemoryBudgetWarning,
-            stacklevel=2,
         )
 
 

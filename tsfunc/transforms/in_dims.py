@@ -234,10 +234,17 @@ def mapped(
 
 
 def _refuse_value(spec: Spec, value: Any, dim: int) -> None:
+    hint = ""
+    if any(isinstance(held, torch.Tensor) for held in getattr(value, "__dict__", {}).values()):
+        kind = type(value).__qualname__
+        hint = (
+            f". To map over the tensors that it holds, make {kind} a dataclass, or register it: "
+            f'optree.register_pytree_node({kind}, flatten, unflatten, namespace="tsfunc").'
+        )
     raise ValueError(
         f"{spec.call()}: Got in_dim={dim} for an input but the input is of type "
         f"{type(value)}. We cannot vmap over non-Tensor arguments, please use None as "
-        f"the respective in_dim"
+        f"the respective in_dim{hint}"
     )
 
 
