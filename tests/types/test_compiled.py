@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import re
 from collections import deque, namedtuple
 from collections.abc import Mapping
-from typing import Any, Dict, List, Optional, Tuple, Union  # noqa: UP035
+from dataclasses import dataclass
+from typing import Annotated, Any, Dict, List, Optional, Tuple, Union  # noqa: UP035
 
 import optree
 import pytest
 import torch
 
+from tests.types.strategies import Deep, Encoder, Level
 from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.types import (
     Bindings,
@@ -21,9 +24,34 @@ from tsfunc.types import (
     MetaTensorType,
     Value,
     compile_descriptors,
+    parse,
 )
 
 State = namedtuple("State", ["weight", "step"])
+
+
+class Mode(str, enum.Enum):
+    SUM = "sum"
+
+
+@dataclass
+class Batch:
+    x: MetaTensorType(["n", 8])  # type: ignore[valid-type]
+    scale: float = 1.0
+
+
+@optree.register_pytree_node_class(namespace="tsfunc")
+@dataclass
+class Point:
+    x: torch.Tensor
+    n: int
+
+    def __tree_flatten__(self) -> Any:
+        return (self.n, self.x), None, ("n", "x")
+
+    @classmethod
+    def __tree_unflatten__(cls, metadata: None, children: Any) -> Point:
+        return cls(children[1], children[0])
 
 
 def forward(params: Any, x: Any, y: Any = None, *rest: Any, train: Any = False) -> None: ...
@@ -327,6 +355,91 @@ def test_other_containers_that_optree_knows() -> None:
         "x[1]: promised a tensor, tensor[n], came 2 (int)",
     ]
     assert violations(contract, {"x": deque([1])}) == ["x: promised children [0, 1], came [0]"]
+
+
+class TestTypes:
+    """Types of the language as descriptors, and classes with annotated fields."""
+
+    def test_fields_of_a_dataclass(self) -> None:
+        n = MetaTensorType(["n"])
+        contract = {"x": Batch, "y": n}
+        found = compiled(**contract).check({"x": Batch(torch.ones(2, 8)), "y": torch.ones(2)})
+        assert found.sizes == {"n": 2}
+        assert found.leaves == {("x", "x"): MetaTensorType(["n", 8]), ("y",): n}
+        wrong = Batch(torch.ones(2, 7), "s")  # type: ignore[arg-type]
+        assert violations(contract, {"x": [wrong], "y": torch.ones(2)})[0].startswith(
+            "x: promised Batch, came [Batch("
+        )
+        assert violations(contract, {"x": wrong, "y": torch.ones(3)}) == [
+            "x.x.shape[1]: promised 8, came 7",
+            "x.scale: promised float, came 's' (str)",
+            "n is 2 at x.x.shape[0] but 3 at y.shape[0]",
+        ]
+        del wrong.x
+        assert violations({"x": Batch}, {"x": wrong})[0] == (
+            "x.x: promised, but the Batch that came has none"
+        )
+
+    def test_a_dataclass_that_optree_was_taught(self) -> None:
+        meta = MetaTensorType(["n"])
+        contract = compiled(x=[Point(meta, 3)])  # type: ignore[arg-type]
+        point = [Point(torch.ones(4), 3)]
+        path = next(path for path, leaf in _leaves({"x": point}) if isinstance(leaf, torch.Tensor))
+        assert contract.check({"x": point}).leaves == {path: meta}
+        described = compiled(x=list[Point]).check({"x": point})
+        assert described.leaves == {path: MetaTensorType()}
+
+    def test_named_tuples_of_any_class(self) -> None:
+        contract = {"x": parse("namedtuple(weight: f32[n], step: int)"), "y": State}
+        good = State(torch.ones(3), 1)
+        found = compiled(**contract).check({"x": good, "y": good})
+        assert found.leaves == {("x", 0): MetaTensorType(["n"], dtype=torch.float32)}
+        assert violations(contract, {"x": State(torch.ones(3, 3), 1.0), "y": (1, 2)}) == [
+            "x.weight.shape: promised [n], came [3, 3]",
+            "x.step: promised int, came 1.0 (float)",
+            "y: promised a State, came (1, 2) (tuple)",
+        ]
+        assert violations(contract, {"x": (good.weight, 1), "y": good})[0].startswith(
+            "x: promised a named tuple of weight, step, came ("
+        )
+
+    def test_tensors_of_a_derived_class(self) -> None:
+        described = Annotated[torch.nn.Parameter, MetaTensorType(["n"])]
+        parameter = torch.nn.Parameter(torch.ones(2))
+        assert compiled(x=described).check({"x": parameter}).sizes == {"n": 2}
+        lines = violations({"x": described}, {"x": torch.ones(2)})
+        assert lines == ["x: promised Parameter, came f32[2] cpu"]
+        lines = violations({"x": described}, {"x": torch.nn.Parameter(torch.ones(2, 2))})
+        assert lines == ["x.shape: promised [n], came [2, 2]"]
+
+    def test_futures_and_interfaces(self) -> None:
+        future: Any = torch.futures.Future()
+        future.set_result([1, "a"])
+        contract = {"x": [torch.futures.Future[list[int]]], "y": Encoder}
+        assert violations(contract, {"x": [future], "y": 3}) == [
+            "x[0].value()[1]: promised int, came 'a' (str)",
+            "y.encode: promised a method encode(self, x: 'torch.Tensor', depth: 'int') "
+            "-> 'torch.Tensor', came none in int",
+        ]
+        future = torch.futures.Future()
+        assert compiled(**contract).check({"x": [future], "y": Deep()}) == Bindings({}, {})
+
+    @pytest.mark.parametrize("kind", [int, float, bool, str])
+    def test_members_of_an_enum_and_bools_are_no_numbers(self, kind: type) -> None:
+        fits = {int: 3, float: 3.0, bool: True, str: "s"}
+        for value in (3, 3.0, True, "s", Level.LOW, Mode.SUM, None):
+            promised = {"x": kind}
+            if type(value) is kind:
+                compiled(**promised).check({"x": value})
+            else:
+                (line,) = violations(promised, {"x": value})
+                assert line.startswith(f"x: promised {kind.__name__}, came ")
+        assert compiled(x=parse(kind.__name__)).check({"x": fits[kind]}) == Bindings({}, {})
+
+
+def _leaves(value: Any) -> list[tuple[Any, Any]]:
+    paths, leaves, _ = optree.tree_flatten_with_path(value, none_is_leaf=True, namespace="tsfunc")
+    return list(zip(paths, leaves, strict=True))
 
 
 def test_the_message_is_one_text() -> None:

@@ -4,6 +4,7 @@ The types, in the order in which they rest on each other:
 
     grammar       the types: frozen dataclasses under one union
     class_names   how a class is called in a text, and found by it
+    reader        reads texts, of types and of descriptors
     text          a text read into a type
     classes       nominal types: enums, interfaces, torch's own classes, any class
     annotation    what typing objects, classes and strings stand for
@@ -22,7 +23,8 @@ Descriptors, in the order in which one passes through them:
     dims         sizes: numbers, names with bounds, expressions
     meta         MetaTensorType: a tensor's dtype, shape, device, requires_grad, layout
     values       Python values: when two are the same
-    descriptors  what users write, read into one union of frozen dataclasses
+    reading      what users write, read into a descriptor
+    descriptors  descriptors: a union of frozen dataclasses; their text, and read back
     checks       a descriptor as a function that finds what a value breaks
     compiled     the descriptors of a whole function, ready for its calls
 """
@@ -33,7 +35,8 @@ from tsfunc.types.classes import interface
 from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
 from tsfunc.types.conformance import Mismatch, check
 from tsfunc.types.control_flow import check_carry, differences, join_branches
-from tsfunc.types.descriptors import Descriptor, Value, as_descriptor
+from tsfunc.types.descriptor_text import parse_descriptor
+from tsfunc.types.descriptors import Descriptor, Value
 from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
 from tsfunc.types.grammar import (
     ANY,
@@ -69,6 +72,7 @@ from tsfunc.types.grammar import (
 from tsfunc.types.inference import of_value, schema_of
 from tsfunc.types.lattice import is_subtype, join
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.reading import as_descriptor
 from tsfunc.types.signatures import Signature, signature
 
 __all__ = [
@@ -125,6 +129,7 @@ __all__ = [
     "of_value",
     "optional",
     "parse",
+    "parse_descriptor",
     "schema_of",
     "signature",
 ]

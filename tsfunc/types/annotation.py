@@ -7,6 +7,7 @@ import inspect
 import sys
 import types
 import typing
+import weakref
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import optree
 import torch
 
 from tsfunc.errors import AnnotationError
-from tsfunc.types.classes import is_rref_class, nominal_type
+from tsfunc.types.classes import is_future_class, is_rref_class, nominal_type
 from tsfunc.types.grammar import (
     ANY,
     BOOL,
@@ -185,8 +186,6 @@ def parse(text: str, scope: Scope | None = None) -> TSType:
 
     Source: the grammar of the TorchScript type system proposal.
     """
-    if not isinstance(text, str):
-        raise AnnotationError(f"parse(text): expected a str, got {text!r}")
     return read_type(text, scope or {}, lambda found: from_annotation(found, scope))
 
 
@@ -231,7 +230,7 @@ def _constructor(origin: Any) -> str | None:
         return str(origin.__name__)
     if not isinstance(origin, type):
         return None
-    if issubclass(origin, torch.futures.Future | torch.jit.Future):
+    if is_future_class(origin):
         return "Future"
     return "RRef" if is_rref_class(origin) else None
 
@@ -253,7 +252,7 @@ def _from_annotated(args: tuple[Any, ...], reading: _Reading) -> TSType:
 def _from_class(cls: type, reading: _Reading) -> TSType:
     if cls in _BARE:
         raise reading.error(f"{cls.__name__} says not what is in it: write {_BARE[cls]}")
-    if issubclass(cls, torch.futures.Future | torch.jit.Future):
+    if is_future_class(cls):
         raise reading.error("Future says not what is in it: write Future[X]")
     if is_rref_class(cls):
         raise reading.error("RRef says not what is in it: write RRef[X]")
@@ -297,17 +296,26 @@ def class_scope(cls: type) -> Scope:
     return ChainMap({cls.__name__: cls}, vars(module) if module else {})
 
 
-def attribute_types(cls: type) -> dict[str, TSType]:
+_known: weakref.WeakKeyDictionary[type, dict[str, TSType]] = weakref.WeakKeyDictionary()
+
+
+def attribute_types(cls: type) -> Mapping[str, TSType]:
     """The annotated attributes of a class; `Any` where the annotation is no type.
 
     An attribute is checked when it is reached for: an annotation that says nothing to us must
     not keep the rest of the class from being used.
     """
-    scope = class_scope(cls)
+    known = _known.get(cls)
+    if known is not None:
+        return known
+    scope, clear = class_scope(cls), True
     found: dict[str, TSType] = {}
     for name, annotation in raw_annotations(cls):
         try:
             found[name] = from_annotation(annotation, scope, where=f"{cls.__name__}.{name}")
         except AnnotationError:
             found[name] = ANY
+            clear = False  # it may name a class that is yet to be defined
+    if clear:
+        _known[cls] = found
     return found

@@ -63,6 +63,11 @@ def nominal_type(cls: type) -> TSNominalType:
     return TSCustomClass(cls)
 
 
+def is_future_class(cls: type) -> bool:
+    """Whether it is torch's Future, by any of its names."""
+    return issubclass(cls, torch.futures.Future | torch.jit.Future)
+
+
 def is_rref_class(cls: type) -> bool:
     """Whether it is torch's RRef; a torch that was built without RPC has none."""
     return any(base.__name__ == "PyRRef" for base in cls.__mro__)

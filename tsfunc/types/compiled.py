@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
-from tsfunc.types.checks import Check, Path, Run, check_expressions, compile_check
-from tsfunc.types.descriptors import Descriptor, as_descriptor, governing, tensor_leaves
+from tsfunc.types.checks import compile_check
+from tsfunc.types.descriptors import Descriptor, governing, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.reading import as_descriptor
+from tsfunc.types.runs import Check, Path, Run
+from tsfunc.types.tensor_checks import check_expressions
 
 _ABSENT = object()
 

@@ -1,31 +1,36 @@
-"""Descriptors: what a parameter may be, as users write it and as it is worked with.
+"""Descriptors: what a parameter may be, in the form that is worked with.
 
-`as_descriptor` reads what a user writes into ``Descriptor``, a union of frozen dataclasses that
+What a user writes is read (`reading.py`) into ``Descriptor``, a union of frozen dataclasses that
 every later stage matches exhaustively::
 
     MetaTensorType(...)          a tensor with these attributes
+    TensorOf(cls, ...)           the same, of a class derived from Tensor
     Anything()                   no promise
     InstanceOf(cls)              an instance of a class
+    OfType(type)                 a value of a type that has no children: a future, an interface
     Value(value)                 this value
     ListOf(X), TupleOf(X)        any number of X
     DictOf(K, V)                 any number of items
     OneOf((X, Y))                either
     Nested(kind, entries, ...)   a container with exactly these children
+    NamedOf(names, ...)          a named tuple of any class
+    FieldsOf(cls, names, ...)    an object with these attributes
 """
 
 from __future__ import annotations
 
-import types
-import typing
-from collections.abc import Iterator
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 import optree
 import torch
 
-from tsfunc.errors import DescriptorError
-from tsfunc.types.grammar import assert_never
+from tsfunc import pytrees
+from tsfunc.types.class_names import class_name
+from tsfunc.types.grammar import TSFuture, TSModuleInterface, TSRRef, TSTensor, assert_never
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.values import describe, same_value
 
@@ -45,7 +50,28 @@ class InstanceOf:
     cls: type
 
     def __str__(self) -> str:
-        return self.cls.__name__
+        return class_name(self.cls)
+
+
+@dataclass(frozen=True)
+class TensorOf:
+    """A tensor of a derived class: ``Annotated[Parameter, MetaTensorType(...)]``."""
+
+    cls: type[torch.Tensor]
+    meta: MetaTensorType
+
+    def __str__(self) -> str:
+        return str(TSTensor(self.cls, self.meta))
+
+
+@dataclass(frozen=True)
+class OfType:
+    """A value of a type."""
+
+    type: TSFuture | TSRRef | TSModuleInterface
+
+    def __str__(self) -> str:
+        return str(self.type)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +82,7 @@ class Value:
         value: what the argument must be; see `same_value`.
 
     Example:
+        >>> from tsfunc.types import as_descriptor
         >>> as_descriptor(int), as_descriptor(Value(int)), as_descriptor(3)
         (InstanceOf(cls=<class 'int'>), Value(value=<class 'int'>), Value(value=3))
 
@@ -71,7 +98,8 @@ class Value:
         return hash((Value, type(self.value)))  # the value itself need not be hashable
 
     def __str__(self) -> str:
-        return describe(self.value)
+        text = literal_text(self.value)
+        return f"Value({describe(self.value)})" if text is None else text
 
 
 @dataclass(frozen=True)
@@ -124,133 +152,131 @@ class Nested:
     children: tuple[Descriptor, ...]
 
     def __str__(self) -> str:
-        parts = (
-            f"{entry_text(self.kind, entry)}: {child}"
-            for entry, child in zip(self.entries, self.children, strict=True)
-        )
-        return f"{self.kind.__name__}({', '.join(parts)})"
+        if self.kind is list:
+            return f"[{', '.join(map(str, self.children))}]"
+        if self.kind is tuple:
+            return f"Tuple[{', '.join(map(str, self.children)) or '()'}]"
+        if self.kind is dict:
+            return f"{{{self._items(key_text)}}}"
+        return f"{class_name(self.kind)}({self._items(lambda entry: field_text(self.kind, entry))})"
+
+    def _items(self, name: Callable[[Any], str]) -> str:
+        pairs = zip(self.entries, self.children, strict=True)
+        return ", ".join(f"{name(entry)}: {child}" for entry, child in pairs)
+
+
+@dataclass(frozen=True)
+class NamedOf:
+    """A named tuple of any class that has elements of these names."""
+
+    names: tuple[str, ...]
+    children: tuple[Descriptor, ...]
+
+    def __str__(self) -> str:
+        pairs = zip(self.names, self.children, strict=True)
+        return f"namedtuple({', '.join(f'{name}: {child}' for name, child in pairs)})"
+
+
+@dataclass(frozen=True)
+class FieldsOf:
+    """An instance of a class, and what some of its attributes are."""
+
+    cls: type
+    names: tuple[str, ...]
+    children: tuple[Descriptor, ...]
+
+    def __str__(self) -> str:
+        pairs = zip(self.names, self.children, strict=True)
+        items = ", ".join(f".{name}: {child}" for name, child in pairs)
+        return f"{class_name(self.cls)}({items})"
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """The entry of a path that leads to an attribute of an object."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 Descriptor: TypeAlias = (
-    MetaTensorType | Anything | InstanceOf | Value | ListOf | TupleOf | DictOf | OneOf | Nested
+    MetaTensorType
+    | TensorOf
+    | Anything
+    | InstanceOf
+    | OfType
+    | Value
+    | ListOf
+    | TupleOf
+    | DictOf
+    | OneOf
+    | Nested
+    | NamedOf
+    | FieldsOf
 )
 
-_NODES = (MetaTensorType, Anything, InstanceOf, Value, ListOf, TupleOf, DictOf, OneOf, Nested)
-
-_SUPPORTED = (
-    "a MetaTensorType, a class, List[X], Tuple[X, ...], Dict[K, V], Optional[X], Union[X, Y], "
-    "Literal[...], Any, a container of descriptors, or a value"
-)
-
-
-def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
-    """What a user's descriptor stands for.
-
-    Args:
-        written: a `MetaTensorType`; a class or typing object; a container (any pytree node)
-            of descriptors; or any other Python value, which then must come as it is.
-        where: how error messages call it.
-
-    Raises:
-        DescriptorError: it is a typing object that no value can be checked against.
-
-    Example:
-        >>> from typing import List, Optional
-        >>> print(as_descriptor({"w": List[MetaTensorType(rank=2)], "on": Optional[bool]}))
-        dict(['w']: List[tensor[?, ?]], ['on']: bool | None)
-
-    Source: ``InputDescriptor`` of the TorchScript Input Descriptor proposal.
-    """
-    if isinstance(written, _NODES):
-        return written
-    if typing.get_origin(written) is not None:
-        return _from_generic(written, where)
-    if written is typing.Any:
-        return Anything()
-    if isinstance(written, type):
-        return _from_class(written, where)
-    if type(written).__module__ in ("typing", "typing_extensions"):
-        raise DescriptorError(f"{where}: {written!r} can't be checked at a call; give {_SUPPORTED}")
-    if not optree.tree_is_leaf(written, none_is_leaf=True):
-        return _from_container(written, where)
-    return Value(written)
-
-
-def _from_class(cls: type, where: str) -> Descriptor:
-    if cls in (torch.Tensor, MetaTensorType):
-        return MetaTensorType()
-    if cls is type(None):
-        return Value(None)
-    try:
-        isinstance(None, cls)
-    except TypeError as error:
-        raise DescriptorError(
-            f"{where}: {cls.__name__} can't be checked at a call: {error}"
-        ) from None
-    return InstanceOf(cls)
-
-
-def _from_generic(written: object, where: str) -> Descriptor:
-    """A typing object that has been given arguments, or waits for them (``List``)."""
-    origin, args = typing.get_origin(written), typing.get_args(written)
-    if origin is typing.Annotated:
-        return as_descriptor(args[0], where)
-    if origin is typing.Literal:
-        return OneOf(tuple(Value(value) for value in args))
-    if origin in (Union, types.UnionType):
-        return OneOf(tuple(as_descriptor(arg, where) for arg in args))
-    if origin is list:
-        return ListOf(as_descriptor(args[0], f"{where}[...]") if args else Anything())
-    if origin is dict:
-        key, item = args or (Any, Any)
-        return _dict_of(as_descriptor(key, where), as_descriptor(item, f"{where}[...]"), where)
-    if origin is tuple:
-        return _from_tuple(written, args, where)
-    raise DescriptorError(f"{where}: {written!r} can't be checked at a call; give {_SUPPORTED}")
-
-
-def _dict_of(key: Descriptor, item: Descriptor, where: str) -> DictOf:
-    if any(tensor_leaves(key, where)):
-        raise DescriptorError(f"{where}: the keys of a dict are no tensors, got {key}")
-    return DictOf(key, item)
-
-
-def _from_tuple(written: object, args: tuple[Any, ...], where: str) -> Descriptor:
-    if written is typing.Tuple:  # noqa: UP006
-        return TupleOf(Anything())
-    if len(args) == 2 and args[1] is Ellipsis:
-        return TupleOf(as_descriptor(args[0], f"{where}[...]"))
-    if args == ((),):  # Tuple[()] on Python 3.10
-        args = ()
-    children = (as_descriptor(arg, f"{where}[{i}]") for i, arg in enumerate(args))
-    return Nested(tuple, tuple(range(len(args))), tuple(children))
-
-
-def _from_container(written: object, where: str) -> Descriptor:
-    entries, values = children_of(written)
-    kind = type(written)
-    children = tuple(
-        as_descriptor(value, where + entry_text(kind, entry))
-        for entry, value in zip(entries, values, strict=True)
-    )
-    return Nested(dict if issubclass(kind, dict) else kind, entries, children)
+DESCRIPTORS = (
+    MetaTensorType, TensorOf, Anything, InstanceOf, OfType, Value, ListOf, TupleOf, DictOf, OneOf,
+    Nested, NamedOf, FieldsOf,
+)  # fmt: skip
 
 
 def children_of(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The entries and children of a pytree node, dicts in their own order."""
     if isinstance(container, dict):
         return tuple(container), tuple(container.values())
-    flat = optree.tree_flatten_one_level(container, none_is_leaf=True)
+    pytrees.flatten(container)  # takes in classes that are unknown so far
+    flat = optree.tree_flatten_one_level(container, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     return tuple(flat.entries), tuple(flat.children)
 
 
 def entry_text(kind: type, entry: object) -> str:
     """How a child is reached: ``.field`` in a named tuple, ``['key']`` or ``[0]`` elsewhere."""
+    if isinstance(entry, Attribute):
+        return f".{entry.name}"
+    field = _field(kind, entry)
+    return f"[{entry!r}]" if field is None else f".{field}"
+
+
+def field_text(kind: type, entry: object) -> str:
+    """How a child is named in the text of a descriptor."""
+    return _field(kind, entry) or key_text(entry)
+
+
+def _field(kind: type, entry: object) -> str | None:
+    if isinstance(entry, str) and dataclasses.is_dataclass(kind):
+        return entry
     if isinstance(entry, int) and optree.is_namedtuple_class(kind):
-        return f".{optree.namedtuple_fields(kind)[entry]}"
+        return str(optree.namedtuple_fields(kind)[entry])
     if isinstance(entry, int) and optree.is_structseq_class(kind):
-        return f".{optree.structseq_fields(kind)[entry]}"
-    return f"[{entry!r}]"
+        return str(optree.structseq_fields(kind)[entry])
+    return None
+
+
+def key_text(key: object) -> str:
+    """The key of a dict as text; one that has none is described, and can't be read back."""
+    text = literal_text(key)
+    return describe(key) if text is None else text.removeprefix("Literal[").removesuffix("]")
+
+
+_LITERALS = (int, bool, float, complex, str, bytes)
+
+
+def literal_text(value: object) -> str | None:
+    """A value as text that reads back; None if there is none."""
+    if value is None:
+        return "None"
+    if type(value) in _LITERALS or (
+        type(value) is tuple and value and all(type(each) in _LITERALS for each in value)
+    ):
+        return f"Literal[{value!r}]"
+    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
+        return f"Literal[{class_name(type(value))}.{value.name}]"
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return f"Literal[{value}]"
+    return None
 
 
 def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, MetaTensorType]]:
@@ -258,7 +284,9 @@ def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, Met
     match descriptor:
         case MetaTensorType():
             yield where, descriptor
-        case Anything() | InstanceOf() | Value():
+        case TensorOf(_, meta):
+            yield where, meta
+        case Anything() | InstanceOf() | OfType() | Value():
             return
         case ListOf(element) | TupleOf(element) | DictOf(item=element):
             yield from tensor_leaves(element, f"{where}[...]")
@@ -268,6 +296,9 @@ def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, Met
         case Nested(kind, entries, children):
             for entry, child in zip(entries, children, strict=True):
                 yield from tensor_leaves(child, where + entry_text(kind, entry))
+        case NamedOf(names, children) | FieldsOf(_, names, children):
+            for name, child in zip(names, children, strict=True):
+                yield from tensor_leaves(child, f"{where}.{name}")
         case _:
             assert_never(descriptor)
 
@@ -275,8 +306,9 @@ def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, Met
 def governing(descriptor: Descriptor, path: tuple[Any, ...]) -> set[MetaTensorType | None]:
     """What may govern a tensor at `path` inside a descriptor; None among it: nothing may."""
     match descriptor:
-        case MetaTensorType():
-            return set() if path else {descriptor}
+        case MetaTensorType() | TensorOf(meta=MetaTensorType()):
+            meta = descriptor if isinstance(descriptor, MetaTensorType) else descriptor.meta
+            return set() if path else {meta}
         case Anything():
             return {None}
         case InstanceOf(cls):
@@ -284,13 +316,25 @@ def governing(descriptor: Descriptor, path: tuple[Any, ...]) -> set[MetaTensorTy
             return {None} if path or is_tensor else set()
         case Value(value):
             return {None} if path or isinstance(value, torch.Tensor) else set()
+        case OfType():
+            return {None} if path else set()
         case ListOf(element) | TupleOf(element) | DictOf(item=element):
             return governing(element, path[1:]) if path else set()
         case OneOf(alternatives):
             return {meta for each in alternatives for meta in governing(each, path)}
         case Nested(_, entries, children):
-            if not path or path[0] not in entries:
-                return set()
-            return governing(children[entries.index(path[0])], path[1:])
+            return _governing_child(entries, children, path)
+        case NamedOf(names, children):
+            return _governing_child(tuple(range(len(names))), children, path)
+        case FieldsOf(_, names, children):
+            return _governing_child(names, children, (*map(str, path[:1]), *path[1:]))
         case _:
             assert_never(descriptor)
+
+
+def _governing_child(
+    entries: tuple[Any, ...], children: tuple[Descriptor, ...], path: tuple[Any, ...]
+) -> set[MetaTensorType | None]:
+    if not path or path[0] not in entries:
+        return set()
+    return governing(children[entries.index(path[0])], path[1:])

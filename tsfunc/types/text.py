@@ -1,26 +1,13 @@
-"""Types as text: reads what ``str`` of a type wrote, and what people write.
-
-    type     = term ("|" term)*                       of unions, those with None
-    term     = NAME | NAME "[" type ("," type)* "]"   Any int List[X] Dict[K, V] Optional[X]
-             | "namedtuple" "(" field ("," field)* ")"
-             | tensor                                 f32[n, 64] cpu
-    field    = [NAME ":"] type
-    tensor   = DTYPE "[" dims "]" words               words: a device, requires_grad, a layout
-
-A name that the grammar doesn't have is a class: see `tsfunc.types.class_names`.
-"""
+"""Types as text: reads what ``str`` of a type wrote, and what people write."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from tsfunc.errors import AnnotationError, DescriptorError
-from tsfunc.types.class_names import NAME, find
-from tsfunc.types.dims import Dim, DimSpec
+from tsfunc.errors import AnnotationError
 from tsfunc.types.grammar import (
     ANY,
     NONE,
@@ -36,15 +23,12 @@ from tsfunc.types.grammar import (
     TSType,
     optional,
 )
-from tsfunc.types.meta import SHORT_DTYPES, MetaTensorType
+from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.reader import TENSOR_NAMES, Reader
 
-Resolve: TypeAlias = Callable[[Any], TSType]
-"""What the object that a name was found to be means as a type."""
-
-_TENSOR_NAMES = ("Tensor", "TensorType", "torch.Tensor", "torch.tensor")
-_WORDS: dict[str, TSType] = {
+WORDS: dict[str, TSType] = {
     **{type_.name: type_ for type_ in PRIMITIVES},
-    **dict.fromkeys(_TENSOR_NAMES, TENSOR),
+    **dict.fromkeys(TENSOR_NAMES, TENSOR),
     "Any": ANY,
     "object": ANY,
     "NoneType": NONE,
@@ -59,200 +43,47 @@ _SINGLE: dict[str, Callable[[TSType], TSType]] = {
     "RRef": TSRRef,
     "torch.distributed.rpc.RRef": TSRRef,
 }
-_COMPOSED = (*_SINGLE, "Tuple", "tuple", "Dict", "dict", "Union", "Annotated")
-
-_DTYPES = {short: dtype for dtype, short in SHORT_DTYPES.items()} | {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and dtype not in SHORT_DTYPES
-}
-_LAYOUTS = {
-    str(layout).removeprefix("torch."): layout
-    for layout in vars(torch).values()
-    if isinstance(layout, torch.layout)
-}
-_BOUNDED = re.compile(r"(?:(\d+)\s*<=)?\s*([^\W\d]\w*)\s*(?:([<>])=\s*(\d+))?")
 
 
-def read_type(text: str, scope: Mapping[str, object], resolve: Resolve) -> TSType:
-    """The type that a text says; `tsfunc.types.parse`, for any meaning of what names stand for."""
-    reader = _Reader(text, scope, resolve)
-    try:
-        found = reader.union()
-    except RecursionError:
-        raise AnnotationError(f"{text[:40]!r}...: nested too deeply for a type") from None
-    if reader.rest():
-        raise reader.error(f"expected the end of the type, got {reader.rest()!r}")
-    return found
+def read_type(text: str, scope: Mapping[str, object], resolve: Callable[[Any], TSType]) -> TSType:
+    """The type that a text says.
+
+    Args:
+        scope: see `tsfunc.types.parse`.
+        resolve: what the object that a name was found to be means as a type.
+    """
+    return TypeReader(text, scope, resolve).read()
 
 
-class _Reader:
-    """A text, and how far it has been read."""
+class TypeReader(Reader[TSType]):
+    def __init__(
+        self, text: str, scope: Mapping[str, object], resolve: Callable[[Any], TSType]
+    ) -> None:
+        super().__init__(text, scope)
+        self._resolve = resolve
 
-    def __init__(self, text: str, scope: Mapping[str, object], resolve: Resolve) -> None:
-        self.text = text
-        self.at = 0
-        self.scope = scope
-        self.resolve = resolve
+    def word(self, name: str) -> TSType | None:
+        return WORDS.get(name)
 
-    # --- characters
+    def resolve(self, found: Any) -> TSType:
+        return self._resolve(found)
 
-    def rest(self) -> str:
-        return self.text[self.at :].strip()
+    def described(self, meta: MetaTensorType) -> TSType:
+        return TSTensor(meta=meta)
 
-    def take(self, pattern: str | re.Pattern[str]) -> str | None:
-        """What stands next, if it matches; blanks before it are skipped."""
-        found = re.compile(rf"\s*({getattr(pattern, 'pattern', pattern)})").match(
-            self.text, self.at
-        )
-        if found is None:
-            return None
-        self.at = found.end()
-        return found[1]
+    def unite(self, members: Sequence[TSType]) -> TSType:
+        return union_of(members)
 
-    def need(self, mark: str, what: str) -> None:
-        if self.take(re.escape(mark)) is None:
-            raise self.error(f"expected {mark!r} {what}, got {self.rest()[:20]!r}")
+    def compose(self, name: str, items: Sequence[TSType]) -> TSType:
+        return compose(name, items)
 
-    def error(self, what: str) -> AnnotationError:
-        return AnnotationError(f"{self.text!r} is no type: {what}")
+    def fields(self, names: tuple[str, ...], elements: tuple[TSType, ...]) -> TSType:
+        return TSNamedTuple(names, elements)
 
-    # --- the grammar
-
-    def union(self) -> TSType:
-        members = [self.term()]
-        while self.take(r"\|"):
-            members.append(self.term())
-        try:
-            return union_of(members)
-        except AnnotationError as error:
-            raise self.error(str(error)) from None
-
-    def term(self) -> TSType:
-        name = self.take(NAME)
-        if name is None:
-            raise self.error(f"expected a type, got {self.rest()[:20] or 'the end'!r}")
-        if (name in _DTYPES or name == "tensor") and self.take(r"\["):
-            return TSTensor(meta=self.tensor(name))
-        name = name.removeprefix("typing.").removeprefix("typing_extensions.")
-        if name == "namedtuple":
-            return self.named_tuple()
-        if name in _COMPOSED and name not in self.scope:
-            return self.composed(name)
-        return self.named(name)
-
-    def named(self, name: str) -> TSType:
-        if name not in self.scope and name in _WORDS:
-            return _WORDS[name]
-        found = find(name, self.scope)
-        if found is None:
-            raise self.error(
-                f"{name} is neither a word of the grammar nor a class that can be found; give the "
-                f"class in the scope: parse(text, {{{name.split('.')[0]!r}: ...}})"
-            )
-        return self.resolve(found)
-
-    def composed(self, name: str) -> TSType:
-        if self.take(r"\[") is None:
-            raise self.error(f"{name} says not what is in it: write {name}[...]")
-        if name == "Annotated":
-            return self.annotated()
-        items = self.items("]")
-        try:
-            return compose(name, items)
-        except AnnotationError as error:
-            raise self.error(str(error)) from None
-
-    def items(self, end: str) -> list[TSType]:
-        """Types up to the closing mark; ``()`` alone is none."""
-        if self.take(r"\(\s*\)"):
-            self.need(end, "after ()")
-            return []
-        items = [self.union()]
-        while self.take(","):
-            if self.take(re.escape(end)):
-                return items
-            items.append(self.union())
-        self.need(end, "or ','")
-        return items
-
-    def named_tuple(self) -> TSType:
-        self.need("(", "after namedtuple")
-        names: list[str] = []
-        elements: list[TSType] = []
-        while self.take(r"\)") is None:
-            if elements:
-                self.need(",", "or ')'")
-                if self.take(r"\)"):
-                    break
-            name = self.take(r"[^\W\d]\w*(?=\s*:)")
-            if name is not None:
-                self.need(":", "after the name")
-            # What namedtuple(..., rename=True) calls a field that has no name.
-            names.append(name or f"_{len(names)}")
-            elements.append(self.union())
-        try:
-            return TSNamedTuple(tuple(names), tuple(elements))
-        except AnnotationError as error:
-            raise self.error(str(error)) from None
-
-    def annotated(self) -> TSType:
-        base = self.union()
-        self.need(",", "after what is annotated")
-        more = self.union()
-        self.need("]", "after the description")
-        if not isinstance(base, TSTensor) or not isinstance(more, TSTensor):
-            raise self.error("Annotated has a tensor class and a description: f32[n, 64]")
-        return TSTensor(base.cls, more.meta)
-
-    # --- tensors
-
-    def tensor(self, name: str) -> MetaTensorType:
-        """After ``f32[``."""
-        dims = self.take(r"[^\[\]]*")
-        self.need("]", "after the dims")
-        known: dict[str, Any] = {"dtype": _DTYPES.get(name)}
-        try:
-            if dims is not None and dims.strip() != "...":
-                known["shape"] = [_dim(dim.strip()) for dim in _split(dims)]
-            while (word := self.take(r"[a-z_]\w*(?::\d+)?")) is not None:
-                _add_word(word, known)
-            return MetaTensorType(**known)
-        except DescriptorError as error:
-            raise self.error(str(error)) from None
-
-
-def _split(dims: str) -> list[str]:
-    return dims.split(",") if dims.strip() else []
-
-
-def _dim(text: str) -> DimSpec:
-    if text == "?":
+    def annotated(self, base: TSType, more: TSType) -> TSType | None:
+        if isinstance(base, TSTensor) and isinstance(more, TSTensor):
+            return TSTensor(base.cls, more.meta)
         return None
-    if text.isdecimal():
-        return int(text)
-    bounded = _BOUNDED.fullmatch(text)
-    if bounded is None:
-        return text
-    low, name, sign, limit = bounded.groups()
-    least = limit if sign == ">" else low
-    most = limit if sign == "<" else None
-    return Dim(name, None if least is None else int(least), None if most is None else int(most))
-
-
-def _add_word(word: str, known: dict[str, Any]) -> None:
-    """A word after the dims: whether it requires grad, a layout, or a device."""
-    key: str
-    value: object
-    if word in ("requires_grad", "no_grad"):
-        key, value = "requires_grad", word == "requires_grad"
-    elif word in _LAYOUTS:
-        key, value = "layout", _LAYOUTS[word]
-    else:
-        key, value = "device", word
-    if key in known:
-        raise DescriptorError(f"{word} is the second {key} of one tensor")
-    known[key] = value
 
 
 def parse_tensor(text: str) -> MetaTensorType:

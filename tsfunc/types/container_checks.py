@@ -1,0 +1,205 @@
+"""The checks of containers and of alternatives, made of the checks of what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tsfunc import pytrees
+from tsfunc.types.descriptors import Attribute, OneOf, children_of
+from tsfunc.types.inference import field_names
+from tsfunc.types.runs import Check, Path, Run, place_text
+from tsfunc.types.values import describe
+
+
+def sequence_check(kind: type[list[Any]] | type[tuple[Any, ...]], element: Check | None) -> Check:
+    def check(value: Any, path: Path, run: Run) -> None:
+        if not isinstance(value, kind):
+            run.fail(path, "", f"promised a {kind.__name__}, came {describe(value)}")
+        elif element is not None:
+            for i, item in enumerate(value):
+                element(item, (*path, i), run)
+
+    return check
+
+
+def dict_check(check_key: Check | None, check_item: Check | None) -> Check:
+    def check(value: Any, path: Path, run: Run) -> None:
+        if not isinstance(value, dict):
+            run.fail(path, "", f"promised a dict, came {describe(value)}")
+            return
+        for key, item in value.items():
+            if check_key is not None:
+                check_key(key, (f"a key of {place_text(path, run.arguments)}",), run)
+            if check_item is not None:
+                check_item(item, (*path, key), run)
+
+    return check
+
+
+def nested_check(kind: type[Any], checks: Mapping[Any, Check | None]) -> Check:
+    if kind in (list, tuple):
+        return _items_check(kind, checks)
+    return _keys_check(checks) if kind is dict else _children_check(kind, checks)
+
+
+def _items_check(kind: type[Any], checks: Mapping[int, Check | None]) -> Check:
+    name, size = kind.__name__, len(checks)
+    steps = [(i, check) for i, check in checks.items() if check is not None]
+
+    def check(value: Any, path: Path, run: Run) -> None:
+        if not isinstance(value, kind):
+            run.fail(path, "", f"promised a {name}, came {describe(value)}")
+        elif len(value) != size:
+            run.fail(path, "", f"promised a {name} of length {size}, came one of {len(value)}")
+        else:
+            for i, check_item in steps:
+                check_item(value[i], (*path, i), run)
+
+    return check
+
+
+def _keys_check(checks: Mapping[Any, Check | None]) -> Check:
+    steps = [(key, check) for key, check in checks.items() if check is not None]
+
+    def check(value: Any, path: Path, run: Run) -> None:
+        if not isinstance(value, dict):
+            run.fail(path, "", f"promised a dict, came {describe(value)}")
+        elif value.keys() != checks.keys():
+            _report_keys(checks, value, path, run)
+        else:
+            for key, check_item in steps:
+                check_item(value[key], (*path, key), run)
+
+    return check
+
+
+def _children_check(kind: type[Any], checks: Mapping[Any, Check | None]) -> Check:
+    """For named tuples, and for containers that optree was taught."""
+
+    def check(value: Any, path: Path, run: Run) -> None:
+        if type(value) is not kind:
+            run.fail(path, "", f"promised a {kind.__name__}, came {describe(value)}")
+            return
+        entries, children = children_of(value)
+        if entries != tuple(checks):
+            run.fail(path, "", f"promised children {list(checks)}, came {list(entries)}")
+            return
+        for entry, check_child, child in zip(entries, checks.values(), children, strict=True):
+            if check_child is not None:
+                check_child(child, (*path, entry), run)
+
+    return check
+
+
+def named_check(names: tuple[str, ...], checks: Sequence[Check | None]) -> Check:
+    """For a named tuple of any class."""
+
+    def check(value: Any, path: Path, run: Run) -> None:
+        if field_names(value) != names:
+            promised = f"a named tuple of {', '.join(names)}"
+            run.fail(path, "", f"promised {promised}, came {describe(value)}")
+            return
+        for i, (check_child, child) in enumerate(zip(checks, value, strict=True)):
+            if check_child is not None:
+                check_child(child, (*path, i), run)
+
+    return check
+
+
+def fields_check(cls: type, checks: Mapping[str, Check | None]) -> Check:
+    """For attributes of an object."""
+    steps = [(name, check) for name, check in checks.items() if check is not None]
+
+    def check(value: Any, path: Path, run: Run) -> None:
+        entry_of = _entries(value)
+        for name, check_child in steps:
+            try:
+                child = getattr(value, name)
+            except AttributeError:
+                run.fail(path, f".{name}", f"promised, but the {cls.__name__} that came has none")
+            else:
+                check_child(child, (*path, entry_of(name, child)), run)
+
+    return check
+
+
+def _entries(value: Any) -> Callable[[str, Any], Any]:
+    """A function of the name and the value of an attribute: its entry in a path.
+
+    An object may be a container to optree, and its attribute one of the children.
+    """
+    if pytrees.structure_of(value).type is None:
+        return lambda name, child: Attribute(name)
+    entries, children = children_of(value)
+    by_value = {id(child): entry for child, entry in zip(children, entries, strict=True)}
+
+    def entry(name: str, child: Any) -> Any:
+        return name if name in entries else by_value.get(id(child), Attribute(name))
+
+    return entry
+
+
+def _report_keys(
+    checks: Mapping[Any, Check | None], value: dict[Any, Any], path: Path, run: Run
+) -> None:
+    """Name each key that lacks or is too many, and check those that are right."""
+    for key, check in checks.items():
+        if key not in value:
+            run.fail(path, f"[{key!r}]", "promised, but the dict that came has no such key")
+        elif check is not None:
+            check(value[key], (*path, key), run)
+    for key in value:
+        if key not in checks:
+            run.fail(path, f"[{key!r}]", f"not promised, came {describe(value[key])}")
+
+
+def one_of_check(one_of: OneOf, checks: Sequence[Check | None]) -> Check | None:
+    """For the first alternative that fits; `checks` are of those that are not None."""
+    optional = len(checks) < len(one_of.alternatives)
+    found = [check for check in checks if check is not None]
+    if len(found) < len(checks):
+        return None  # one of them promises nothing
+    check_rest = _only_check(one_of, found[0]) if len(found) == 1 else _first_check(one_of, found)
+
+    def check(value: Any, path: Path, run: Run) -> None:
+        if value is not None:
+            check_rest(value, path, run)
+
+    return check if optional else check_rest
+
+
+def _only_check(one_of: OneOf, check_rest: Check) -> Check:
+    """For ``Optional[X]``: X, but what fails as a whole is compared to the whole."""
+
+    def check(value: Any, path: Path, run: Run) -> None:
+        before = len(run.failures)
+        check_rest(value, path, run)
+        if any(failure.depth <= (len(path), False) for failure in run.failures[before:]):
+            del run.failures[before:]
+            run.fail(path, "", f"promised {one_of}, came {describe(value)}")
+
+    return check
+
+
+def _first_check(one_of: OneOf, checks: list[Check]) -> Check:
+    """The first alternative that fits what the call has bound so far; it is not revised."""
+
+    def check(value: Any, path: Path, run: Run) -> None:
+        closest = []
+        for alternative in checks:
+            fork = run.fork()
+            alternative(value, path, fork)
+            if not fork.failures:
+                run.adopt(fork)
+                return
+            if min(fork.failures).depth > (len(path), False):
+                closest.append(fork)
+        # The one alternative that fits the outside of the value, if there is one, says most.
+        if len(closest) == 1:
+            run.adopt(closest[0])
+            run.failures.extend(closest[0].failures)
+        else:
+            run.fail(path, "", f"promised {one_of}, came {describe(value)}")
+
+    return check

@@ -1,0 +1,86 @@
+"""Runs: what the check of one call has found so far.
+
+NOTE [one check, one report]
+A check never stops at the first mismatch: it adds to the `Run` that it is given, so that one
+error lists all. Text is made only for what failed; a call that fits pays for comparisons alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from tsfunc.types.descriptors import Attribute, children_of, entry_text
+from tsfunc.types.dims import DimExpr
+from tsfunc.types.meta import MetaTensorType
+
+Path: TypeAlias = tuple[Any, ...]
+"""The parameter's name, then optree's entries down to the leaf."""
+
+
+class Failure(NamedTuple):
+    """One mismatch: how deep it lies (to tell which alternative came closest), and its line."""
+
+    depth: tuple[int, bool]
+    line: str
+
+
+class Run:
+    """What one check of one call has found so far."""
+
+    __slots__ = ("arguments", "failures", "leaves", "pending", "places", "sizes")
+
+    def __init__(self, arguments: Mapping[str, object]) -> None:
+        self.arguments = arguments
+        self.sizes: dict[str, int] = {}
+        self.places: dict[str, tuple[Path, int]] = {}
+        self.leaves: dict[Path, MetaTensorType] = {}
+        self.pending: list[tuple[Path, int, DimExpr, int]] = []
+        self.failures: list[Failure] = []
+
+    def fail(self, path: Path, part: str, what: str) -> None:
+        """Add a mismatch of what lies at `path`, in its attribute or item `part`."""
+        line = f"{place_text(path, self.arguments)}{part}: {what}"
+        self.failures.append(Failure((len(path), bool(part)), line))
+
+    def bound_at(self, name: str) -> str:
+        """Where a named dim got its size."""
+        path, axis = self.places[name]
+        return f"{name} is {self.sizes[name]} at {place_text(path, self.arguments)}.shape[{axis}]"
+
+    def fork(self) -> Run:
+        """A run that starts from what this one knows, for an alternative that may not fit."""
+        run = Run(self.arguments)
+        run.sizes.update(self.sizes)
+        run.places.update(self.places)
+        run.leaves.update(self.leaves)
+        run.pending.extend(self.pending)
+        return run
+
+    def adopt(self, other: Run) -> None:
+        """Go on from what a fork of this run has found; its failures are not taken over."""
+        self.sizes, self.places = other.sizes, other.places
+        self.leaves, self.pending = other.leaves, other.pending
+
+
+Check: TypeAlias = Callable[[Any, Path, Run], None]
+
+
+def place_text(path: Path, arguments: Mapping[str, object]) -> str:
+    """A path as Python would write it: ``params['w'][0]``, ``state.step``."""
+    text, value = str(path[0]), arguments.get(path[0])
+    for entry in path[1:]:
+        text += entry_text(type(value), entry)
+        value = _child(value, entry)
+    return text
+
+
+def _child(value: object, entry: object) -> object:
+    """The child, or None: the rest of a path is then shown by its entries alone."""
+    if isinstance(entry, Attribute):
+        return getattr(value, entry.name, None)
+    try:
+        entries, children = children_of(value)
+        return children[entries.index(entry)]
+    except ValueError:
+        return None
