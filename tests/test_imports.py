@@ -256,6 +256,7 @@ def test_importing_tsfunc_loads_little_beside_torch() -> None:
     )
     loaded = json.loads(run.stdout)
     assert "tsfunc" in loaded
+    assert "tsfunc.ops.catalogue.lookup" not in loaded  # nor the table that it reads
     assert heavy_modules(loaded) == []
 
 

@@ -22,6 +22,12 @@ from tests.test_imports import dotted_name, imported, is_private, torch_names
 ROOT = Path(__file__).resolve().parent.parent.parent
 BRIDGE = ROOT / "tsfunc" / "bridge"
 
+
+def held(x: torch.Tensor) -> torch.Tensor:
+    """What a custom operator is made of."""
+    return x.clone()
+
+
 Source = tuple[str, str]  # a file's name and its text
 
 # What has the private attributes that are read off values; one is added here when needed.
@@ -30,6 +36,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "OpOverload": lambda: torch.ops.aten.sin.default,
     "OpOverloadPacket": lambda: torch.ops.aten.sin,
     "Tensor": lambda: torch.ones(1),
+    "CustomOpDef": lambda: torch.library.custom_op("tsfunc_tests::held", mutates_args=())(held),
 }
 
 

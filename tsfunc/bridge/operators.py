@@ -28,6 +28,7 @@ from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.table import find_operator, on_resolve
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
+from tsfunc.ops.catalogue.reader import install
 from tsfunc.ops.registry import Rule, on_declare
 
 
@@ -85,6 +86,16 @@ class TorchOperator(Operator):
 
 _by_id: dict[int, TorchOperator] = {}
 _lock = threading.RLock()
+
+
+def _reader() -> Any:
+    # The catalogue is not loaded before somebody asks for it.
+    from tsfunc.bridge.schemas import READER
+
+    return READER
+
+
+install(_reader)
 
 
 def operator_of(overload: OpOverload) -> TorchOperator:

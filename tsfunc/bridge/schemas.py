@@ -2,9 +2,8 @@
 
 Private names used here (torch 2.11 to 2.13): ``_dispatch_get_all_op_names`` lists what is
 registered with the dispatcher; ``_dispatch_has_kernel_for_dispatch_key`` whether an operator has a
-kernel; ``OpOverload._schema`` is an overload's schema;
-``_library.custom_ops._maybe_get_opdef`` finds what ``torch.library.custom_op`` has made of a
-function: its ``_opoverload``, and as ``_vmap_fn`` the rule that ``register_vmap`` was given.
+kernel; ``OpOverload._schema`` is an overload's schema; ``CustomOpDef``, what
+``torch.library.custom_op`` makes of a function, has its overload as ``_opoverload``.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any
 
 import torch
 from torch._C import _dispatch_get_all_op_names, _dispatch_has_kernel_for_dispatch_key
-from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.bridge.operators import overload_of
-from tsfunc.ops.catalogue.reader import Reader, install
-from tsfunc.ops.catalogue.signature import Argument, Signature
+from tsfunc.bridge.torch_rules import vmap_rule
+from tsfunc.ops.catalogue.signature import Argument, Reader, Signature
 
 
 def registered(namespace: str = "") -> list[str]:
@@ -84,12 +83,6 @@ def has_fake_kernel(name: str) -> bool:
     return not own and bool(_dispatch_has_kernel_for_dispatch_key(name, "Meta"))
 
 
-def vmap_rule(name: str) -> Any:
-    """What ``torch.library.register_vmap`` was given for a custom operator, or None."""
-    defined = _maybe_get_opdef(name)
-    return defined._vmap_fn if defined is not None else None
-
-
 def name_of(operator: Any) -> str:
     """The dispatcher name of an overload, a packet of just one, or what ``custom_op`` gave."""
     if isinstance(operator, CustomOpDef):
@@ -99,4 +92,4 @@ def name_of(operator: Any) -> str:
     return operator.name() if isinstance(operator, OpOverload) else str(operator)
 
 
-install(Reader(name_of, signature_of, overloads_of, registered, has_fake_kernel, vmap_rule))
+READER = Reader(name_of, signature_of, overloads_of, registered, has_fake_kernel, vmap_rule)

@@ -6,7 +6,8 @@ keeps that function, and it is called here. For other operators (``torch.library
 kernel in C++) it is behind a kernel of torch.func's key, which torch.vmap over the values reaches.
 
 Private names used here (torch 2.11 to 2.13): ``_C._dispatch_has_kernel_for_dispatch_key`` says
-whether there is such a kernel.
+whether there is such a kernel; ``_library.custom_ops._maybe_get_opdef`` finds what ``custom_op``
+made, which has the rule as ``_vmap_fn``.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from typing import Any
 
 import torch
 from torch._C import _dispatch_has_kernel_for_dispatch_key
+from torch._library.custom_ops import _maybe_get_opdef
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.mapped_function import rewrapped
 from tsfunc.bridge.operators import TorchOperator
-from tsfunc.bridge.schemas import signature_of, vmap_rule
 from tsfunc.dispatch.recording import name_of_rule, note
 from tsfunc.errors import DispatchError
 from tsfunc.ops.by_category import rule_of_category
+from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.registry import Category, Rule
 
 
@@ -84,6 +86,12 @@ def by_torchs_rule(
     return _by_tag(op, level, args, kwargs)
 
 
+def vmap_rule(name: str) -> Any:
+    """What ``torch.library.register_vmap`` was given for a custom operator, or None."""
+    defined = _maybe_get_opdef(name)
+    return defined._vmap_fn if defined is not None else None
+
+
 def has_torchs_rule(op: TorchOperator) -> bool:
     """Whether a rule for torch.vmap was registered."""
     return bool(_dispatch_has_kernel_for_dispatch_key(op.name, "FuncTorchBatched"))
@@ -120,7 +128,7 @@ def _by_tag(
     if torch.Tag.pointwise not in op.overload.tags:
         return NotImplemented
     if op.name not in _by_tags:
-        signature = signature_of(op.name)
+        signature = reader().signature(op.name)
         assert signature is not None
         _by_tags[op.name] = rule_of_category(Category.TENSOR_ITERATOR, signature)
     rule = _by_tags[op.name]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
     advanced_indexing,
     attention,
@@ -33,7 +36,6 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     views,
     weight_norm,
 )
-from tsfunc.ops.catalogue import OperatorEntry, category_of, census, lookup, operators, register
 from tsfunc.ops.registry import BatchLevel, Category, Row, all_rows, find, row, rows
 
 __all__ = [
@@ -51,3 +53,26 @@ __all__ = [
     "row",
     "rows",
 ]
+
+if TYPE_CHECKING:
+    from tsfunc.ops.catalogue.counts import census, operators
+    from tsfunc.ops.catalogue.custom import register
+    from tsfunc.ops.catalogue.lookup import OperatorEntry, category_of, lookup
+
+# The catalogue is loaded when it is asked for: ``import tsfunc`` does not need it.
+_LATE = {
+    "OperatorEntry": "lookup",
+    "category_of": "lookup",
+    "census": "counts",
+    "lookup": "lookup",
+    "operators": "counts",
+    "register": "custom",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        module = importlib.import_module(f"tsfunc.ops.catalogue.{_LATE[name]}")
+        globals()[name] = getattr(module, name)
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

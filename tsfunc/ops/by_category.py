@@ -9,16 +9,18 @@ gives for one example; otherwise the loop takes it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tsfunc.ops.catalogue.signature import Signature
 from tsfunc.ops.dims import front
 from tsfunc.ops.identity import same_shape
 from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
+
+if TYPE_CHECKING:
+    from tsfunc.ops.catalogue.signature import Signature
 
 
 def rule_of_category(category: Category, signature: Signature) -> Rule | None:

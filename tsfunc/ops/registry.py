@@ -135,6 +135,11 @@ def declare(
 ) -> None:
     """Adds rows; a second one for the same operator is refused."""
     for name in names:
+        if not isinstance(name, str):
+            raise DispatchError(
+                f"A row at {source} is declared for {name!r}; expected an operator's name, such as "
+                f"'aten::sin'. Shape categories are in tsfunc/ops/catalogue/decided.txt."
+            )
         if name in _rows:
             raise DispatchError(
                 f"{name} has a row already, declared at {_rows[name].source}; "

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from tsfunc import ops
 from tsfunc.bridge.watching import Lines, PlainCalls
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recording import Count, Recorder, Use, name_of_rule, recording
-from tsfunc.ops import Row, category_of, find
+from tsfunc.ops import Row, find
 from tsfunc.transforms.vmap_spec import name_of
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def _order(found: tuple[Use, Count]) -> tuple[str, int, bool, int]:
 def _described(use: Use, count: Count) -> OperatorUse:
     row = find(use.operator)
     how, rule, source = _way(use, row)
-    category = category_of(use.operator)
+    category = ops.category_of(use.operator)
     file, line, function = use.place
     return OperatorUse(
         use.operator, category.value if category is not None else None, file, line, function,

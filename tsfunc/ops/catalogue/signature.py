@@ -1,6 +1,6 @@
 """An operator's schema as plain data, for those who may not touch torch's own objects.
 
-``tsfunc.bridge.schemas`` fills these in; everything in this room only reads them.
+``tsfunc.bridge.schemas`` makes these; everything in this room only reads them.
 """
 
 from __future__ import annotations
@@ -105,6 +105,27 @@ class Signature:
     def __str__(self) -> str:
         shown = [f"{a.type} {a.name}" for a in self.arguments]
         return f"{self.name}({', '.join(shown)}) -> ({', '.join(self.returns)})"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How operators are looked into.
+
+    Attributes:
+        name: the dispatcher name of an overload, or of what ``custom_op`` gave.
+        signature: the schema of a dispatcher name, or None where torch has no such operator.
+        overloads: the schemas of all overloads of a packet (``aten::add``).
+        names: all overloads of a namespace; of every namespace where it is empty.
+        fake: whether an operator has a fake kernel of its own, in Python.
+        vmap_rule: what was registered with ``torch.library.register_vmap``, or None.
+    """
+
+    name: Callable[[Any], str]
+    signature: Callable[[str], Signature | None]
+    overloads: Callable[[str], Iterable[Signature]]
+    names: Callable[[str], list[str]]
+    fake: Callable[[str], bool]
+    vmap_rule: Callable[[str], Any]
 
 
 # A functional form takes these beside what its variant takes: an out= tensor has them itself.
