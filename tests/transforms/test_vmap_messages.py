@@ -184,7 +184,13 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: vmap(lambda x: x.nonzero())(X),
         RuntimeError,
-        "vmap: We do not support batching operators that can output dynamic shape",
+        "vmap: We do not support batching operators that can output dynamic shape. Attempted to "
+        "vmap over aten::nonzero)",
+    ),
+    (
+        lambda: vmap(lambda x: torch.where(x > 0))(X),
+        RuntimeError,
+        "Attempted to vmap over aten::where)",
     ),
 ]
 

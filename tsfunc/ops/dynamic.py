@@ -28,7 +28,8 @@ def refuse_dynamic(op: Any, instead: str) -> NoReturn:
     raise DataDependentError(
         f"vmap: {op_name(op)}, at {users_place()}: the size of the result depends on the values of "
         f"a batched tensor, so it would differ from example to example (torch.func says: vmap: We "
-        f"do not support batching operators that can output dynamic shape). {instead}, {OUTSIDE}."
+        f"do not support batching operators that can output dynamic shape. Attempted to vmap over "
+        f"{op_name(op)}). {instead}, {OUTSIDE}."
     )
 
 
@@ -125,7 +126,7 @@ def nonzero(
     return nonzeros(op, level, [front(args[0], dims[0])])[0], 0
 
 
-@row("aten::nonzero_numpy", "aten::argwhere")
+@row("aten::nonzero_numpy", "aten::argwhere", "aten::where")
 def by_nonzero(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
