@@ -119,6 +119,28 @@ def test_results_combine_with_inputs_of_the_same_lengths() -> None:
     same_examples(x + vmap(torch.sin)(x), [e + e.sin() for e in x.unbind()])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_results_have_the_layout_of_the_inputs() -> None:
+    """The strided one has examples that differ in any of their dims."""
+    xs = [torch.randn(n, 3) for n in (2, 4, 1)]
+    ys = [torch.randn(3, n) for n in (5, 2, 3)]
+    x, y = torch.nested.nested_tensor(xs), torch.nested.nested_tensor(ys)
+
+    def examples(got: Any) -> Any:
+        assert got.is_nested and got.layout is torch.strided
+        return got.unbind()
+
+    same(examples(vmap(lambda x: x.sin() * 2)(x)), tuple(x.sin() * 2 for x in xs))
+    same(examples(vmap(torch.matmul)(x, y)), tuple(x @ y for x, y in zip(xs, ys, strict=True)))
+    same(examples(vmap(torch.matmul, (0, None))(x, ys[0])), tuple(x @ ys[0] for x in xs))
+    leaves = [x.clone().requires_grad_() for x in xs]
+    parent = torch.nested.as_nested_tensor(leaves, layout=torch.strided)
+    vmap(torch.square)(parent).to_padded_tensor(0.0).sum().backward()
+    same([leaf.grad for leaf in leaves], [2 * x for x in xs])
+    mixed = vmap(torch.matmul)(nested(xs), y)
+    assert isinstance(mixed, list)
+
+
 def test_the_strided_layout_and_lengths_with_gaps() -> None:
     examples = [torch.randn(2, 3), torch.randn(4, 1), torch.randn(2, 3)]
     with warnings.catch_warnings():
@@ -215,13 +237,13 @@ def test_what_no_nested_tensor_can_be_is_a_list() -> None:
 
 def test_refusals() -> None:
     x = nested(examples_of([3, 1], 4))
-    with pytest.raises(ValueError, match="Its examples are along its first dim: give in_dim=0"):
+    with pytest.raises(RuntimeError, match="Nested tensors can only be vmapped over dim=0"):
         vmap(torch.sum, in_dims=1)(x)
     with pytest.raises(ValueError, match="got nested tensors of 2 and of 3 examples"):
         vmap(torch.add)(x, nested(examples_of([3, 1, 1], 4)))
     with pytest.raises(ValueError, match="got 3 beside a nested tensor of 2 examples"):
         vmap(torch.add)(x, torch.ones(3))
-    with pytest.raises(ValueError, match="give out_dims=0 for this output, or ragged='list'"):
+    with pytest.raises(RuntimeError, match="give out_dims=0 for this output, or ragged='list'"):
         vmap(torch.sin, out_dims=1)(x)
     assert vmap(torch.sin, out_dims=(-3))(x).is_nested
     with pytest.raises(DataDependentError, match="you're attempting to use a Tensor in some"):

@@ -4,10 +4,11 @@ NOTE [examples of differing sizes]
 A nested tensor is mapped over its first dim. Examples of one size are run together, as a tensor of
 that size: every operator is right for each length, since none sees another one. Results of parts
 are put together in the order of the examples: into a tensor where their sizes agree; where they
-differ in one dim, into a nested tensor of torch's jagged layout (``ragged="nested"``). A list, one
-entry an example, is what comes with ``ragged="list"``, and where no nested tensor can be: sizes
-that differ in several dims, ranks or types that differ, results inside of another transform, whose
-values a nested tensor can't hold.
+differ, into a nested tensor (``ragged="nested"``), of torch's strided layout where the nested
+inputs are, else of its jagged layout, which has sizes that differ in one dim. A list, one entry an
+example, is what comes with ``ragged="list"``, and where no nested tensor can be: ranks or types
+that differ, sizes that differ in several dims, results inside of another transform, whose values
+a nested tensor can't hold.
 
 A result that is no tensor belongs to one example each as soon as the function has asked for a
 value of an example, or examples have sizes of their own: numbers then come as a tensor, other
@@ -55,9 +56,10 @@ class Nested(Source):
 def nested_source(spec: Spec, value: torch.Tensor, dim: int) -> Nested:
     """A nested input; its batch dim can be the first one only."""
     if dim not in (0, -value.dim()):
-        raise ValueError(
+        raise RuntimeError(
             f"{spec.call()}: Got in_dim={dim} for an input that is a nested tensor. Its examples "
-            f"are along its first dim: give in_dim=0."
+            f"are along its first dim: give in_dim=0. (torch.func says: Nested tensors can only be "
+            f"vmapped over dim=0)"
         )
     return Nested(value, 0, value.unbind(0))
 
@@ -221,16 +223,20 @@ class _Joined:
                 f"example: {_listed_sizes(sizes)}. ragged='nested' returns these as a nested "
                 f"tensor, ragged='list' as a list."
             )
-        along = _ragged_dim(values, sizes)
-        if self.spec.ragged == "list" or along is None:
+        differing = _ragged_dims(values, sizes)
+        strided = bool(self.nested) and all(x.layout is torch.strided for x in self.nested)
+        if self.spec.ragged == "list" or not differing or not (strided or len(differing) == 1):
             return self._listed(values, dim)
         if dim % values[0].dim() != 0:
-            raise ValueError(
+            raise RuntimeError(
                 f"{self.spec.call(out=True)}: an output has sizes that differ from example to "
                 f"example: {_listed_sizes(sizes)}. A nested tensor has its examples along its "
-                f"first dim: give out_dims=0 for this output, or ragged='list'."
+                f"first dim: give out_dims=0 for this output, or ragged='list'. (torch.func says: "
+                f"Nested tensors can only be vmapped over dim=0)"
             )
-        return self._jagged(values, along)
+        if strided:
+            return torch.nested.as_nested_tensor(self._listed(values, 0), layout=torch.strided)
+        return self._jagged(values, differing[0])
 
     def _jagged(self, values: Sequence[torch.Tensor], along: int) -> torch.Tensor:
         """A nested tensor, ragged along a dim of the examples."""
@@ -270,14 +276,13 @@ def _listed_sizes(sizes: Sequence[Sequence[Any]]) -> str:
     return ", ".join(map(str, different[:4])) + (", ..." if len(different) > 4 else "")
 
 
-def _ragged_dim(values: Sequence[torch.Tensor], sizes: Sequence[Sequence[Any]]) -> int | None:
-    """The one dim in which examples differ; None where no nested tensor can have them."""
+def _ragged_dims(values: Sequence[torch.Tensor], sizes: Sequence[Sequence[Any]]) -> list[int]:
+    """The dims in which examples differ; none where no nested tensor can have them."""
     first = sizes[0]
     if any(len(size) != len(first) for size in sizes):
-        return None
+        return []
     if any(v.dtype != values[0].dtype or v.device != values[0].device for v in values):
-        return None
+        return []
     if any(isinstance(v, Tracer) or forward_ad.unpack_dual(v).tangent is not None for v in values):
-        return None
-    differing = [i for i in range(len(first)) if any(size[i] != first[i] for size in sizes)]
-    return differing[0] if len(differing) == 1 else None
+        return []
+    return [i for i in range(len(first)) if any(size[i] != first[i] for size in sizes)]
