@@ -22,11 +22,25 @@ from torch import Tensor
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.autograd_function_db import autograd_function_db
-    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_methods_invocations import (
+        foreach_binary_op_db,
+        foreach_other_op_db,
+        foreach_pointwise_op_db,
+        foreach_reduce_op_db,
+        foreach_unary_op_db,
+        op_db,
+    )
     from torch.testing._internal.custom_op_db import custom_op_db
 
 from tests.ops.database_extra import EXTRA, Extra
 
+FOREACH = (
+    foreach_unary_op_db,
+    foreach_binary_op_db,
+    foreach_pointwise_op_db,
+    foreach_reduce_op_db,
+    foreach_other_op_db,
+)
 Results = tuple[Tensor, ...]
 
 FUNCTION, METHOD, INPLACE, OPERATOR, OUT = "function", "method", "inplace", "operator", "out"
@@ -125,7 +139,7 @@ class Row:
             yield from _out_case(self.call, leaves, tree, places, tensors)
             return
         # Where the input would be broadcast, torch refuses to write it, or resizes it.
-        if self.variant == INPLACE and (sample.input is not leaves[0] or sample.broadcasts_input):
+        if self.variant == INPLACE and (places[:1] != [0] or sample.broadcasts_input):
             return
         call = functools.partial(_call, self.call, leaves, tree, places)
         written, reshapes = _written(call, tensors)
@@ -234,7 +248,8 @@ def _arguments(tree: Any, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, A
 
 
 def _samples_of(info: Any, dtype: torch.dtype, grad: bool) -> Iterator[Any]:
-    return iter(info.sample_inputs("cpu", dtype, requires_grad=grad))
+    options = {"num_input_tensors": [3]} if info.name.startswith("_foreach") else {}
+    return iter(info.sample_inputs("cpu", dtype, requires_grad=grad, **options))
 
 
 def _named(info: Any, seen: dict[str, int]) -> str:
@@ -279,7 +294,7 @@ def _variants(info: Any) -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 def _database_rows() -> Iterator[Row]:
     seen: dict[str, int] = {}
-    for info in itertools.chain(op_db, autograd_function_db, custom_op_db):
+    for info in itertools.chain(op_db, autograd_function_db, custom_op_db, *FOREACH):
         if "jiterator" in info.name:
             continue  # compiles for a GPU
         entry = _named(info, seen)

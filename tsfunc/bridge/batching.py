@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
-from tsfunc.bridge.fallback import PLAIN_TENSORS, without_rule, write_out
+from tsfunc.bridge.fallback import is_outside, without_rule, write_out
 from tsfunc.bridge.operators import TorchOperator, functional_form, overload_of
 from tsfunc.bridge.split_level import before_write
 from tsfunc.bridge.tracer import METHODS, innermost_level, into_torch
@@ -175,7 +175,7 @@ def _lifting_all(
         def lifted(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return type(value)(lifted(item) for item in value)
-            return level.lift(value) if type(value) in PLAIN_TENSORS else value
+            return level.lift(value) if is_outside(value, level) else value
 
         args = tuple(lifted(arg) for arg in args)
     return into_torch(func, types, args, kwargs)

@@ -30,6 +30,7 @@ from tsfunc.bridge.operators import (
 )
 from tsfunc.bridge.torch_rules import by_torchs_rule, has_torchs_rule
 from tsfunc.bridge.torch_state import without_autograd
+from tsfunc.bridge.tracer import Tracer
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.places import users_place, warn
 from tsfunc.dispatch.recording import note
@@ -73,11 +74,18 @@ def _run_parts(
     """
 
     def lift(value: Any) -> Any:
-        return level.lift(value) if type(value) in PLAIN_TENSORS else value
+        return level.lift(value) if is_outside(value, level) else value
 
     args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
     with level.at_own_level(), without_autograd() if level.autograd else nullcontext():
         return parts(*args, **kwargs)
+
+
+def is_outside(value: Any, level: BatchLevel) -> bool:
+    """Whether it is a tensor that the level has no tracer for yet."""
+    if isinstance(value, Tracer):
+        return value.dispatch_level.depth < level.depth
+    return type(value) in PLAIN_TENSORS
 
 
 def way_of(name: str) -> str:
@@ -92,6 +100,8 @@ def way_of(name: str) -> str:
         return "by the rule that was registered with torch"
     if op.composite:
         return "by its parts, as torch composes it"
+    if name in PARTS:
+        return "by its parts, as written here"
     if _parts_of(op) is not None:
         return "by torch's decomposition"
     if op.is_view:

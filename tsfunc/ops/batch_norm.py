@@ -55,8 +55,12 @@ def _normalize(
     dims: Dims,
     tensors: Sequence[Any],
     training: bool,
+    momentum: float = 1,
 ) -> Any:
-    """``call(x, weight, bias, running_mean, running_var)`` with the batch folded away."""
+    """``call(x, weight, bias, running_mean, running_var)`` with the batch folded away.
+
+    Running statistics are updated in training, unless with a momentum of 0.
+    """
     x, weight, bias, mean, var = tensors
     at, p, q, m, v = dims
     size = level.batch_size
@@ -75,7 +79,7 @@ def _normalize(
         return (out, *stats), (to, *[None] * n)
     if not training and p is None and q is None and m is None and v is None:
         return _results(call(front(x, at).flatten(0, 1), weight, bias, mean, var), size, 0)
-    updated = training and mean is not None
+    updated = training and mean is not None and momentum != 0
     if updated and (m is None or v is None):
         _refuse_update()
     flat = [_flat(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]
@@ -98,7 +102,7 @@ def batch_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Whether it trains is an argument."""
-    return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], args[5])
+    return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], args[5], args[6])
 
 
 @row("aten::_native_batch_norm_legit.no_stats")
@@ -132,7 +136,7 @@ def batch_norm_training(
         weight = x.new_ones(x.shape[1]) if weight is None else weight
         return op(x, weight, *rest, *args[5:])
 
-    return _normalize(call, level, dims[:5], args[:5], True)
+    return _normalize(call, level, dims[:5], args[:5], True, args[5])
 
 
 @row(

@@ -201,6 +201,7 @@ def nonzero_static(
     columns = []
     rest = lines
     for extent in reversed(x.shape[1:]):
+        extent = max(extent, 1)  # without elements there are no places, but divisors
         columns.append(torch.where(lines < 0, fill, rest % extent))
         rest = rest // extent
     if not columns:

@@ -20,6 +20,7 @@ from tsfunc.ops.dims import (
     front,
     physical_dim,
     promote_scalars,
+    refuse_inplace,
     wrap,
 )
 from tsfunc.ops.refusal import refused
@@ -213,6 +214,20 @@ def renorm(
     over = [d for d in range(x.dim()) if d != at and d != target]
     lengths = torch.linalg.vector_norm(x, p, over, True)
     return x * torch.where(lengths > limit, limit / (lengths + 1e-7), 1.0).to(x.dtype), at
+
+
+@row(Category.TENSOR_ITERATOR, "aten::renorm_")
+def renorm_inplace(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As renorm, and copied back."""
+    if dims[0] is None:
+        refuse_inplace(op)
+    out = renorm(torch.ops.aten.renorm.default, level, dims, args, kwargs)
+    if out is not NotImplemented:
+        args[0].copy_(out[0])
+        return args[0], dims[0]
+    return out
 
 
 def along(tensors: int = 1) -> Rule:
