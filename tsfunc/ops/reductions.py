@@ -216,7 +216,7 @@ def renorm(
     return x * torch.where(lengths > limit, limit / (lengths + 1e-7), 1.0).to(x.dtype), at
 
 
-@row(Category.TENSOR_ITERATOR, "aten::renorm_")
+@row("aten::renorm_")
 def renorm_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
