@@ -25,7 +25,7 @@ OF_ALL = "sum mean prod max min all any median nanmedian norm.Scalar aminmax".sp
 ALONG = "cumsum cumprod cummax cummin logcumsumexp _logcumsumexp cumsum_ cumprod_".split()
 SOFTMAX = """_softmax _log_softmax _safe_softmax softmax.int log_softmax.int special_softmax
     special_log_softmax""".split()
-SINGLY = """aten::aminmax aten::dist aten::renorm aten::kthvalue aten::count_nonzero
+SINGLY = """aten::aminmax aten::dist aten::renorm aten::renorm_ aten::kthvalue aten::count_nonzero
     aten::norm.ScalarOpt_dtype aten::norm.ScalarOpt_dim_dtype aten::_softmax_backward_data
     aten::_log_softmax_backward_data aten::glu aten::glu_backward aten::glu_jvp
     aten::glu_backward_jvp aten::count_nonzero.dim_IntList""".split()
@@ -153,6 +153,7 @@ def test_glu() -> None:
 def test_renorm() -> None:
     for dim in (0, 1, -1):
         assert runs("renorm", torch.randn(2, 4, 5) * 3, 2, dim, 1.5)
+        assert runs("renorm_", torch.randn(2, 4, 5) * 3, 2, dim, 1.5)
         assert runs("renorm", torch.randn(2, 4, 5) * 3, 1, dim, 100.0)
 
 
