@@ -177,7 +177,8 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
         it, and the way in which it was served (a batching rule, its parts, the slow loop), with
         the number of calls and their time. Operators of a backward pass that a transform saw
         stand at the lines of the forward pass. Calls of torch that met no transform are listed
-        as such; what their own backward pass calls is not.
+        as such; what their own backward pass calls is not, and neither are elementwise calls
+        on threads that ``func`` starts.
 
     Raises:
         Exception: whatever the call raises.
