@@ -51,6 +51,9 @@ class Level:
     def examples(self, device: torch.device) -> Tensor:
         return torch.arange(self.batch_size, device=device)
 
+    def keys(self, nonce: Tensor, generator: torch.Generator | None) -> Tensor:
+        return nonce
+
     def draws(self, generator: torch.Generator | None) -> None:
         pass
 

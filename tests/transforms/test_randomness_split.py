@@ -305,3 +305,55 @@ def test_an_operator_without_a_rule_draws_alone_too() -> None:
     assert len((whole - X).unique()) == 42
     shared = vmap(op, randomness="same")(X)
     same(shared - X, (shared - X)[:1].expand(7, 6))
+
+
+def halve(x: Tensor) -> Tensor:
+    """Draws as often as the example needs it."""
+    return tsfunc.while_loop(  # type: ignore[no-any-return]
+        lambda x: x > 0.5, lambda x: x * (0.5 + 0.4 * torch.rand(())), x
+    )
+
+
+def coins(x: Tensor) -> Tensor:
+    """One branch draws twice, the other once, and all once more afterwards."""
+    y = tsfunc.cond(
+        torch.rand(()) < 0.5,
+        lambda x: x + torch.rand(()) + 10 * torch.randn(()),
+        lambda x: x - nnf.dropout(torch.ones(()), 0.5),
+        x,
+    )
+    return torch.stack([y, torch.rand(())])
+
+
+def both(x: Tensor) -> Tensor:
+    return coins(halve(x) + halve(x / 2))
+
+
+@pytest.mark.parametrize("func", [halve, coins, both])
+def test_examples_that_run_by_themselves(func: Func) -> None:
+    """In branches and loops, where others do not draw: the numbers stay those drawn alone."""
+    x = torch.linspace(0.2, 9, 12)
+    torch.manual_seed(9)
+    whole = drawing(func)(x)
+    for chunk_size in (1, 5):
+        torch.manual_seed(9)
+        same(drawing(func, chunk_size=chunk_size)(x), whole)
+    torch.manual_seed(9)
+    same(drawing(func)(x[:3]), whole[:3])
+    torch.manual_seed(9)
+    same(drawing(func, data_dependent="split")(x), whole)
+    nested = drawing(drawing(func))(x.view(3, 4))
+    assert len(nested.unique()) == nested.numel()
+
+
+def test_checkpoints_of_examples_that_run_by_themselves() -> None:
+    def dropped(x: Tensor) -> Any:
+        return checkpoint(lambda x: nnf.dropout(x, 0.5).square(), x, use_reentrant=False)
+
+    def func(x: Tensor) -> Tensor:
+        y = tsfunc.cond(x.sum() > 0, lambda x: nnf.dropout(x) * 0 + x, lambda x: x, x)
+        return dropped(y).sum()  # type: ignore[no-any-return]
+
+    x = torch.ones(5, 200) * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])[:, None]
+    grads = drawing(tsfunc.grad(func))(x)
+    assert set(grads.abs().unique().tolist()) == {0.0, 8.0}

@@ -19,6 +19,7 @@ from torch._C import (
     _set_grad_enabled,
 )
 
+from tsfunc.bridge.courses import Course, Courses
 from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracer import (
@@ -50,11 +51,13 @@ class BatchLevel(TracerLevel):
         axis_name: what collectives call it.
         first: the index in the whole call of the first of its examples.
         generators: where torch's random numbers began, for a call that is run part by part.
+        courses: what each example has drawn, once some of them have run by themselves.
         kind: the class of its tracers.
         splitter: what chooses between examples that answer differently; None refuses them.
     """
 
-    __slots__ = ("axis_name", "batch_size", "bit", "first", "generators", "kind", "randomness",
+    __slots__ = ("axis_name", "batch_size", "bit", "courses", "first", "generators", "kind",
+                 "randomness",
                  "splitter", "strict")  # fmt: skip
 
     def __init__(
@@ -73,6 +76,7 @@ class BatchLevel(TracerLevel):
         self.first = first
         self.generators = generators
         self.axis_name: Hashable = None
+        self.courses: Courses | None = None
         self.kind = BatchTracer
         self.splitter: Splitter | None = None
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
@@ -89,14 +93,43 @@ class BatchLevel(TracerLevel):
 
     def twin(self, name: str) -> BatchLevel:
         """A level for the same batch, which a rule enters on the values that it was given."""
-        return BatchLevel(
-            self.batch_size, self.randomness, name, self.strict, self.first, self.generators
-        )
+        return _Twin(self, name)
+
+    def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        """The key for the whole batch, or one for each example (NOTE [courses of draws])."""
+        if self.courses is None:
+            return nonce
+        return self.course(generator).keys(nonce, None)
+
+    def course(self, generator: torch.Generator | None) -> Course:
+        """What the examples have drawn from a generator."""
+        assert self.courses is not None
+        if generator not in self.courses:
+            self.courses[generator] = Course(self.batch_size)
+        return self.courses[generator]
 
     def draws(self, generator: torch.Generator | None) -> None:
         """A random operator is about to draw from the generator, None being torch's own."""
         if self.generators is not None:
             self.generators.draws(generator)
+
+
+class _Twin(BatchLevel):
+    """A level for the batch of another one."""
+
+    __slots__ = ("level",)
+
+    def __init__(self, level: BatchLevel, name: str) -> None:
+        super().__init__(level.batch_size, level.randomness, name, level.strict)
+        self.generators = level.generators
+        self.splitter = level.splitter
+        self.level = level
+
+    def examples(self, device: torch.device) -> torch.Tensor:
+        return self.level.examples(device)
+
+    def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        return self.level.keys(nonce, generator)
 
 
 class BatchTracer(Tracer):

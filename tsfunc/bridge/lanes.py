@@ -36,7 +36,7 @@ from tsfunc.ops.splitting import groups_of
 _SHARED = (
     "key", "depth", "bits", "outer", "name", "_site", "_restores", "autograd", "forward",
     "torch_state", "functorch_depth", "randomness", "strict", "bit", "_entered", "first",
-    "generators", "axis_name",
+    "generators", "axis_name", "courses",
 )  # fmt: skip
 
 
@@ -63,6 +63,8 @@ class LaneLevel(BatchLevel, StandIn):
         self._kernel_states = {}
         self._composed: dict[int, torch.Tensor] = {}
         self.kind = BatchTracer
+        if self.whole.courses is None and self.whole.randomness == "split":
+            self.whole.courses = {}
         self.splitter = self if self.whole.splitter is not None else None
 
     @property
@@ -89,10 +91,8 @@ class LaneLevel(BatchLevel, StandIn):
         whole = self.whole.examples(device)
         return whole.index_select(0, self.index_in(self.whole).to(device))
 
-    def twin(self, name: str) -> BatchLevel:
-        twin = super().twin(name)
-        twin.splitter = self.splitter
-        return twin
+    def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        return self.whole.course(generator).keys(nonce, self.index_in(self.whole))
 
     def agree(self, answers: torch.Tensor) -> None:
         """Goes on where all lanes answer alike; else the vmap begins anew without some of them.

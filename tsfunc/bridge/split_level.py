@@ -112,10 +112,14 @@ class SplitLevel(BatchLevel):
         self.lanes = self.lanes[kept]
         self.generation += 1
         self.batch_size = len(kept)
+        for course in (self.courses or {}).values():
+            course.narrow(kept)
         return kept
 
     def twin(self, name: str) -> BatchLevel:
-        return _Twin(self, name)
+        twin = super().twin(name)
+        twin.splitter = _BeginningAnew(self)
+        return twin
 
     def narrowed(self, value: torch.Tensor, at: int, generation: int) -> torch.Tensor:
         """The examples that are left, of a value from when there were more."""
@@ -175,26 +179,15 @@ class SplitTracer(BatchTracer):
         self._generation = level.generation
 
 
-class _Twin(BatchLevel):
-    """A level that a rule enters for the batch of another one.
+class _BeginningAnew:
+    """The splitter of a level that a rule enters for the batch of another one.
 
     What runs there works on values of one size: where examples differ, the other level begins
     anew with those that agree.
     """
 
-    __slots__ = ("level",)
-
-    def __init__(self, level: SplitLevel, name: str) -> None:
-        super().__init__(level.batch_size, level.randomness, name, level.strict)
-        self.generators = level.generators
-        self.splitter = self
+    def __init__(self, level: SplitLevel) -> None:
         self.level = level
-
-    def examples(self, device: torch.device) -> torch.Tensor:
-        return self.level.examples(device)
-
-    def twin(self, name: str) -> BatchLevel:
-        return _Twin(self.level, name)
 
     def agree(self, answers: torch.Tensor) -> None:
         """Goes on where all examples agree."""

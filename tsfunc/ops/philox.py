@@ -11,6 +11,8 @@ holds the index of the example, which of the draw's numbers it is, and what for.
   ``torch.utils.checkpoint``, hold as they do without a vmap;
 - parts of a batch that are run one after the other begin with the same state of the generator,
   and an example meets the same nonces in whichever part it is;
+- where some examples run by themselves, each meets its nonces in their order all the same
+  (NOTE [courses of draws] in ``bridge/courses``);
 - a vmap outside of this one makes the nonce itself, by its own ``randomness``: a number for each
   of its examples, or one for all. A trace records how the nonce is drawn.
 
@@ -84,11 +86,13 @@ class Draw:
         shared: bool = False,
     ) -> None:
         self.device = device
+        nonce = _nonce(generator)
         if shared:
             self.examples = torch.zeros(1, dtype=torch.int64, device=device)
         else:
             self.examples = level.examples(device)
-        self.nonce = _nonce(generator).to(device)
+            nonce = level.keys(nonce, generator)
+        self.key = nonce.to(device).reshape(-1, 2).mT.unsqueeze(2)
         self._purpose = 0
 
     def stage(self, number: int) -> None:
@@ -105,7 +109,7 @@ class Draw:
         purpose = torch.full_like(example, self._purpose)
         odd = torch.stack([purpose, example >> 32])
         self._purpose += 1
-        out = philox(even, odd, self.nonce.view(2, 1, 1))
+        out = philox(even, odd, self.key)
         return out.reshape(rows, blocks * 4)[:, :count]
 
 

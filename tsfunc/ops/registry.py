@@ -88,6 +88,9 @@ class BatchLevel(Protocol):
     def examples(self, device: torch.device) -> Tensor:
         """The index of each example of the batch in the whole vmapped call."""
 
+    def keys(self, nonce: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The key for a draw with that nonce: for all examples, or a row for each."""
+
     def draws(self, generator: torch.Generator | None) -> None:
         """A random operator is about to draw from the generator, None being torch's own."""
 
