@@ -568,3 +568,34 @@ def test_wrong_arguments() -> None:
         vmap(torch.sin, ragged=3)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="data_dependent='split' can't be served inside of a"):
         torch.func.vmap(split(torch.sin))(X)
+
+
+# Beside control flow that is given as functions.
+
+
+def by_branches(x: Tensor) -> Tensor:
+    def high(x: Tensor) -> Tensor:
+        return x * 3 if x[1] > 1 else x.exp()
+
+    def low(x: Tensor) -> Tensor:
+        return x[x < 0].sum() - x
+
+    return tsfunc.cond(x.sum() > 1, high, low, x)  # type: ignore[no-any-return]
+
+
+def by_loops(x: Tensor) -> Tensor:
+    def body(x: Tensor) -> Tensor:
+        return x * 1.5 + 1 if x[0] > 0 else x * 2 - 1
+
+    return tsfunc.while_loop(lambda x: x.abs().sum() < 60, body, x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("func", [by_branches, by_loops])
+def test_values_asked_for_in_branches_and_loops(func: Callable[[Tensor], Tensor]) -> None:
+    want = loop(func, 6)(X)
+    same(split(func)(X), want)
+    same(split(split(func))(X.view(2, 3, 4)), want.view(2, 3, 4))
+    total = lambda x: func(x).sum()  # noqa: E731
+    same(split(tsfunc.grad(total))(X), loop(torch.func.grad(total), 6)(X))
+    with pytest.raises(DataDependentError, match='data_dependent="split"'):
+        vmap(func)(X)

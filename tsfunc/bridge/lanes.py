@@ -87,12 +87,24 @@ class LaneLevel(BatchLevel, StandIn):
             self._composed[id(level)] = known
         return known
 
+    @property
+    def numbers(self) -> torch.Tensor | None:
+        """The lanes' numbers in the whole as a plain tensor, None for all in their places.
+
+        Where the lanes differ among the examples of a vmap outside, each lane stands for the
+        example in its place in the parent, or for none.
+        """
+        outer = self.parent.numbers if isinstance(self.parent, LaneLevel) else None
+        if isinstance(self.index, Tracer):
+            return outer
+        return self.index if outer is None else outer.index_select(0, self.index)
+
     def examples(self, device: torch.device) -> torch.Tensor:
-        whole = self.whole.examples(device)
-        return whole.index_select(0, self.index_in(self.whole).to(device))
+        whole, numbers = self.whole.examples(device), self.numbers
+        return whole if numbers is None else whole.index_select(0, numbers.to(device))
 
     def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        return self.whole.course(generator).keys(nonce, self.index_in(self.whole))
+        return self.whole.course(generator).keys(nonce, self.numbers)
 
     def agree(self, answers: torch.Tensor) -> None:
         """Goes on where all lanes answer alike; else the vmap begins anew without some of them.
@@ -102,9 +114,10 @@ class LaneLevel(BatchLevel, StandIn):
         groups = groups_of(answers)
         if len(groups) == 1:
             return
-        splitter, index = self.whole.splitter, self.index_in(self.whole)
+        splitter, size = self.whole.splitter, self.whole.batch_size
         assert splitter is not None
-        group = torch.zeros(self.whole.batch_size, dtype=torch.int64, device="cpu")
+        index = torch.arange(size, device="cpu") if self.numbers is None else self.numbers.cpu()
+        group = torch.zeros(size, dtype=torch.int64, device="cpu")
         for number, lanes in enumerate(sorted(groups, key=len, reverse=True)):
             group[index[lanes]] = number
         splitter.agree(group)
