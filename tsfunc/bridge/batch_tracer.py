@@ -57,8 +57,7 @@ class BatchLevel(TracerLevel):
     """
 
     __slots__ = ("axis_name", "batch_size", "bit", "courses", "first", "generators", "kind",
-                 "randomness",
-                 "splitter", "strict")  # fmt: skip
+                 "randomness", "splitter", "strict")  # fmt: skip
 
     def __init__(
         self,

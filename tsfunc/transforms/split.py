@@ -177,7 +177,7 @@ def _inputs(sources: Sequence[Any], level: SplitLevel) -> list[Any]:
             value = source.take(level.lanes)
             taken[key] = value.clone() if level.copying else value
         level.note_argument(taken[key], i)
-        inputs.append(wrap(taken[key], source.dim, level))
+        inputs.append(wrap(taken[key], source.dim, level, taken[key].storage_offset()))
     return inputs
 
 
