@@ -24,6 +24,7 @@ from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracer import (
     NO_KWARGS,
+    SlottedTracer,
     Tracer,
     TracerLevel,
     door_1,
@@ -41,6 +42,9 @@ maybe_functorch_level = _functorch.maybe_current_level
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
+_NUMBERS = frozenset({"scalar_tensor", "lift_fresh"})
+
+
 class BatchLevel(TracerLevel):
     """An active vmap.
 
@@ -53,11 +57,13 @@ class BatchLevel(TracerLevel):
         generators: where torch's random numbers began, for a call that is run part by part.
         courses: what each example has drawn, once some of them have run by themselves.
         kind: the class of its tracers.
+        lifts_factories: more than 0 while C++ runs the parts of an operator: what they make to
+            write into is the level's own from the start.
         splitter: what chooses between examples that answer differently; None refuses them.
     """
 
     __slots__ = ("axis_name", "batch_size", "bit", "courses", "first", "generators", "kind",
-                 "randomness", "splitter", "strict")  # fmt: skip
+                 "lifts_factories", "randomness", "splitter", "strict")  # fmt: skip
 
     def __init__(
         self,
@@ -76,15 +82,17 @@ class BatchLevel(TracerLevel):
         self.generators = generators
         self.axis_name: Hashable = None
         self.courses: Courses | None = None
-        self.kind = BatchTracer
+        self.kind: type[BatchTracer] = MadeTracer
         self.splitter: Splitter | None = None
+        self.lifts_factories = 0
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         return wrap(value, None, self, value.storage_offset())
 
-    def sees_factories(self, random: bool) -> bool:
-        return random
+    def sees_factory(self, name: str, random: bool) -> bool:
+        # A number that C++ makes a tensor of is to stay a number, as its type counts for less.
+        return random or (self.lifts_factories > 0 and name not in _NUMBERS)
 
     def examples(self, device: torch.device) -> torch.Tensor:
         """The index of each example in the whole call."""
@@ -137,10 +145,9 @@ class BatchTracer(Tracer):
     ``bdim`` is the dim of ``value`` that holds the examples, or None where all are the same.
     """
 
-    __slots__ = ("bdim", "owned", "value")
+    __slots__ = ()
 
     value: torch.Tensor
-    owned: bool
     bdim: int | None
     dispatch_level: BatchLevel
 
@@ -183,7 +190,6 @@ class BatchTracer(Tracer):
         return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 
     def cut(self) -> BatchTracer:
-        disown((self,))  # detach shares memory, as a view does
         value = self.value.detach()
         return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 
@@ -200,11 +206,27 @@ class BatchTracer(Tracer):
         return f"BatchTracer(level {level.depth} of {level.name}, {what}, value=\n{self.value!r})"
 
 
+class MadeTracer(SlottedTracer, BatchTracer):
+    """What :func:`wrap` makes."""
+
+    __slots__ = ()
+
+
+class TurnedTracer(BatchTracer):
+    """A tensor of the user's that became a tracer (``writes``): laid out as it was."""
+
+    __slots__ = ()
+
+
+BatchTracer.forms = TurnedTracer, MadeTracer
+# To whoever reads a message they are all one.
+MadeTracer.__name__ = TurnedTracer.__name__ = BatchTracer.__name__
+
 # Callables that a rule takes as they are, with values in place of tracers (``bridge/hot.py``).
 HOT: dict[Any, Rule] = {}
 
-# Classes of tracers beside BatchTracer itself.
-KINDS: set[type] = set()
+# Classes of tracers beside MadeTracer.
+KINDS: set[type] = {TurnedTracer}
 
 
 def wrap(
@@ -263,7 +285,7 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
     dims = []
     for arg in args:
         kind = type(arg)
-        if kind is BatchTracer or kind in KINDS:
+        if kind is MadeTracer or kind in KINDS:
             if level is None:
                 level = arg.dispatch_level
             elif arg.dispatch_level is not level:
@@ -371,38 +393,20 @@ def rewrap(
         if isinstance(op, TorchOperator) and op.inplace:
             args[0].bdim = out_dims
             return written(op, args, kwargs)
-        tracer = wrap(out, out_dims, level, out.storage_offset())
-        if isinstance(op, TorchOperator):
-            if op.is_view:
-                disown(args)
-            else:
-                tracer.owned = True
-        return tracer
+        return wrap(out, out_dims, level, out.storage_offset())
     if isinstance(out, list | tuple):
-        view = isinstance(op, TorchOperator) and op.is_view
-        if view:
-            disown(args)
         every = not isinstance(out_dims, list | tuple)
         wrapped = [
-            _rewrap_one(item, out_dims if every else out_dims[i], level, not view)
+            _rewrap_one(item, out_dims if every else out_dims[i], level)
             for i, item in enumerate(out)
         ]
         return wrapped if isinstance(out, list) else tuple(wrapped)
     return out
 
 
-def _rewrap_one(item: Any, dim: Any, level: BatchLevel, owned: bool) -> Any:
+def _rewrap_one(item: Any, dim: Any, level: BatchLevel) -> Any:
     if isinstance(item, torch.Tensor):
-        tracer = wrap(item, dim, level, item.storage_offset())
-        tracer.owned = owned
-        return tracer
+        return wrap(item, dim, level, item.storage_offset())
     if isinstance(item, list | tuple):
-        return [_rewrap_one(part, dim, level, owned) for part in item]
+        return [_rewrap_one(part, dim, level) for part in item]
     return item
-
-
-def disown(args: Sequence[Any]) -> None:
-    """A view was taken: its base can't be replaced (NOTE [writing into what was made inside])."""
-    for arg in args:
-        if isinstance(arg, BatchTracer):
-            arg.owned = False

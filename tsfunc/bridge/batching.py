@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, rewrap, unwrap
 from tsfunc.bridge.fallback import is_outside, without_rule, write_out
-from tsfunc.bridge.operators import TorchOperator, functional_form, overload_of
+from tsfunc.bridge.operators import TorchOperator, functional_form
 from tsfunc.bridge.split_level import before_write
 from tsfunc.bridge.tracer import METHODS, innermost_level, into_torch
+from tsfunc.bridge.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
-from tsfunc.ops import find
-from tsfunc.ops.dims import InplaceRefused
 from tsfunc.ops.keywords import KEYWORDS
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.splitting import BatchChanged
@@ -43,7 +42,7 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     dims: list[Any] = []
     any_batched = False
     for arg in args:
-        if type(arg) is BatchTracer and arg.dispatch_level is level:
+        if type(arg) is MadeTracer and arg.dispatch_level is level:
             values.append(arg.value)
             dims.append(arg.bdim)
             if arg.bdim is not None:
@@ -109,12 +108,6 @@ def _with_batched_kwargs(
     return without_rule(op, level, args, kwargs)
 
 
-# NOTE [writing into what was made inside]
-# A tensor that an operator made at this level from unbatched ones is the same for every example
-# until something batched is written into it. Nobody outside knows it, so it becomes batched then.
-# Where its value is a tracer of an outer level that can't be written into, the result of the
-# functional operator takes its place. Neither is done once a view of it has been taken, which
-# would not follow.
 def _write(
     op: TorchOperator,
     rule: Rule,
@@ -125,22 +118,11 @@ def _write(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """An in-place operator's rule, on a target that may have to become batched first."""
-    owned = isinstance(target, BatchTracer) and getattr(target, "owned", False)
-    if owned and dims[0] is None:
-        value = values[0].unsqueeze(0)
-        target.value = values[0] = value.repeat(level.batch_size, *[1] * (value.dim() - 1))
-        target.bdim = dims[0] = 0
-    try:
-        return rule(op.native, level, dims, values, kwargs)
-    except InplaceRefused:
-        base, _, overload = op.name.partition(".")
-        name = base.rstrip("_") + (f".{overload}" if overload else "")
-        functional, row = overload_of(name), find(name)
-        if not owned or functional is None or row is None or row.rule is None:
-            raise
-        out = row.rule(functional, level, dims, values, kwargs)
-        target.value, target.bdim = out
-        return out
+    if dims[0] is None and isinstance(target, BatchTracer) and target.dispatch_level is level:
+        with level.at_own_level():
+            adopt(op.name, target, level, batched=True)
+        values[0], dims[0] = target.value, target.bdim
+    return rule(op.native, level, dims, values, kwargs)
 
 
 # NOTE [changes of shape in place]

@@ -81,7 +81,8 @@ def _install(key: str, names: Sequence[str]) -> None:
 
 def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     """What a factory does while a level is active."""
-    random = overload._schema.name.removeprefix("aten::") in _RANDOM_NAMES
+    name = overload._schema.name.removeprefix("aten::")
+    random = name in _RANDOM_NAMES
     rest = after(key)
 
     def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +90,7 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
             return overload.redispatch(keys & rest, *args, **kwargs)
         given = innermost_level((*args, *kwargs.values()))
         for level in reversed(current_levels()):
-            if isinstance(level, TracerLevel) and level.sees_factories(random):
+            if isinstance(level, TracerLevel) and level.sees_factory(name, random):
                 if given is not None and given.depth >= level.depth:
                     break  # its tracers lead to the level, by way of their autograd
                 with without_factory_keys():
@@ -116,7 +117,7 @@ def _refused(overload: Any, key: str) -> Callable[..., Any]:
 
     def refuse(keys: Any, *args: Any, **kwargs: Any) -> Any:
         for level in reversed(current_levels()):
-            if isinstance(level, TracerLevel) and level.sees_factories(True):
+            if isinstance(level, TracerLevel) and level.sees_factory(overload.name(), True):
                 raise RuntimeError(
                     f"{level.name}: calling out variants of random functions is not supported "
                     f"({overload.name()} was called with out=). Call it without, and copy the "
@@ -145,12 +146,13 @@ _RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}
 _on_first_level: list[Callable[[], None]] = []
 
 
-def on_first_level(prepare: Callable[[], None]) -> None:
+def on_first_level(prepare: Callable[[], None]) -> Callable[[], None]:
     """Registers what is done once, when the process enters its first level of tracers.
 
     Importing this package changes nothing in torch.
     """
     _on_first_level.append(prepare)
+    return prepare
 
 
 def watching_random() -> Any:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import optree
@@ -21,6 +21,7 @@ from torch._C import DispatchKey as TorchKey
 from torch._C import _skip_one_hop_torch_function
 
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
+from tsfunc.bridge.factories import watching_factories
 from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import (
     TorchOperator,
@@ -77,7 +78,8 @@ def _run_parts(
         return level.lift(value) if is_outside(value, level) else value
 
     args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
-    with level.at_own_level(), without_autograd() if level.autograd else nullcontext():
+    autograd = without_autograd() if level.autograd else nullcontext()
+    with level.at_own_level(), lifting_factories(level), autograd:
         return parts(*args, **kwargs)
 
 
@@ -107,6 +109,20 @@ def way_of(name: str) -> str:
     if op.is_view:
         return "not at all: a view can't be looped over"
     return "in a loop over the examples, with a warning"
+
+
+@contextmanager
+def lifting_factories(level: BatchLevel) -> Iterator[None]:
+    """What factories make within the block is of the level: C++ may write batched values there.
+
+    Python objects can be turned into tracers later (``turning``), what C++ refers to can't.
+    """
+    level.lifts_factories += 1
+    try:
+        with watching_factories():
+            yield
+    finally:
+        level.lifts_factories -= 1
 
 
 def write_out(

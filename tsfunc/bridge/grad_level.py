@@ -14,7 +14,7 @@ import optree
 import torch
 
 from tsfunc.bridge.operators import TorchOperator
-from tsfunc.bridge.tracer import Tracer, TracerLevel, written
+from tsfunc.bridge.tracer import SlottedTracer, Tracer, TracerLevel, written
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback, running_level
 
 
@@ -26,9 +26,6 @@ class GradLevel(TracerLevel):
     def __init__(self, name: str) -> None:
         super().__init__(DispatchKey.Grad, name)
 
-    def sees_factories(self, random: bool) -> bool:
-        return False
-
     def lift(self, value: torch.Tensor) -> torch.Tensor:
         return _wrap(value, self)
 
@@ -36,7 +33,7 @@ class GradLevel(TracerLevel):
 class GradTracer(Tracer):
     """A tensor that stands for one value."""
 
-    __slots__ = ("value",)
+    __slots__ = ()
 
     value: torch.Tensor
 
@@ -51,6 +48,15 @@ class GradTracer(Tracer):
 
     def describe(self) -> str:
         return f"GradTracer(level {self.dispatch_level.depth}, value=\n{self.value!r})"
+
+
+class SlottedGradTracer(SlottedTracer, GradTracer):
+    """What a tracer with slots becomes when it is turned into one of these (``turning``)."""
+
+    __slots__ = ()
+
+
+GradTracer.forms = GradTracer, SlottedGradTracer
 
 
 def _wrap(value: torch.Tensor, level: GradLevel) -> GradTracer:

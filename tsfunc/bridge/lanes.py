@@ -25,7 +25,7 @@ from torch.autograd import Function, forward_ad
 from torch.overrides import TorchFunctionMode
 
 from tsfunc import pytrees
-from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.split_level import StartAnew
@@ -62,7 +62,9 @@ class LaneLevel(BatchLevel, StandIn):
         self.inner = old.with_levels((*old.levels[:-1], self))
         self._kernel_states = {}
         self._composed: dict[int, torch.Tensor] = {}
-        self.kind = BatchTracer
+        self.kind = MadeTracer
+        self.born = 0
+        self.lifts_factories = 0
         if self.whole.courses is None and self.whole.randomness == "split":
             self.whole.courses = {}
         self.splitter = self if self.whole.splitter is not None else None

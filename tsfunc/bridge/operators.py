@@ -36,7 +36,8 @@ class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
     __slots__ = ("composite", "hot", "inplace", "is_view", "out_names", "overload", "random",
-                 "reshapes", "row", "special", "writes")  # fmt: skip
+                 "reshapes", "row", "special", "writes",
+                 "written")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
@@ -56,6 +57,12 @@ class TorchOperator(Operator):
         arguments = overload._schema.arguments
         self.out_names = tuple(a.name for a in arguments if a.is_out)
         self.writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        # Where among the positional arguments those stand that it writes to.
+        self.written = tuple(
+            i
+            for i, a in enumerate(arguments)
+            if a.alias_info is not None and a.alias_info.is_write and not a.kwarg_only
+        )
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in overload._schema.returns
         )

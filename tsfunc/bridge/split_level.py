@@ -34,8 +34,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tsfunc.bridge.batch_tracer import KINDS, BatchLevel, BatchTracer
+from tsfunc.bridge.births import take_place
 from tsfunc.bridge.generators import Generators
-from tsfunc.bridge.tracer import Tracer
+from tsfunc.bridge.tracer import SlottedTracer, Tracer
 from tsfunc.ops.splitting import groups_of, take_examples
 
 
@@ -129,6 +130,7 @@ class SplitLevel(BatchLevel):
             self._picked[generation] = places
         with self.restored(), torch.set_grad_enabled(self.torch_state.grad_mode):
             taken = take_examples(value, at, places)
+        take_place(value, taken, self)
         self._moves.moved(value, taken, self)
         return taken
 
@@ -163,7 +165,10 @@ def before_write(level: BatchLevel, target: Any) -> None:
 class SplitTracer(BatchTracer):
     """A batched tensor that follows its level when that goes on with fewer examples."""
 
-    __slots__ = ("_generation", "_held")
+    __slots__ = ()
+
+    _generation: int
+    _held: torch.Tensor
 
     @property
     def value(self) -> torch.Tensor:
@@ -250,4 +255,12 @@ def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:
         return None  # sparse tensors, and those without data
 
 
-KINDS.add(SplitTracer)
+class SlottedSplitTracer(SplitTracer, SlottedTracer):
+    """What a tracer with slots becomes when it is turned into one of these (``turning``)."""
+
+    __slots__ = ()
+
+
+SplitTracer.forms = SplitTracer, SlottedSplitTracer
+SplitTracer.__name__ = SlottedSplitTracer.__name__ = BatchTracer.__name__
+KINDS |= {SplitTracer, SlottedSplitTracer}

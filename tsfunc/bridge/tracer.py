@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import torch
 from torch._C import (
@@ -27,7 +27,7 @@ from torch._C import (
     _functorch,
     _skip_one_hop_torch_function,
 )
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.torch_state import (
@@ -50,16 +50,18 @@ class TracerLevel(Level):
     Attributes:
         autograd: how many transforms record autograd on this level's own tracers; while it
             is 0, calls go past torch's autograd on their way in.
+        born: its place in the order of births, 0 while it is not known (``births``).
         forward: how many forward-mode transforms hang tangents on this level's tracers.
         functorch_depth: how many transforms of torch.func are outside of it.
         torch_state: what the level captured of torch's thread-local state.
     """
 
-    __slots__ = ("autograd", "forward", "functorch_depth", "torch_state")
+    __slots__ = ("autograd", "born", "forward", "functorch_depth", "torch_state")
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
         self.autograd = 0
+        self.born = 0
         self.forward = 0
         self.torch_state = TorchState()
         self.functorch_depth = _functorch.maybe_current_level() or 0
@@ -73,10 +75,10 @@ class TracerLevel(Level):
         """A tensor from outside as one of this level's tracers."""
         raise TypeError(f"{self.name}: {type(self).__name__} does not say how it lifts a tensor.")
 
-    def sees_factories(self, random: bool) -> bool:
-        """Whether factory functions (random ones, or others) are this level's business.
+    def sees_factory(self, name: str, random: bool) -> bool:
+        """Whether a factory function (a random one, or another) is this level's business.
 
-        They are given to the innermost level that says yes.
+        It is given to the innermost level that says yes.
         """
         return False
 
@@ -135,9 +137,15 @@ class Tracer(torch.Tensor):
     Example: see ``examples/new_transform.py``.
     """
 
-    __slots__ = ("dispatch_level",)
+    # Laid out as any tensor: one that exists can become a tracer (``writes``).
+    __slots__ = ()
 
-    dispatch_level: TracerLevel
+    # The class has it for the dispatcher, which asks a type once; every tracer has its own.
+    dispatch_level: TracerLevel = cast(Any, None)
+
+    # What a tensor that exists is made into one of these by: a class laid out as a tensor is,
+    # and one laid out as a tracer with slots (``turning``).
+    forms: ClassVar[tuple[type[Tracer], type[Tracer]]]
 
     @classmethod
     def make(
@@ -210,6 +218,10 @@ class Tracer(torch.Tensor):
         """Another tracer for the same values, without the graph of its own level."""
         raise TypeError(f"{type(self).__name__} does not say how another one is made.")
 
+    def from_outside(self) -> bool:
+        """Whether its values are not the transformed function's own to write into."""
+        return False
+
     def read(self, name: str) -> Any:
         """What a method gives that returns data as Python or NumPy values (``bool``, ``item``)."""
         raise DataDependentError(
@@ -226,6 +238,12 @@ class Tracer(torch.Tensor):
             f"{self.describe()} stands for a value inside of {self.dispatch_level.name} and can't "
             f"be pickled or copied; return it from the transformed function first."
         )
+
+
+class SlottedTracer(Tracer):
+    """Attributes in slots, which are read in half the time: for tracers that come in numbers."""
+
+    __slots__ = ("bdim", "dispatch_level", "value")
 
 
 def written(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -276,6 +294,25 @@ def door_1(
     return into_torch(func, types, args, kwargs)
 
 
+# What the C functions that write are to do first; of operators the schema says it (``writes``).
+WRITERS: dict[Any, Callable[..., None]] = {}
+
+
+def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if isinstance(func, OpOverload):
+        if not operator_of(func).writes:
+            return
+        prepare = WRITERS[OpOverload]
+    elif "out" in kwargs:
+        prepare = WRITERS["out"]
+    else:
+        found = WRITERS.get(func)
+        if found is None:
+            return
+        prepare = found
+    prepare(func, args, kwargs)
+
+
 def into_torch(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -288,6 +325,7 @@ def into_torch(
             if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
                 # A transform of torch.func inside of the level: it is to see the call first.
                 return _hop(func, types, args, kwargs)
+            _prepare_write(func, args, kwargs)
             if not level.autograd:
                 if isinstance(func, OpOverload) and not kwargs:
                     # A dispatch mode that calls it is past autograd; what is inside is not.
@@ -295,6 +333,8 @@ def into_torch(
                 with without_autograd():
                     return _hop(func, types, args, kwargs)
             args, kwargs = lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}
+    elif isinstance(func, OpOverloadPacket) and func.__name__.endswith("_"):
+        WRITERS[OpOverloadPacket](func, args, kwargs)
     return _hop(func, types, args, kwargs)
 
 

@@ -63,7 +63,7 @@ class TraceLevel(TracerLevel):
         self.sizes = sizes
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
 
-    def sees_factories(self, random: bool) -> bool:
+    def sees_factory(self, name: str, random: bool) -> bool:
         return True
 
     def fake_like(
@@ -91,7 +91,7 @@ class TraceLevel(TracerLevel):
 class TraceTracer(Tracer):
     """A tensor of which only shape, type and device are known."""
 
-    __slots__ = ("node", "tracks", "value")
+    __slots__ = ()
 
     value: torch.Tensor
     node: torch.fx.Node
@@ -107,6 +107,9 @@ class TraceTracer(Tracer):
         node = level.graph.call_function(detach, (self.node,))
         node.meta["op"] = operator_of(detach)
         return traced_as(self.value, node, level, False)
+
+    def from_outside(self) -> bool:
+        return self.node.op != "call_function"
 
     def read(self, name: str) -> Any:
         raise DataDependentError(_data_dependent(name, self.dispatch_level))

@@ -224,6 +224,9 @@ _NOTHING_TO_RESTORE: Final = nullcontext()
 
 L = TypeVar("L", bound="Level")
 
+# Those that are entered and not left yet, on any thread.
+active_levels: Final[set[Level]] = set()
+
 
 @lru_cache(maxsize=1024)
 def _masks(depth: int, priority: int) -> tuple[int, int]:
@@ -279,11 +282,13 @@ class Level:
             self._refuse_entering()
         self._entered = True
         tls.state = self.inner
+        active_levels.add(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         tls.state = self.outer
         self.alive = False
+        active_levels.discard(self)
 
     def _refuse_entering(self) -> None:
         raise DispatchError(

@@ -1,0 +1,122 @@
+"""Which tensors were born inside of a level, whatever the collector does meanwhile."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import vmap
+from tsfunc.bridge.births import born_inside, take_place
+from tsfunc.bridge.tracer import TracerLevel, current_tracer_level
+from tsfunc.dispatch.state import active_levels
+
+X = torch.zeros(2)
+
+
+def here() -> TracerLevel:
+    level = current_tracer_level()
+    assert level is not None
+    return level
+
+
+def inside(tensor: Tensor, level: TracerLevel) -> bool:
+    return born_inside(level).get(id(tensor)) is tensor
+
+
+def nothing() -> None:
+    pass
+
+
+def fill_the_youngest() -> None:
+    """More objects than a generation holds, so that Python itself collects."""
+    kept: list[list[int]] = [[] for _ in range(5 * gc.get_threshold()[0])]
+    del kept
+
+
+COLLECTIONS = {
+    "none": nothing,
+    "of the youngest": lambda: gc.collect(0),
+    "of all": gc.collect,
+    "several": lambda: [gc.collect(i) for i in (0, 1, 0, 2, 0)],
+    "by itself": fill_the_youngest,
+}
+
+
+@pytest.mark.parametrize("when", COLLECTIONS)
+def test_born_before_and_inside(when: str) -> None:
+    collect = COLLECTIONS[when]
+    outside = torch.zeros(3)
+
+    def func(x: Tensor) -> Tensor:
+        early = torch.zeros(3)
+        collect()
+        late = outside[1:]
+        assert inside(early, here()) and inside(late, here()) and not inside(outside, here())
+        collect()
+        assert inside(early, here()) and inside(late, here()) and not inside(outside, here())
+        return x
+
+    vmap(func)(X)
+
+
+@pytest.mark.parametrize("when", COLLECTIONS)
+def test_each_level_has_its_own(when: str) -> None:
+    collect = COLLECTIONS[when]
+
+    def func(x: Tensor) -> Tensor:
+        outer, mine = here(), torch.zeros(3)
+        collect()
+
+        def inner(y: Tensor) -> Tensor:
+            collect()
+            its = torch.zeros(3)
+            collect()
+            assert inside(its, here()) and not inside(mine, here())
+            assert inside(its, outer) and inside(mine, outer)
+            return y
+
+        return torch.add(vmap(inner)(X), x)
+
+    vmap(func)(X)
+
+
+def test_what_takes_the_place_of_an_older_one() -> None:
+    def func(x: Tensor) -> Tensor:
+        outer, mine = here(), torch.zeros(3)
+
+        def inner(y: Tensor) -> Tensor:
+            its = torch.zeros(3)
+            for old, young in ((mine, torch.zeros(3)), (its, torch.ones(3))):
+                take_place(old, young, outer)
+                assert inside(young, outer)
+                assert inside(young, here()) is inside(old, here())
+            assert inside(its, here()) and not inside(mine, here())
+            return y
+
+        return torch.add(vmap(inner)(X), x)
+
+    vmap(func)(X)
+
+
+def test_a_collection_without_levels_forgets() -> None:
+    from tsfunc.bridge import births
+
+    vmap(lambda x: (gc.collect(), x)[1])(X)
+    assert not active_levels
+    gc.collect()
+    assert not births._births.noted and not births._births.older
+
+
+def test_the_collector_keeps_objects_in_the_order_of_their_births() -> None:
+    """What ``births`` rests on; where it does not hold, no write can be told to be inside."""
+    gc.collect()
+    kept = [torch.zeros(1) for _ in range(50)]
+    places = {id(item): i for i, item in enumerate(gc.get_objects(generation=0))}
+    order = [places[id(tensor)] for tensor in kept]
+    assert order == sorted(order)
+    gc.collect(0)
+    young = {id(item) for item in gc.get_objects(generation=0)}
+    assert not young & {id(tensor) for tensor in kept}
