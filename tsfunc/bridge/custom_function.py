@@ -34,7 +34,14 @@ from tsfunc.bridge.autograd import tangents_here
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.factories import on_first_level
 from tsfunc.bridge.grad_level import GradTracer
-from tsfunc.bridge.mapped_function import MappedFunction, dim_of, has_setup, rewrapped, value_of
+from tsfunc.bridge.mapped_function import (
+    MappedFunction,
+    dim_of,
+    has_setup,
+    results_of_rule,
+    rewrapped,
+    value_of,
+)
 from tsfunc.bridge.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
 from tsfunc.dispatch.recording import run_as
 
@@ -144,19 +151,5 @@ def _by_own_rule(cls: Any, level: BatchLevel, args: Sequence[Any], tree: Any) ->
     called = f"{cls.__qualname__}.apply"
     with level.restored():
         found = run_as(called, level, cls.vmap, info, dims, *pytrees.unflatten(tree, values))
-    if not isinstance(found, tuple) or len(found) != 2:
-        what = f"{len(found)} of them" if isinstance(found, tuple) else f"a {type(found).__name__}"
-        raise RuntimeError(
-            f"vmap: the vmap staticmethod of {cls.__name__} is expected to have two returns, "
-            f"(output, out_dims), got {what}."
-        )
-    leaves, out_tree = pytrees.flatten(found[0])
-    try:
-        out_dims = pytrees.broadcast_prefix(found[1], found[0], lambda d: d is None)
-    except ValueError as error:
-        raise RuntimeError(
-            f"vmap: the vmap staticmethod of {cls.__name__} returned an incompatible (output, "
-            f"out_dims): out_dims {found[1]} are no prefix of the structure of the output, "
-            f"{out_tree}."
-        ) from error
-    return pytrees.unflatten(out_tree, rewrapped(leaves, out_dims, values, args, level))
+    what = f"the vmap staticmethod of {cls.__name__}"
+    return results_of_rule(found, what, values, args, level)

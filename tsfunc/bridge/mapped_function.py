@@ -61,6 +61,32 @@ def rewrapped(
     return [tracer(result, dim) for result, dim in zip(results, dims, strict=True)]
 
 
+def results_of_rule(
+    found: Any, what: str, values: Sequence[Any], args: Sequence[Any], level: TracerLevel
+) -> Any:
+    """Tracers for what a rule in torch's form returned: the output, and where its batch dims lie.
+
+    Args:
+        what: the rule, in words.
+        values: what it was given for ``args``.
+    """
+    if not isinstance(found, tuple) or len(found) != 2:
+        got = f"{len(found)} of them" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        raise RuntimeError(
+            f"vmap: {what} is expected to have two returns, (output, out_dims), got {got}."
+        )
+    output, out_dims = found
+    leaves, tree = pytrees.flatten(output)
+    try:
+        dims = pytrees.broadcast_prefix(out_dims, output, lambda dim: dim is None)
+    except ValueError as error:
+        raise RuntimeError(
+            f"vmap: {what} returned an incompatible (output, out_dims): out_dims {out_dims} are no "
+            f"prefix of the structure of the output, {tree}."
+        ) from error
+    return pytrees.unflatten(tree, rewrapped(leaves, dims, values, args, level))
+
+
 class Context:
     """What the class' own methods see as ``ctx``."""
 

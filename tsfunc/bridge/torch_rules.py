@@ -22,48 +22,12 @@ from torch._library.custom_ops import _maybe_get_opdef
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
-from tsfunc.bridge.mapped_function import rewrapped
+from tsfunc.bridge.mapped_function import results_of_rule
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.dispatch.recording import name_of_rule, note
-from tsfunc.errors import DispatchError
 from tsfunc.ops.by_category import rule_of_category
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.registry import Category, Rule
-
-
-def by_vmap_rule(
-    rule: Callable[..., Any],
-    name: str,
-    level: BatchLevel,
-    dims: Sequence[Any],
-    values: Sequence[Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Calls a rule in torch's form, for the tracers ``args``; tracers for its results."""
-    info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
-    returned = rule(info, tuple(dims), *values, **kwargs)
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise DispatchError(
-            f"vmap: the rule for {name} returned {_shown(returned)}; expected a tuple of the "
-            f"output, and where the batch dim of each tensor in it is: (output, out_dims)."
-        )
-    outs, out_dims = returned
-    try:
-        out_dims = pytrees.broadcast_prefix(out_dims, outs, lambda dim: dim is None)
-    except ValueError:
-        raise DispatchError(
-            f"vmap: the rule for {name} returned out_dims={out_dims!r} for the output "
-            f"{_shown(outs)}; expected an int or None for each tensor in it."
-        ) from None
-    leaves, tree = pytrees.flatten(outs)
-    return pytrees.unflatten(tree, rewrapped(leaves, out_dims, values, args, level))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"
 
 
 def by_torchs_rule(
@@ -79,7 +43,10 @@ def by_torchs_rule(
     if rule is not None:
         note("rule", name_of_rule(rule), _place(rule))
         dims, values = _batched(args, level)
-        return by_vmap_rule(rule, op.name, level, dims, values, args, kwargs)
+        info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
+        found = rule(info, tuple(dims), *values, **kwargs)
+        what = f"the rule that register_vmap was given for {op.name}"
+        return results_of_rule(found, what, values, args, level)
     if has_torchs_rule(op):
         note("rule", "torch.vmap's")
         return _by_torch_vmap(op, level, args, kwargs)

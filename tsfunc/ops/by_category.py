@@ -8,6 +8,7 @@ gives for one example; otherwise the loop takes it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,7 @@ class Confirmed:
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.__wrapped__ = rule  # for inspect.unwrap: where it is written
-        self.__name__ = getattr(rule, "__name__", "rule")
+        functools.update_wrapper(self, rule)  # its name, and where it is written
         self._confirmed: set[Any] = set()
 
     def __call__(
@@ -95,6 +95,7 @@ class Confirmed:
             isinstance(result, Tensor)
             and result.dtype is one.dtype
             and at is not None
+            and at < result.dim()
             and result.shape[at] == level.batch_size
             and result.shape[:at] + result.shape[at + 1 :] == one.shape
             for result, one, at in zip(results, expected, places, strict=True)
