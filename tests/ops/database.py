@@ -76,6 +76,9 @@ class Row:
         call: takes what the entry's samples have: an input, and its arguments.
         dtypes: those the entry lists for the CPU.
         differentiable: of these, those in which torch can differentiate it.
+        samples: of a type, with requires_grad set or not.
+        checked: how torch's own checks of gradients call it: on the hermitian part of a matrix,
+            say, where derivatives are for hermitian ones.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Row:
     dtypes: frozenset[torch.dtype]
     differentiable: frozenset[torch.dtype]
     samples: Callable[[torch.dtype, bool], Iterator[Any]]
+    checked: Callable[..., Any] | None = None
 
     @property
     def entry(self) -> str:
@@ -153,7 +157,8 @@ def _differentiable(
     """The call with results that have a derivative, into a copy if it writes."""
     if row.variant == INPLACE:
         first = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, first)
-    return process(row.call(first, *args, **kwargs))
+    call = row.call if row.checked is None else functools.partial(row.checked, row.call)
+    return process(call(first, *args, **kwargs))
 
 
 def tensors_of(out: Any) -> Results:
@@ -313,6 +318,7 @@ def _database_rows() -> Iterator[Row]:
                 frozenset(info.supported_dtypes("cpu")),
                 _differentiable_dtypes(info, variant),
                 functools.partial(_samples_of, info),
+                info.gradcheck_wrapper if info in op_db else None,
             )
 
 

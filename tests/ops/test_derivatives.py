@@ -15,7 +15,17 @@ from torch import Tensor
 
 import tsfunc
 from tests.ops.database import Case
-from tests.ops.derivatives import FURTHER, GRAD_VMAP, MODES, VMAP_GRAD, VMAP_JVP, differ
+from tests.ops.derivatives import (
+    FURTHER,
+    GRAD_VMAP,
+    MODES,
+    SECOND,
+    VMAP_GRAD,
+    VMAP_JVP,
+    along,
+    differ,
+    torch_along,
+)
 from tests.ops.sweep import Mode, Verdict, sweep_case
 
 F = torch.nn.functional
@@ -91,6 +101,52 @@ CASES: dict[str, Case] = {
 }
 
 
+def _positive(x: Tensor) -> Tensor:
+    return x @ x.mT + torch.eye(len(x), dtype=x.dtype)
+
+
+# Operators whose tangents torch can't differentiate again: wrong, NaN or refused with it.
+TWICE: dict[str, Case] = {
+    "det": case(torch.linalg.det, rand(3, 3)),
+    "slogdet": case(torch.linalg.slogdet, rand(3, 3)),
+    "logdet": case(lambda x: torch.logdet(_positive(x)), rand(3, 3)),
+    "solve": case(torch.linalg.solve, rand(3, 3) + torch.eye(3), rand(3, 2)),
+    "solve a vector": case(torch.linalg.solve, rand(3, 3) + torch.eye(3), rand(3)),
+    "solve from the right": case(
+        lambda a, b: torch.linalg.solve(a, b, left=False), rand(3, 3) + torch.eye(3), rand(2, 3)
+    ),
+    "eigh": case(lambda x: torch.linalg.eigh(_positive(x))[1].abs(), rand(3, 3)),
+    "eigvalsh": case(lambda x: torch.linalg.eigvalsh(_positive(x)), rand(3, 3)),
+    "eig": case(lambda x: torch.linalg.eig(x)[0].abs(), rand(3, 3)),
+    "householder product": case(torch.linalg.householder_product, rand(4, 3), rand(3)),
+    "triangular solve": case(
+        lambda b, a: torch.triangular_solve(b, a.triu() + torch.eye(3))[0], rand(3, 2), rand(3, 3)
+    ),
+    "triangular solve, transposed": case(
+        lambda b, a: torch.triangular_solve(b, a.tril() + torch.eye(3), False, True)[0],
+        rand(3, 2),
+        rand(3, 3),
+    ),
+    "layer norm": case(lambda x, w, b: F.layer_norm(x, (3,), w, b), rand(2, 3), rand(3), rand(3)),
+    "layer norm, two dims": case(lambda x: F.layer_norm(x, (2, 3)), rand(2, 2, 3)),
+    "batch norm": case(
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        rand(4, 3),
+        rand(3),
+        rand(3),
+    ),
+    "batch norm that updates": case(
+        lambda x: F.batch_norm(
+            x, x.detach()[0, :, 0].clone(), x.detach()[1, :, 0].clone(), None, None, True
+        ),
+        rand(4, 3, 2),
+    ),
+    "instance norm": case(lambda x, w: F.instance_norm(x, weight=w), rand(2, 3, 4), rand(3)),
+    "cumprod": case(lambda x: torch.cumprod(x, 0), torch.tensor([0.5, 0.0, 2.0, 0.0]).double()),
+    "glu": case(F.glu, rand(4)),
+}
+
+
 def _seeded(f: Callable[..., Tensor], *args: Any) -> Tensor:
     torch.manual_seed(0)
     return f(*args)
@@ -101,6 +157,47 @@ def _seeded(f: Callable[..., Tensor], *args: Any) -> Tensor:
 def test_call(name: str, mode: Mode) -> None:
     found = verdicts(mode, CASES[name])
     assert found.keys() <= {Verdict.OK, Verdict.NONE}, found
+
+
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve")
+@pytest.mark.parametrize("mode", SECOND, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("name", TWICE)
+def test_tangents_can_be_differentiated_again(name: str, mode: Mode) -> None:
+    assert verdicts(mode, TWICE[name]).keys() == {Verdict.OK}, verdicts(mode, TWICE[name])
+
+
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve")
+@pytest.mark.parametrize("name", TWICE)
+def test_tangents_of_plain_tensors_can_be_differentiated_again(name: str) -> None:
+    one = TWICE[name]
+    want = torch_along(one)(*one.tensors)[0]
+    for way in ("jvp(jvp)", "grad(jvp)", "jvp(grad)"):
+        torch.testing.assert_close(along(one, way)(*one.tensors)[0], want)
+
+
+def test_logcumsumexp_has_second_derivatives() -> None:
+    """With torch's double backward, which takes logarithms of cotangents, they are NaN."""
+
+    def f(x: Tensor) -> Tensor:
+        return (torch.logcumsumexp(x, 0) * torch.tensor([1.0, -2.0, 3.0])).sum()
+
+    def written_out(x: Tensor) -> Tensor:
+        return (x.exp().cumsum(0).log() * torch.tensor([1.0, -2.0, 3.0])).sum()
+
+    x = rand(3)
+    want = tsfunc.hessian(written_out)(x)
+    for first in (tsfunc.jacfwd, tsfunc.jacrev):
+        torch.testing.assert_close(tsfunc.jacfwd(first(f))(x), want)
+    torch.testing.assert_close(tsfunc.jacrev(tsfunc.jacfwd(f))(x), want)
+
+
+def test_by_ordinary_backward_too() -> None:
+    x = rand(2, 3).requires_grad_()
+    f = lambda x: F.layer_norm(x, (3,)).square().sum()  # noqa: E731
+    v = rand(2, 3)
+    _, tangent = tsfunc.jvp(f, (x,), (v,))
+    want = torch.autograd.functional.hvp(f, x.detach(), v)[1]
+    torch.testing.assert_close(torch.autograd.grad(tangent, x)[0], want)
 
 
 @pytest.mark.parametrize("f", [torch.linalg.det, lambda x: torch.linalg.slogdet(x)[1]])

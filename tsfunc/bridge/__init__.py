@@ -16,6 +16,7 @@ from tsfunc.bridge import (
     grad_level,
     indexing,
     methods,
+    second_order,
     tracing,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "grad_level",
     "indexing",
     "methods",
+    "second_order",
     "tracing",
 ]

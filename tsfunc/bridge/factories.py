@@ -66,7 +66,7 @@ def _install(key: str, names: Sequence[str]) -> None:
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
             warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
             if key == RANDOM_KEY_NAME:
-                library.impl("_efficientzerotensor", _zero_tangent, key)
+                library.impl("_efficientzerotensor", _zero_tangent, key, with_keyset=True)
                 for overload in _out_variants():
                     name = overload.name().removeprefix("aten::")
                     library.impl(name, _refused(overload, key), key, with_keyset=True)
@@ -128,12 +128,15 @@ def _refused(overload: Any, key: str) -> Callable[..., Any]:
     return refuse
 
 
-def _zero_tangent(size: Sequence[Any], **kwargs: Any) -> Any:
+def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
     """Forward mode's lazy zeros, whose kernels take a tracer for a tensor with storage.
 
     The tangent of a Python number is made one of those that C++ hands to Python as numbers, which
     it must be able to read: no tracer.
     """
+    if not any(isinstance(level, TracerLevel) for level in current_levels()):
+        lazy = torch.ops.aten._efficientzerotensor.default
+        return lazy.redispatch(keys & after(RANDOM_KEY_NAME), size, **kwargs)
     if not size:
         with without_factory_keys():
             return torch.ops.aten.zeros.default(size, **kwargs)

@@ -10,6 +10,7 @@ on tracers of a Grad level of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -128,7 +129,9 @@ def _jvp(
 ) -> Any:
     level = level_of((flat, directions))
     if not autograd.forward_in_use(level):
-        return _push(func, flat, directions, spec, level, strict, has_aux)
+        # The key is there already where the tensors are a level's.
+        with watching_random() if level is None else nullcontext():
+            return _push(func, flat, directions, spec, level, strict, has_aux)
     own = GradLevel("jvp")
     with own, watching_random():
         found = _push(func, flat, directions, spec, own, strict, has_aux)

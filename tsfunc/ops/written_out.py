@@ -1,0 +1,116 @@
+"""Operators written in ones whose derivatives can be differentiated any number of times.
+
+torch's own formulas of these take further results of the operator (the mean and deviation that a
+normalisation works with) for constants, or divide by numbers that may be zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the type that kernels for short types add up in."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::native_layer_norm``."""
+    dims = list(range(-len(shape), 0))
+    wide = _wide(x)
+    mean = wide.mean(dims, keepdim=True)
+    scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
+    out = (wide - mean) * scale
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    # By themselves they have no derivative.
+    return out.to(x.dtype), mean.detach(), scale.detach()
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::native_batch_norm`` in training, but for its updates."""
+    wide = _wide(x)
+    dims = [d for d in range(x.dim()) if d != 1]
+    mean, var = wide.mean(dims), wide.var(dims, correction=0)
+    scale = (var + eps).rsqrt()
+
+    def column(v: Tensor) -> Tensor:
+        return v.reshape(-1, *[1] * (x.dim() - 2))
+
+    out = (wide - column(mean)) * column(scale)
+    out = out if weight is None else out * column(weight)
+    out = out if bias is None else out + column(bias)
+    return out.to(x.dtype), mean.detach(), scale.detach()
+
+
+def _scanned(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """All prefixes combined, by doubling: each step combines twice as many."""
+    if not x.dim():
+        return x.clone()
+    size, step = x.shape[dim], 1
+    while step < size:
+        head, before = x.narrow(dim, 0, step), x.narrow(dim, 0, size - step)
+        x = torch.cat((head, combine(x.narrow(dim, step, size - step), before)), dim)
+        step *= 2
+    return x
+
+
+def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """``aten::cumprod``."""
+    x = x.to(dtype) if dtype is not None else x
+    return _scanned(x, dim, torch.mul)
+
+
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    """``aten::logcumsumexp``."""
+    return _scanned(x, dim, torch.logaddexp)
+
+
+def native_batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    """Also with what follows in the signatures of the operators that update statistics."""
+    training, momentum, eps = rest if len(rest) == 3 else (True, *rest)
+    if not training:
+        return NotImplemented
+    if mean is not None:  # updates them
+        torch.native_batch_norm(x.detach(), None, None, mean, var, True, momentum, eps)
+    return batch_norm(x, weight, bias, eps)
+
+
+def batch_norm_with_update(*args: Any) -> Any:
+    """``aten::_batch_norm_with_update``, whose last result only its own derivative reads."""
+    x = args[0]
+    return (*native_batch_norm(*args), x.new_empty((0,), dtype=torch.uint8))
+
+
+def batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
+    """``aten::_native_batch_norm_legit.no_stats``"""
+    return native_batch_norm(x, weight, bias, None, None, *rest)
+
+
+def triangular_solve(
+    b: Tensor, a: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``aten::triangular_solve``, which returns the matrix as well."""
+    matrix = a.mT if transpose else a
+    solve = torch.linalg.solve_triangular
+    return solve(matrix, b, upper=upper != transpose, unitriangular=unitriangular), a.clone()
+
+
+WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+    "aten::native_layer_norm": layer_norm,
+    "aten::native_batch_norm": native_batch_norm,
+    "aten::_native_batch_norm_legit": native_batch_norm,
+    "aten::_native_batch_norm_legit.no_stats": batch_norm_no_stats,
+    "aten::_batch_norm_with_update": batch_norm_with_update,
+    "aten::cumprod": cumprod,
+    "aten::logcumsumexp": logcumsumexp,
+    "aten::triangular_solve": triangular_solve,
+}
