@@ -20,6 +20,7 @@ from tsfunc.transforms.control.cond import cond, switch
 from tsfunc.transforms.control.loops import fori_loop, while_loop
 from tsfunc.transforms.control.scan import associative_scan, scan
 from tsfunc.transforms.control.scan import map as map  # not in __all__: it would hide Python's
+from tsfunc.transforms.custom import custom_jvp, custom_vjp, custom_vmap
 from tsfunc.transforms.explain import CallReport, explain
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
@@ -44,6 +45,9 @@ __all__ = [
     "axis_index",
     "axis_size",
     "cond",
+    "custom_jvp",
+    "custom_vjp",
+    "custom_vmap",
     "dispatch",
     "errors",
     "explain",

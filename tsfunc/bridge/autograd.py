@@ -97,6 +97,16 @@ def _is_of(value: Any, level: TracerLevel) -> bool:
     return isinstance(value, Tracer) and value.dispatch_level.root is level.root
 
 
+@contextmanager
+def outside_graph(grad_mode: bool) -> Iterator[None]:
+    """Inside of an ``autograd.Function``'s forward: what is called belongs to other levels.
+
+    Their graphs and tangents go on, which C++ has switched off.
+    """
+    with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
 def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
     """Whether the value depends on an outer differentiated input of the same level."""
     if level is not None and not _is_of(value, level):

@@ -10,8 +10,6 @@ The node's tensors are physical values; the batch dims of a vmap inside of the t
 them. Which tracers belong around them, inputs and results, is kept beside (:class:`Wrapping`).
 Where the trace's own level, or one inside of it, differentiates by an input, the call is an
 ``autograd.Function`` of that level; its backward calls another node, the pullback of this one.
-
-Private names used here (torch 2.11 to 2.13): ``forward_ad._set_fwd_grad_enabled``.
 """
 
 from __future__ import annotations
@@ -24,9 +22,10 @@ from typing import Any
 import optree
 import torch
 import torch.fx
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from tsfunc import pytrees
+from tsfunc.bridge.autograd import outside_graph
 from tsfunc.bridge.batch_tracer import BatchLevel
 from tsfunc.bridge.bodies import (
     BodyLevel,
@@ -78,6 +77,9 @@ class ControlFlow:
         name: what the program calls it.
         bodies: its bodies.
     """
+
+    # Whether nothing is known of what it does beside returning its results.
+    opaque = False
 
     def __init__(self, name: str, bodies: Sequence[Body]) -> None:
         self.name = self.__name__ = name
@@ -297,7 +299,7 @@ class _Recorded(Function):
         ctx.save_for_forward(*inputs)
         ctx.set_materialize_grads(False)
         # What is inside belongs to other levels, whose graphs go on.
-        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+        with outside_graph(grad_mode):
             outs = call.inward(inputs, results)
         ctx.mark_non_differentiable(*[out for out in outs if not _differentiable(out)])
         return outs

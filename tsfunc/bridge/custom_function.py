@@ -20,7 +20,7 @@ node in the graph; ``_functorch.maybe_current_level``; ``DisableTorchFunctionSub
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,9 +40,18 @@ from tsfunc.bridge.mapped_function import (
     has_setup,
     results_of_rule,
     rewrapped,
+    torch_jvp,
     value_of,
+    with_outer_tangents,
 )
-from tsfunc.bridge.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
+from tsfunc.bridge.tracer import (
+    Tracer,
+    TracerLevel,
+    innermost_level,
+    refuse_escaped,
+    seen_here,
+)
+from tsfunc.bridge.tracing import TraceLevel
 from tsfunc.dispatch.recording import run_as
 
 _torch_vmap = Function.vmap
@@ -64,6 +73,7 @@ def torch_apply(cls: Any, *args: Any) -> Any:
 
 def _apply(cls: Any, *args: Any) -> Any:
     """Where ``Function.apply`` ends, its arguments bound to those of ``forward``."""
+    args = tuple([seen_here(arg) for arg in args])
     level = innermost_level(args)
     if level is None:
         return torch_apply(cls, *args)
@@ -74,8 +84,22 @@ def _apply(cls: Any, *args: Any) -> Any:
     return _at_level(cls, level, args)
 
 
+# How a call in a trace is recorded: set by the room of transforms, which has the operators of
+# programs. Function, level, arguments.
+_record: list[Callable[[Any, TraceLevel, Sequence[Any]], Any]] = []
+
+
+def on_trace(record: Callable[[Any, TraceLevel, Sequence[Any]], Any]) -> None:
+    """Registers what records a call in a trace."""
+    _record.append(record)
+
+
 def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
     """The call at one level: its own node if it records, and the levels outside within."""
+    if isinstance(level, TraceLevel):
+        if _record and not getattr(cls, "mapped_by_level", False):
+            return _record[-1](cls, level, args)
+        return torch_apply(cls, *args)
     mapped = isinstance(level, BatchLevel) and cls.vmap is not _torch_vmap
     if not mapped and not any(_differentiated_outside(arg) for arg in args):
         return torch_apply(cls, *args)
@@ -95,7 +119,10 @@ def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
         return outs
 
     own = forward if has_setup(cls) else forward_with_context
-    node = type(cls.__name__, (cls,), {"forward": staticmethod(own)})
+    members: dict[str, Any] = {"forward": staticmethod(own), "mapped_by_level": True}
+    if cls.jvp is not torch_jvp:
+        members["jvp"] = staticmethod(with_outer_tangents(cls.jvp))
+    node = type(cls.__name__, (cls,), members)
     return torch_apply(node, *[_lifted(arg, level) for arg in args])
 
 

@@ -21,10 +21,11 @@ from typing import Any, Final
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from tsfunc import pytrees
+from tsfunc.bridge.autograd import outside_graph
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.grad_level import GradTracer
@@ -196,7 +197,7 @@ class _Node(Function):
         ctx.count = len(values)
         ctx.zeros = [_zeros_like(v) for v in values] if len(values) > 1 else None
         # What is inside belongs to other levels, whose graphs go on.
-        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+        with outside_graph(grad_mode):
             return f.run(values)
 
     @staticmethod

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Function
+from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import Function, forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
@@ -22,7 +23,7 @@ from tsfunc.dispatch.state import using
 from tsfunc.ops.dims import batched_at
 
 _torch_setup_context = Function.setup_context
-_torch_jvp = Function.jvp
+torch_jvp = Function.jvp
 
 
 def has_setup(cls: Any) -> bool:
@@ -115,7 +116,9 @@ class Context:
     def hand_over(self, ctx: Any) -> None:
         """Tells torch's ctx all that was told to this one."""
         told = dict(vars(self))
-        ctx.save_for_backward(*told.pop("saved_tensors"))
+        saved = told.pop("saved_tensors")
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
         ctx.mark_dirty(*told.pop("dirty"))
         ctx.mark_non_differentiable(*told.pop("not_differentiable"))
         ctx.set_materialize_grads(told.pop("materialize"))
@@ -319,6 +322,41 @@ def differentiable(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+# NOTE [tangents of outer levels]
+# C++ runs a ``jvp`` method with forward mode switched off, for the tensors' own tangents would be
+# pushed a second time. The tangents of levels outside, which hang on the values inside of tracers,
+# are to be pushed: so forward mode is on, and the method sees tensors without tangents of their
+# own.
+def with_outer_tangents(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``jvp`` method for tracers, from that of the class."""
+
+    def run(ctx: Any, *tangents: Any) -> Any:
+        with forward_ad._set_fwd_grad_enabled(True):
+            return jvp(_Primals(ctx), *tangents)
+
+    return run
+
+
+class _Primals:
+    """A ctx whose tensors have no tangents."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ctx, name)
+        if name == "saved_tensors":
+            return tuple(_primal(x) for x in found)
+        return _primal(found)
+
+
+def _primal(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    with DisableTorchFunctionSubclass():
+        return forward_ad.unpack_dual(value).primal
+
+
 def _function_of(mapped: MappedFunction) -> Any:
     """The autograd.Function of a mapped class."""
     members: dict[str, Any] = {
@@ -326,8 +364,9 @@ def _function_of(mapped: MappedFunction) -> Any:
         "setup_context": staticmethod(mapped.setup_context),
         "backward": staticmethod(mapped.backward),
     }
-    if mapped.cls.jvp is not _torch_jvp:
-        members["jvp"] = staticmethod(mapped.jvp)
+    if mapped.cls.jvp is not torch_jvp:
+        members["jvp"] = staticmethod(with_outer_tangents(mapped.jvp))
+    members["mapped_by_level"] = True
     return type(mapped.cls.__name__, (Function,), members)
 
 

@@ -177,14 +177,14 @@ def record_switch(
     ]
     op = Switch(what, made, run)
     found = call(op, trace, [inner, *tensors], numbers, [r for r in results if r is not None])
-    return _filled(bodies[0], found)
+    return filled(bodies[0], found)
 
 
 def _seen(operands: Any) -> Any:
     return pytrees.tree_map(seen_here, operands)
 
 
-def _filled(body: TracedBody, found: Sequence[Any]) -> Any:
+def filled(body: TracedBody, found: Sequence[Any]) -> Any:
     """Results in the structure of what a body returned, with what is no tensor in its place."""
     values = iter(found)
     leaves = [next(values) if isinstance(x, torch.Tensor) else x for x in body.leaves]

@@ -1,0 +1,226 @@
+"""custom_vjp, custom_jvp and custom_vmap: right under every transform, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import cond, custom_jvp, custom_vjp, custom_vmap, grad, jvp, specialize, vmap
+
+X = torch.linspace(-1, 2, 5, dtype=torch.float64)
+Fn = Callable[[Tensor], Any]
+
+
+@custom_vjp
+def by_vjp(x: Any) -> Any:
+    return {"y": x.sin() * x}
+
+
+def _fwd(x: Any) -> Any:
+    return {"y": x.sin() * x}, (x.cos(), {"x": x}, "kept")
+
+
+def _bwd(residuals: Any, cotangent: Any) -> Any:
+    cosine, saved, kept = residuals
+    assert kept == "kept"
+    return ((cosine * saved["x"] + saved["x"].sin()) * cotangent["y"],)
+
+
+by_vjp.defvjp(_fwd, _bwd)
+
+
+@custom_jvp
+def by_jvp(x: Any, y: Any) -> Any:
+    return x * y.sin()
+
+
+@by_jvp.defjvp
+def _rule(primals: Any, tangents: Any) -> Any:
+    x, y = primals
+    return by_jvp(x, y), tangents[0] * y.sin() + x * y.cos() * tangents[1]
+
+
+by_jvps = custom_jvp(lambda x: {"y": x.sin() * x})
+by_jvps.defjvps(lambda t, ans, x: {"y": t * (x.cos() * x + x.sin())})
+
+
+@custom_vmap
+def by_vmap(x: Any, w: Any) -> Any:
+    return (x * w).sin() * x
+
+
+@by_vmap.def_vmap
+def _batched(axis_size: int, in_batched: Any, x: Any, w: Any) -> Any:
+    assert in_batched[0] or in_batched[1]
+    return (x * w).sin() * x, True
+
+
+ROWS: dict[str, tuple[Fn, Fn]] = {
+    "custom_vjp": (lambda x: by_vjp(x)["y"], lambda x: x.sin() * x),
+    "custom_jvp": (lambda x: by_jvp(x, x * x), lambda x: x * (x * x).sin()),
+    "defjvps": (lambda x: by_jvps(x)["y"], lambda x: x.sin() * x),
+    "custom_vmap": (lambda x: by_vmap(x, X[3]), lambda x: (x * X[3]).sin() * x),
+    "custom_vmap of two": (lambda x: by_vmap(x, 2 * x), lambda x: (2 * x * x).sin() * x),
+}
+
+
+def _pushed(f: Fn) -> Fn:
+    return lambda x: jvp(f, (x,), (x.cos(),))[1]
+
+
+COLUMNS: dict[str, Callable[[Fn], Fn]] = {
+    "plain": lambda f: f,
+    "grad": grad,
+    "jvp": _pushed,
+    "grad(grad)": lambda f: grad(grad(f)),
+    "jvp(grad)": lambda f: _pushed(grad(f)),
+    "grad(jvp)": lambda f: grad(_pushed(f)),
+    "jvp(jvp)": lambda f: _pushed(_pushed(f)),
+    "grad(grad(grad))": lambda f: grad(grad(grad(f))),
+}
+
+
+def _looped(f: Fn) -> Fn:
+    return lambda xs: torch.stack([f(x) for x in xs])
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("row", ROWS)
+def test_the_rule_is_the_derivative_under_every_transform(row: str, column: str) -> None:
+    ours, plain = ROWS[row]
+    transform = COLUMNS[column]
+    expected = _looped(transform(plain))(X)
+    one = transform(ours)
+    for found in (
+        _looped(one)(X),
+        vmap(one)(X),
+        vmap(vmap(one))(X[None])[0],
+        specialize(vmap(one))(X),
+        vmap(transform(specialize(ours)))(X),
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_derivatives_outside_of_the_vmap(row: str) -> None:
+    ours, plain = ROWS[row]
+    for inner in (lambda f: f, grad):
+        found = grad(lambda x, inner=inner: vmap(inner(ours))(x).sin().sum())(X)
+        expected = grad(lambda x, inner=inner: _looped(inner(plain))(x).sin().sum())(X)
+        torch.testing.assert_close(found, expected)
+        _, pushed = jvp(vmap(inner(ours)), (X,), (X.cos(),))
+        torch.testing.assert_close(pushed, jvp(_looped(inner(plain)), (X,), (X.cos(),))[1])
+
+
+def test_it_is_the_rule_that_is_used() -> None:
+    wrong = custom_vjp(lambda x: x**2)
+    wrong.defvjp(lambda x: (x**2, None), lambda _, ct: (10 * ct,))
+    x = torch.tensor(3.0)
+    assert grad(wrong)(x) == 10
+    assert vmap(grad(wrong))(x[None]) == 10
+    assert grad(specialize(wrong))(x) == 10
+    assert specialize(grad(wrong))(x) == 10
+    assert grad(lambda x: vmap(wrong)(x).sum())(x[None]) == 10
+    assert grad(lambda x: cond(x > 0, wrong, torch.neg, x))(x) == 10
+    assert vmap(grad(lambda x: cond(x > 0, wrong, torch.neg, x)))(torch.tensor([3.0, -3.0])).equal(
+        torch.tensor([10.0, -1.0])
+    )
+
+    wrong_jvp = custom_jvp(lambda x: x**2)
+    wrong_jvp.defjvp(lambda p, t: (p[0] ** 2, 10 * t[0]))
+    assert jvp(wrong_jvp, (x,), (x,))[1] == 30
+    assert grad(wrong_jvp)(x) == 10
+    assert vmap(grad(specialize(wrong_jvp)))(x[None]) == 10
+
+    wrong_vmap = custom_vmap(lambda x: x)
+    wrong_vmap.def_vmap(lambda size, batched, x: (x + size, True))
+    assert vmap(wrong_vmap)(torch.zeros(3)).tolist() == [3.0] * 3
+    assert specialize(vmap(wrong_vmap))(torch.zeros(3)).tolist() == [3.0] * 3
+    assert wrong_vmap(x) == 3
+
+
+def test_arguments_that_are_not_differentiated() -> None:
+    seen = []
+
+    def fwd(power: int, x: Tensor) -> Any:
+        return x**power, x
+
+    def bwd(power: int, x: Tensor, ct: Tensor) -> Any:
+        seen.append(power)
+        return (power * x ** (power - 1) * ct,)
+
+    f = custom_vjp(lambda power, x: x**power, nondiff_argnums=(0,))
+    f.defvjp(fwd, bwd)
+    assert grad(lambda x: f(3, x))(torch.tensor(2.0)) == 12
+    assert seen == [3]
+    g = custom_jvp(lambda x, power: x**power, nondiff_argnums=(1,))
+    g.defjvp(lambda power, p, t: (p[0] ** power, power * p[0] ** (power - 1) * t[0]))
+    assert grad(lambda x: g(x, 3))(torch.tensor(2.0)) == 12
+
+
+def test_the_second_derivative_of_a_function_with_a_jvp_method_in_forward_mode() -> None:
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Any:
+            return ctx.saved_tensors[0].cos() * tangent
+
+    for transform in (COLUMNS["jvp(jvp)"], lambda f: vmap(_pushed(_pushed(f)))):
+        torch.testing.assert_close(transform(Sine.apply)(X), transform(torch.sin)(X))
+    mapped = _pushed(vmap(_pushed(Sine.apply)))
+    torch.testing.assert_close(mapped(X), _pushed(_pushed(torch.sin))(X))
+
+
+def test_rules_that_are_missing_or_malformed_are_errors() -> None:
+    x = torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"custom_vjp: f has no rule yet.*@f.defvjp\(fwd, bwd\)"):
+
+        @custom_vjp
+        def f(x: Tensor) -> Tensor:
+            return x
+
+        f(x)
+    with pytest.raises(RuntimeError, match=r"custom_vmap: g has no rule yet.*def_vmap"):
+
+        @custom_vmap
+        def g(x: Tensor) -> Tensor:
+            return x
+
+        vmap(g)(x)
+    bad = custom_vjp(lambda x: x.sum())
+    bad.defvjp(lambda x: x.sum(), lambda r, ct: (ct,))
+    with pytest.raises(TypeError, match="must return a pair, the result and the residuals"):
+        grad(bad)(x)
+    bad.defvjp(lambda x: (x.sum(), None), lambda r, ct: (ct, ct))
+    with pytest.raises(TypeError, match=r"must return a tuple of 1.*got 2"):
+        grad(bad)(x)
+    bad.defvjp(lambda x: (x.sum(), None), lambda r, ct: (ct,))
+    with pytest.raises(TypeError, match=r"a cotangent of shape \(\) for an argument of shape \(2,"):
+        grad(bad)(x)
+    worse = custom_jvp(lambda x: x.sum())
+    worse.defjvp(lambda p, t: p[0].sum())
+    with pytest.raises(TypeError, match="must return a pair, the result and its tangent"):
+        jvp(worse, (x,), (x,))
+    worse.defjvp(lambda p, t: (p[0].sum(), [t[0].sum()]))
+    with pytest.raises(TypeError, match=r"that the rule of .* must have the structure"):
+        jvp(worse, (x,), (x,))
+    short = custom_vmap(lambda x: x)
+    short.def_vmap(lambda size, batched, x: x)
+    with pytest.raises(TypeError, match="must return a pair, the result of all examples"):
+        vmap(short)(x)
+    short.def_vmap(lambda size, batched, x: (x[:1], True))
+    with pytest.raises(TypeError, match=r"its first dim must be 2, the number of examples; got"):
+        vmap(short)(x)
+    with pytest.raises(TypeError, match="nondiff_argnums, which defjvps does not know of"):
+        custom_jvp(torch.sin, nondiff_argnums=(0,)).defjvps(None)

@@ -1,0 +1,243 @@
+"""Functions of whole batches, called on a vmap's tracers: what ``custom_vmap`` rules are.
+
+NOTE [functions of whole batches]
+The rule takes and returns physical values, with the examples along their first dim. At the levels
+outside of the vmap it is a function as any other. Where the vmap's own level differentiates by an
+argument, the call is an ``autograd.Function`` of that level, whose backward calls another function
+of whole batches: the pullback of the rule. So it can be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from tsfunc import pytrees
+from tsfunc.bridge.autograd import outside_graph
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.custom_function import torch_apply
+from tsfunc.bridge.lanes import batched_value, is_recorded
+from tsfunc.bridge.tracer import innermost_level, seen_here
+from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.reverse import vjp
+
+# Takes values, and whether each is batched; returns results, and whether each is.
+WholeBatch = Callable[[Sequence[Any], Sequence[bool]], tuple[Sequence[Any], Sequence[bool]]]
+
+
+def level_to_batch(leaves: Sequence[Any]) -> BatchLevel | None:
+    """The innermost level of the leaves, if it is a vmap's and one of them is batched there."""
+    level = innermost_level(leaves)
+    if not isinstance(level, BatchLevel):
+        return None
+    return level if any(_is_batched(leaf, level) for leaf in leaves) else None
+
+
+def _is_batched(leaf: Any, level: BatchLevel) -> bool:
+    own = isinstance(leaf, BatchTracer) and leaf.dispatch_level is level
+    return own and leaf.bdim is not None
+
+
+def call_rule(
+    what: str, rule: Callable[..., Any], args: tuple[Any, ...], otherwise: Callable[..., Any]
+) -> Any:
+    """Calls a ``custom_vmap`` rule where an argument is batched, and the function where none is."""
+    leaves, tree = pytrees.flatten(pytrees.tree_map(seen_here, args))
+    level = level_to_batch(leaves)
+    if level is None:
+        return otherwise(*args)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    structure: list[Any] = []
+
+    def whole(values: Sequence[Any], batched: Sequence[bool]) -> Any:
+        filled, flags = list(leaves), [False] * len(leaves)
+        for place, value, flag in zip(places, values, batched, strict=True):
+            filled[place], flags[place] = value, flag
+        in_batched = list(pytrees.unflatten(tree, flags))
+        found = rule(level.batch_size, in_batched, *pytrees.unflatten(tree, filled))
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(
+                f"{what} must return a pair, the result of all examples and what of it is "
+                f"batched, got {type(found).__name__}."
+            )
+        out, out_tree = pytrees.flatten(found[0])
+        structure[:] = [out_tree]
+        try:
+            flat = pytrees.broadcast_prefix(found[1], found[0], lambda x: isinstance(x, bool))
+        except ValueError:
+            raise TypeError(
+                f"{what} must return, beside the result, a pytree of bools that is a prefix of "
+                f"it, got {found[1]!r}."
+            ) from None
+        _check_sizes(what, out, flat, level.batch_size)
+        return out, flat
+
+    outs = call_whole(whole, level, [leaves[i] for i in places])
+    return pytrees.unflatten(structure[0], outs)
+
+
+def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: int) -> None:
+    for value, flag in zip(out, batched, strict=True):
+        if flag and (not isinstance(value, torch.Tensor) or value.shape[:1] != (size,)):
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(
+                f"{what} says that a result is batched: then its first dim must be {size}, the "
+                f"number of examples; got {shape}."
+            )
+
+
+def call_whole(
+    whole: WholeBatch, level: BatchLevel, tensors: Sequence[torch.Tensor]
+) -> Sequence[Any]:
+    """Calls a function of whole batches on a level's tensors."""
+    recorded = [
+        isinstance(x, BatchTracer) and x.dispatch_level is level and is_recorded(x) for x in tensors
+    ]
+    plan = _Plan(whole, level, recorded)
+    if not any(recorded):
+        return plan.run(tensors)
+    lifted = [
+        x if isinstance(x, BatchTracer) and x.dispatch_level is level else level.lift(x)
+        for x in tensors
+    ]
+    outs = torch_apply(_Recorded, plan, torch.is_grad_enabled(), *lifted)
+    return plan.filled(outs)
+
+
+@dataclass(eq=False)
+class _Plan:
+    """A call: the function, the level, and which tensors the level differentiates by.
+
+    Those are given to the function batched, for their cotangents are.
+    """
+
+    whole: WholeBatch
+    level: BatchLevel
+    recorded: Sequence[bool]
+    others: Sequence[Any] = ()
+
+    def values(self, tensors: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+        values, flags = [], []
+        for x, recorded in zip(tensors, self.recorded, strict=True):
+            own = isinstance(x, BatchTracer) and x.dispatch_level is self.level
+            if own and (x.bdim is not None or recorded):
+                value, dim = batched_value(x, self.level)
+                values.append(value.movedim(dim, 0))
+                flags.append(True)
+            else:
+                values.append(x.value if own else x)
+                flags.append(False)
+        return values, flags
+
+    def run(self, tensors: Sequence[Any]) -> list[Any]:
+        """The results, tracers of the level where they are tensors."""
+        level = self.level
+        with level.restored():
+            outs, flags = self.whole(*self.values(tensors))
+        self.others = [None if isinstance(x, torch.Tensor) else x for x in outs]
+        return [
+            wrap(x, 0 if flag else None, level) if isinstance(x, torch.Tensor) else x
+            for x, flag in zip(outs, flags, strict=True)
+        ]
+
+    def filled(self, tensors: Sequence[Any]) -> list[Any]:
+        rest = iter(tensors)
+        return [next(rest) if x is None else x for x in self.others]
+
+
+class _Recorded(Function):
+    """A call in the graph of the vmap's own level."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, grad_mode: bool, *tensors: Any) -> Any:
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        with outside_graph(grad_mode):
+            outs = tuple(x for x in plan.run(tensors) if isinstance(x, torch.Tensor))
+        ctx.mark_non_differentiable(*[x for x in outs if not _differentiable(x)])
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        plan, tensors = ctx.plan, ctx.saved_tensors
+        by = [i for i, x in enumerate(tensors) if plan.recorded[i] and _differentiable(x)]
+        of = [j for j, ct in enumerate(cotangents) if ct is not None and _differentiable(ct)]
+
+        def pull(values: Sequence[Any], flags: Sequence[bool]) -> Any:
+            inputs, own = _batched_at(values[: len(tensors)], flags, by, plan.level.batch_size)
+            given = values[len(tensors) :]
+
+            def run(*chosen: Any) -> tuple[Any, ...]:
+                outs, batched = plan.whole(_with(inputs, by, chosen), own)
+                found = [(x, b) for x, b in zip(outs, batched, strict=True)
+                         if isinstance(x, torch.Tensor)]  # fmt: skip
+                return tuple(_expanded(*found[j], plan.level.batch_size) for j in of)
+
+            _, pullback = vjp(run, *(inputs[i] for i in by))
+            size = plan.level.batch_size
+            pairs = zip(given, flags[len(tensors) :], strict=True)
+            pulled = pullback(tuple(_expanded(ct, flag, size) for ct, flag in pairs))
+            return pulled, [True] * len(by)
+
+        found = call_whole(pull, plan.level, [*tensors, *(cotangents[j] for j in of)])
+        pulled: list[Any] = [None] * len(tensors)
+        for i, value in zip(by, found, strict=True):
+            pulled[i] = value
+        return (None, None, *pulled)
+
+    @staticmethod
+    def jvp(ctx: Any, _plan: Any, _mode: Any, *tangents: Any) -> Any:
+        plan, tensors = ctx.plan, ctx.saved_tensors
+        by = [i for i, t in enumerate(tangents) if t is not None]
+
+        def push(values: Sequence[Any], flags: Sequence[bool]) -> Any:
+            inputs, own = _batched_at(values[: len(tensors)], flags, by, plan.level.batch_size)
+            given = values[len(tensors) :]
+            batched: list[bool] = []
+
+            def run(*chosen: Any) -> tuple[Any, ...]:
+                outs, found = plan.whole(_with(inputs, by, chosen), own)
+                pairs = zip(outs, found, strict=True)
+                kept = [(x, b) for x, b in pairs if isinstance(x, torch.Tensor)]
+                batched[:] = [b for _, b in kept]
+                return tuple(x for x, _ in kept)
+
+            primals = tuple(inputs[i] for i in by)
+            directions = tuple(
+                _expanded(t, flag, plan.level.batch_size)
+                for t, flag in zip(given, flags[len(tensors) :], strict=True)
+            )
+            return jvp(run, primals, directions)[1], batched
+
+        return tuple(call_whole(push, plan.level, [*tensors, *(tangents[i] for i in by)]))
+
+
+def _batched_at(
+    values: Sequence[Any], flags: Sequence[bool], by: Sequence[int], size: int
+) -> tuple[list[Any], list[bool]]:
+    """Values of which some are to be batched, as the derivatives by them are."""
+    found = [
+        _expanded(value, flag, size) if i in by else value
+        for i, (value, flag) in enumerate(zip(values, flags, strict=False))
+    ]
+    return found, [flag or i in by for i, flag in enumerate(flags[: len(values)])]
+
+
+def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    replaced = list(values)
+    for place, value in zip(places, new, strict=True):
+        replaced[place] = value
+    return replaced
+
+
+def _expanded(value: torch.Tensor, batched: bool, size: int) -> torch.Tensor:
+    return value if batched else value.unsqueeze(0).expand(size, *value.shape)
+
+
+def _differentiable(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
