@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import tsfunc.ops  # noqa: F401  (declares rows)
+import tsfunc
 from tests.ops.harness import Level, check
 from tsfunc.ops.registry import find
 
@@ -96,3 +96,22 @@ def test_inplace_into_what_is_not_batched_is_refused() -> None:
 def test_trilinear() -> None:
     x, y, w = rand(2, 3), rand(2, 4), rand(5, 3, 4)
     assert check(aten._trilinear.default, x, w, y, [1, 3], [0], [1, 2], [2, 3])
+
+
+@pytest.mark.parametrize("dims", [(-1, None), (None, 1), (1, -1), (0, 2)])
+def test_kron(dims: tuple[int | None, int | None]) -> None:
+    """Its product is seen in another shape, wherever the examples came to lie in it."""
+    x, y = rand(5, 4), rand(10, 2)
+    inputs = [
+        v if d is None else torch.stack([v, v + 1, v * 2], d)
+        for v, d in zip((x, y), dims, strict=True)
+    ]
+    want = torch.stack(
+        [
+            torch.kron(
+                *[v if d is None else v.select(d, i) for v, d in zip(inputs, dims, strict=True)]
+            )
+            for i in range(3)
+        ]
+    )
+    torch.testing.assert_close(tsfunc.vmap(torch.kron, dims)(*inputs), want)

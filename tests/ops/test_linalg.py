@@ -44,6 +44,11 @@ def test_functions_of_one_matrix(lead: tuple[int, ...]) -> None:
     assert check(aten.linalg_pinv.atol_rtol_tensor, x[..., :3])
 
 
+def test_matrix_exp_of_many_matrices() -> None:
+    """More than a few go another way in the kernel, which is picky about how they lie."""
+    assert check(aten.linalg_matrix_exp.default, rand(5, 5, 5) / 10)
+
+
 @pytest.mark.parametrize("lead", LEADS)
 def test_functions_of_several_matrices(lead: tuple[int, ...]) -> None:
     x = rand(*lead, 4, 3)

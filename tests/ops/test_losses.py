@@ -87,6 +87,12 @@ def test_margin_losses(reduction: int, lead: tuple[int, ...]) -> None:
     assert check(backward, grad, x, labels, reduction, is_target, choices=choices)
 
 
+@pytest.mark.parametrize("reduction", [0, 1])
+def test_margin_loss_of_one_sample_with_a_list_of_one_target(reduction: int) -> None:
+    op = aten.multi_margin_loss.default
+    assert check(op, rand(5), ints(5, 1), 1, 1.5, None, reduction, choices=[(0,), (1,), (0, 1)])
+
+
 def test_margin_losses_of_one_number() -> None:
     assert check(aten.multi_margin_loss.default, rand(), torch.tensor(0), choices=[(0,)])
     forward = aten.multilabel_margin_loss_forward.default

@@ -43,7 +43,7 @@ rows(
         for name in (
             "linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse linalg_qr linalg_eig "
             "_linalg_eigvals _linalg_eigh _linalg_svd linalg_lu linalg_lu_factor_ex "
-            "linalg_ldl_factor_ex linalg_matrix_exp geqrf"
+            "linalg_ldl_factor_ex geqrf"
         ).split()
     ),
 )  # fmt: skip
@@ -93,6 +93,17 @@ def with_tolerances(
 
 
 takes_keywords(_TOLERANCES, "atol", "rtol")
+
+
+@row("aten::linalg_matrix_exp")
+def matrix_exp(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The kernel takes several leading dims only where they lie one after another."""
+    x = front(args[0], dims[0])
+    if x.dim() < 3:
+        return refused(op, dims, args, kwargs)
+    return op(x.flatten(0, -3)).unflatten(0, x.shape[:-2]), 0
 
 
 def _together(

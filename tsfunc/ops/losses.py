@@ -159,9 +159,10 @@ def multi_margin_loss(
         return NotImplemented
     lead = logical_rank(x, dims[0]) - 1
     x = _folded(x, dims[0], level.batch_size, lead)
+    listed = logical_rank(target, dims[1]) > 0
     target = batched_front(target, dims[1], level.batch_size).flatten()
     out = op(x, target, p, margin, weight, NONE)
-    return reduced(out.unflatten(0, (level.batch_size, -1)) if lead > 0 else out, 0, reduction)
+    return reduced(out.unflatten(0, (level.batch_size, -1)) if listed else out, 0, reduction)
 
 
 @row("aten::multi_margin_loss_backward")

@@ -47,7 +47,7 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, at: int) -> list[Any]:
     return out
 
 
-@row("aten::view", "aten::_unsafe_view", "aten::reshape", "aten::view_copy")
+@row("aten::view", "aten::reshape", "aten::view_copy")
 def view(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -60,6 +60,14 @@ def view(
     if at:
         x = x.movedim(at, 0)
     return op(x, [x.shape[0], *sizes]), 0
+
+
+@row("aten::_unsafe_view")
+def unsafe_view(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of what was just computed, which may lie with the batch dim between others."""
+    return view(torch.ops.aten.reshape.default, level, dims, args, kwargs)
 
 
 @row("aten::_reshape_alias", "aten::_reshape_alias_copy")
