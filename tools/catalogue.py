@@ -1,5 +1,7 @@
 """Writes the catalogue of torch's operators anew: ``python -m tools.catalogue [--retry]``.
 
+It also puts the census into ``docs/operators.md``.
+
 ``tsfunc/ops/catalogue/aten.tsv`` has a line for each ATen overload that ``import torch``
 registers. It follows from the schemas of the torch at hand, from ``decided.txt``, and from
 what trying each operator showed, which is kept in the file itself. After a change of
@@ -18,12 +20,17 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tsfunc.bridge.schemas import registered, signature_of
+from tsfunc.ops.catalogue.counts import CENSUS_2020
 from tsfunc.ops.catalogue.table import PATH, read_table, render, tabulate
 from tsfunc.ops.catalogue.trial import Evidence, Trial
+from tsfunc.ops.registry import Category
 
+PAGE = Path(__file__).parents[1] / "docs" / "operators.md"
 SECONDS = 120  # for one operator
 
 
@@ -64,6 +71,37 @@ def worker() -> None:
         print(Trial(signature, "cpu").evidence().in_words(), file=out, flush=True)
 
 
+START, END = "<!-- census -->\n", "<!-- end of census -->"
+
+
+def census() -> str:
+    """The table of the docs: how many operators each category has, and how they came to it."""
+    lines = Counter(line.category for line in read_table().values())
+    sources: dict[Category, Counter[str]] = {category: Counter() for category in Category}
+    for line in read_table().values():
+        sources[line.category][line.source.split()[0].rstrip(":")] += 1
+    rows = [
+        "| category | 2.13 | 2020 | by decision | by following | by schema or tag | by trying |"
+    ]
+    rows.append("|---|--:|--:|--:|--:|--:|--:|")
+    for category, count in lines.most_common():
+        by = sources[category]
+        then = CENSUS_2020.get(category, "")
+        cells = (by["decided"], by["follows"], by["schema"] + by["tag"], by["tried"])
+        rows.append(f"| {category.value} | {count} | {then} | {' | '.join(map(str, cells))} |")
+    then = sum(CENSUS_2020.values())
+    every = sum(sources.values(), Counter[str]())
+    cells = (every["decided"], every["follows"], every["schema"] + every["tag"], every["tried"])
+    rows.append(f"| all | {lines.total()} | {then} | {' | '.join(map(str, cells))} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_census(page: str) -> str:
+    """The page of the docs, with the census as it is now."""
+    before, _, rest = page.partition(START)
+    return f"{before}{START}{census()}{END}{rest.partition(END)[2]}"
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Writes the catalogue of torch's operators.")
@@ -81,6 +119,8 @@ def main() -> None:
         evidence = {name: line.evidence for name, line in read_table().items()}
         evidence.update(try_all([name for name in forms if name not in evidence]))
     PATH.write_text(render(tabulate(names, evidence)), "utf-8")
+    read_table.cache_clear()
+    PAGE.write_text(with_census(PAGE.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

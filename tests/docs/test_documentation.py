@@ -16,12 +16,13 @@ ROOT = Path(__file__).parents[2]
 MODULES = [m.name for m in pkgutil.walk_packages(tsfunc.__path__, "tsfunc.")]
 
 
-def test_readme_snippets_run_in_order() -> None:
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+@pytest.mark.parametrize("page", ["README.md", "docs/operators.md"])
+def test_snippets_run_in_order(page: str) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert len(snippets) >= 2
     scope: dict[str, object] = {}
     for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), scope)
+        exec(compile(snippet, page, "exec"), scope)
 
 
 @pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "docs").glob("*.md")))

@@ -1,9 +1,10 @@
 """Schemas of torch's operators as plain data, for the catalogue in ``ops``.
 
 Private names used here (torch 2.11 to 2.13): ``_dispatch_get_all_op_names`` lists what is
-registered with the dispatcher; ``_dispatch_has_kernel_for_dispatch_key`` whether an operator has a
-kernel; ``OpOverload._schema`` is an overload's schema; ``CustomOpDef``, what
-``torch.library.custom_op`` makes of a function, has its overload as ``_opoverload``.
+registered with the dispatcher, ``_dispatch_find_schema_or_throw`` tells whether a name is, and
+``_dispatch_has_kernel_for_dispatch_key`` whether it has a kernel; ``OpOverload._schema`` is an
+overload's schema; ``CustomOpDef``, what ``torch.library.custom_op`` makes of a function, has its
+overload as ``_opoverload``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._C import _dispatch_get_all_op_names, _dispatch_has_kernel_for_dispatch_key
+from torch._C import (
+    _dispatch_find_schema_or_throw,
+    _dispatch_get_all_op_names,
+    _dispatch_has_kernel_for_dispatch_key,
+)
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -30,7 +35,7 @@ def registered(namespace: str = "") -> list[str]:
 def signature_of(name: str) -> Signature | None:
     """The schema of a dispatcher name, or None where torch has no such operator."""
     overload = overload_of(name)
-    return None if overload is None else _signature(overload)
+    return _signature(overload) if overload is not None and _is_registered(overload) else None
 
 
 def overloads_of(packet: str) -> Iterator[Signature]:
@@ -38,8 +43,18 @@ def overloads_of(packet: str) -> Iterator[Signature]:
     space, _, base = packet.partition("::")
     found = getattr(getattr(torch.ops, space), base, None)
     if isinstance(found, OpOverloadPacket):
-        for name in found.overloads():
-            yield _signature(getattr(found, name))
+        for overload in (getattr(found, name) for name in found.overloads()):
+            if _is_registered(overload):
+                yield _signature(overload)
+
+
+def _is_registered(overload: OpOverload) -> bool:
+    """TorchScript keeps overloads of its own (``aten::add`` of numbers) with those of torch."""
+    try:
+        _dispatch_find_schema_or_throw(*overload.name().partition(".")[::2])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _signature(overload: OpOverload) -> Signature:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tsfunc
-from tools.catalogue import try_all
+from tools.catalogue import PAGE, try_all, with_census
 from tsfunc.bridge.schemas import registered, signature_of
 from tsfunc.ops import Category, all_rows
 from tsfunc.ops.catalogue.decisions import read
@@ -34,6 +34,12 @@ def test_the_table_is_what_rules_and_decisions_say() -> None:
     evidence = {name: line.evidence for name, line in TABLE.items()}
     made = render(tabulate(NAMES, evidence))
     assert made == PATH.read_text("utf-8"), "run python -m tools.catalogue"
+
+
+@same_torch
+def test_the_census_of_the_docs_is_current() -> None:
+    page = PAGE.read_text("utf-8")
+    assert with_census(page) == page, "run python -m tools.catalogue"
 
 
 @same_torch
