@@ -26,6 +26,7 @@ from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
 from tsfunc.transforms.linearize import linearize
 from tsfunc.transforms.modules import functional_call, stack_module_state
+from tsfunc.transforms.outlines import eval_shape, make_graph
 from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
 from tsfunc.transforms.specialize import specialize
 from tsfunc.transforms.vmap import vmap
@@ -50,6 +51,7 @@ __all__ = [
     "custom_vmap",
     "dispatch",
     "errors",
+    "eval_shape",
     "explain",
     "fori_loop",
     "functional_call",
@@ -60,6 +62,7 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
+    "make_graph",
     "pmax",
     "pmean",
     "pmin",

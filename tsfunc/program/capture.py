@@ -48,6 +48,7 @@ def capture(
     tree: optree.PyTreeSpec,
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
+    what: str = "specialize",
 ) -> Program:
     """Traces a function.
 
@@ -58,22 +59,69 @@ def capture(
         tree: their structure.
         inputs: the tensors among them.
         bounds: the named dims that stay symbolic.
+        what: which transform it is traced for.
 
     Raises:
         ConstraintViolation: the function's course depends on the size of a named dim.
         DataDependentError: it uses a tensor as a Python number or bool.
     """
     symbols = Symbols({dim: (d.min, d.max) for dim, d in bounds.items()})
-    with torch_state.outside_all_levels(), state.outside_all_levels():
-        level = TraceLevel(f"specialize({name})", symbols.fake, lambda value: None)
-        out = _trace(level, func, flat, tree, inputs, bounds, symbols)
+    level, out = _traced(f"{what}({name})", func, flat, tree, inputs, bounds, symbols)
     leaves, out_tree = pytrees.flatten(out)
     level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
     _check_needs(name, symbols)
     return _finish(name, level, inputs, out_tree, symbols)
 
 
-def _trace(
+def outline(
+    what: str,
+    func: Callable[..., Any],
+    flat: Sequence[Any],
+    tree: optree.PyTreeSpec,
+    inputs: Sequence[InputSpec],
+) -> Any:
+    """What a function returns for inputs of fixed sizes, with fake tensors in place of tensors.
+
+    Args:
+        what: how errors call the trace.
+        func, flat, tree, inputs: as for :func:`capture`.
+
+    Raises:
+        DataDependentError: the function uses a tensor as a Python number or bool.
+    """
+    level, out = _traced(what, func, flat, tree, inputs, {}, Symbols({}))
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        own = isinstance(leaf, TraceTracer) and leaf.dispatch_level is level
+        return leaf.value if own else level.lift(leaf).value
+
+    return pytrees.tree_map(fake, out)
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An example for an input of which only the type is known; it has no data."""
+    with torch_state.outside_all_levels(), state.outside_all_levels(), Symbols({}).fake:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def _traced(
+    what: str,
+    func: Callable[..., Any],
+    flat: Sequence[Any],
+    tree: optree.PyTreeSpec,
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+    symbols: Symbols,
+) -> tuple[TraceLevel, Any]:
+    """Traces a function outside of all levels; the trace's level, and what it returns."""
+    with torch_state.outside_all_levels(), state.outside_all_levels():
+        level = TraceLevel(what, symbols.fake, lambda value: None)
+        return level, _run(level, func, flat, tree, inputs, bounds, symbols)
+
+
+def _run(
     level: TraceLevel,
     func: Callable[..., Any],
     flat: Sequence[Any],

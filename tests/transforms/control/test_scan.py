@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tsfunc
-from tsfunc import associative_scan, grad, scan, specialize, vmap
+from tsfunc import MetaTensorType, associative_scan, grad, jvp, scan, specialize, vmap
 
 
 @given(st.integers(1, 7), st.integers(0, 1), st.booleans())
@@ -38,6 +38,42 @@ def test_a_scan_without_anything_to_go_along_has_a_length() -> None:
     carry, ys = scan(lambda c, _: (c * 2, c), torch.tensor(1), None, length=4)
     assert carry == 16
     torch.testing.assert_close(ys, torch.tensor([1, 2, 4, 8]))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_scan_of_no_steps_has_results_of_size_0(wrap: Any, dim: int) -> None:
+    def f(x: torch.Tensor) -> Any:
+        def step(carry: Any, row: torch.Tensor) -> Any:
+            return carry + row, (carry * row, carry.sum() > 0, 2)
+
+        return scan(step, torch.ones(2), x, dim=dim)
+
+    shape = {0: (0, 2), 1: (2, 0), -1: (2, 0)}[dim]
+    x = torch.ones(shape)
+    carry, (products, signs, numbers) = wrap(f)(x)
+    assert carry.tolist() == [1, 1] and products.shape == shape and products.dtype is x.dtype
+    if dim != 1:  # the results of a step have one dim, or none
+        assert signs.shape == numbers.shape == (0,)
+    assert (signs.dtype, numbers.dtype) == (torch.bool, torch.int64)
+    batched = wrap(vmap(lambda x: f(x)[1][0]))(torch.ones(3, *shape))
+    assert batched.shape == (3, *shape)
+    assert wrap(vmap(grad(lambda x: f(x)[1][0].sum())))(torch.ones(3, *shape)).shape == (3, *shape)
+    assert jvp(lambda x: f(x)[1][0], (x,), (x,))[1].shape == shape
+
+
+def test_no_slices_are_mapped_to_no_results() -> None:
+    x = torch.ones(0, 3)
+    for batch_size in (None, 2):
+        assert tsfunc.map(lambda row: row[:2], x, batch_size=batch_size).shape == (0, 2)
+    assert scan(lambda c, _: (c, c), torch.ones(3), None, length=0)[1].shape == (0, 3)
+
+
+def test_a_program_for_any_length_takes_none() -> None:
+    described = {"x": MetaTensorType(["n", 2])}
+    f = specialize(lambda x: scan(lambda c, row: (c + row, c * row), torch.zeros(2), x), described)
+    assert f(torch.ones(4, 2))[0].tolist() == [4, 4]
+    assert f(torch.ones(0, 2))[1].shape == (0, 2)
 
 
 def test_the_trace_of_a_scan_does_not_grow_with_its_length() -> None:

@@ -9,6 +9,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
+from tsfunc.types import MetaTensorType
 
 Leaves = list[Any]
 
@@ -134,3 +135,24 @@ def _one(column: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torc
         leaf if isinstance(leaf, torch.Tensor) else _as(leaf, tensor) for leaf in column
     ]
     return combine(tensors)
+
+
+def slice_like(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """What looks as a slice of a tensor, of which it need not have any."""
+    at = dim % x.dim()
+    return x.new_empty([*x.shape[:at], *x.shape[at + 1 :]])
+
+
+def none_stacked(types: Any, dim: int) -> Any:
+    """The results of no steps: tensors of size 0 in a dim, of the types that a step returns."""
+
+    def empty(leaf: Any) -> Any:
+        if _is_number(leaf):
+            leaf = MetaTensorType.of(torch.tensor(leaf))
+        if not isinstance(leaf, MetaTensorType):
+            return leaf
+        shape: list[Any] = list(leaf.shape or ())
+        at = dim % (len(shape) + 1)
+        return torch.empty([*shape[:at], 0, *shape[at:]], dtype=leaf.dtype, device=leaf.device)
+
+    return pytrees.tree_map(empty, types)

@@ -29,8 +29,9 @@ from tsfunc.bridge.control_flow import (
 )
 from tsfunc.bridge.tracer import seen_here
 from tsfunc.bridge.tracing import TraceLevel
-from tsfunc.transforms.control.outputs import check_same
+from tsfunc.transforms.control.outputs import check_same, none_stacked, slice_like
 from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.outlines import eval_shape
 from tsfunc.transforms.reverse import vjp
 
 
@@ -137,6 +138,10 @@ class Scan(Operator):
         columns = [x.unbind(0) for x in operands[self.carried : stop]]
         count = len(columns[0]) if columns else self.length
         assert count is not None
+        if not count:
+            none = [slice_like(x, 0) for x in operands[self.carried : stop]]
+            types = eval_shape(body, *carry, *none, *rest)[self.carried :]
+            return (*carry, *none_stacked(tuple(types), 0))
         results: list[Sequence[Any]] = []
         for i in reversed(range(count)) if self.reverse else range(count):
             found = body(*carry, *[column[i] for column in columns], *rest)

@@ -13,8 +13,9 @@ import optree
 import torch
 
 from tsfunc.bridge.bodies import current_trace
-from tsfunc.transforms.control.outputs import check_same, flatten
+from tsfunc.transforms.control.outputs import check_same, flatten, none_stacked, slice_like
 from tsfunc.transforms.control.programs import record_scan
+from tsfunc.transforms.outlines import eval_shape
 from tsfunc.transforms.vmap import vmap
 
 _ADVICE = (
@@ -64,7 +65,8 @@ def scan(
     if xs is None:
         leaves = []
     count = _length("scan", leaves, length, dim)
-    if current_trace() is not None:
+    none = isinstance(count, int) and count == 0  # a symbolic size is not asked
+    if current_trace() is not None and not none:
         return record_scan("scan", f, init, xs, length, reverse, dim, _ADVICE)
     slices = [_slices("scan", leaf, dim) for leaf in leaves]
     step = Step("scan", f)
@@ -73,6 +75,9 @@ def scan(
         x = optree.tree_unflatten(spec, [part[i] for part in slices]) if leaves else None
         carry, y = step(carry, x)
         ys.append(y)
+    if none:
+        x = optree.tree_unflatten(spec, [slice_like(x, dim) for x in leaves]) if leaves else None
+        return init, none_stacked(eval_shape(step, init, x)[1], dim)
     if reverse:
         ys.reverse()
     return carry, stacked(ys, dim)
