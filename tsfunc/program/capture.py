@@ -94,8 +94,9 @@ def outline(
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        own = isinstance(leaf, TraceTracer) and leaf.dispatch_level is level
-        return leaf.value if own else level.lift(leaf).value
+        if isinstance(leaf, TraceTracer) and leaf.dispatch_level is level:
+            return leaf.value
+        return level.lift(leaf).value
 
     return pytrees.tree_map(fake, out)
 
