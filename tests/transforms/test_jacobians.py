@@ -60,6 +60,28 @@ def test_chunks(chunk_size: int | None) -> None:
     same(got, torch.func.jacrev(product, argnums=(0, 1))(X, Y))
 
 
+@pytest.mark.parametrize("jac", ["jacrev", "jacfwd"])
+def test_another_argument_is_written_into(jac: str) -> None:
+    """It holds what the function wrote, also where the derivative goes through it."""
+
+    def overwritten(x: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(x * x)
+
+    def partly(x: Tensor, y: Tensor) -> Tensor:
+        x[1:3] = y
+        return torch.stack([x.square().sum(), y.sum()])
+
+    def build(T: Api) -> Any:
+        out, x = torch.zeros(4), W.clone()
+        result = getattr(T, jac)(overwritten)(W, out)
+        return result, getattr(T, jac)(partly, argnums=1)(x, W[:2]), out.detach(), x.detach()
+
+    as_torch_func(build)
+    messages: list[str] = []
+    getattr(tsfunc, jac)(lambda x, log: (log.append("ran"), x * 2)[1])(W, messages)
+    assert messages == ["ran"]
+
+
 def test_a_chunk_of_one_is_no_vmap() -> None:
     """A backward pass may then do what a vmap refuses."""
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge import autograd
 from tsfunc.bridge.batch_tracer import BatchTracer
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.transforms.arguments import (
@@ -15,6 +16,7 @@ from tsfunc.transforms.arguments import (
     check_argnums,
     chosen_arguments,
     flatten_tensors,
+    level_of,
     like,
     refuse_complex,
     with_chosen,
@@ -61,7 +63,16 @@ def _of_leaves(
 
     def of_leaves(*leaves: Any) -> Any:
         new = pytrees.unflatten(spec, leaves)
-        return func(*with_chosen(args, names, new), **kwargs)
+        level = level_of(leaves)
+
+        def lifted(x: Any) -> Any:
+            return autograd.lift(x, level) if isinstance(x, torch.Tensor) else x
+
+        # The other arguments are the function's own too: it may write what depends on the chosen
+        # ones into them, which what stands beside a level's tracers can't hold.
+        others = [lifted(arg) for arg in args]
+        options = {name: lifted(arg) for name, arg in kwargs.items()}
+        return func(*with_chosen(others, names, new), **options)
 
     return flat, spec, of_leaves
 
