@@ -62,7 +62,7 @@ class LaneLevel(BatchLevel, StandIn):
         old = parent.inner
         self.inner = old.with_levels((*old.levels[:-1], self))
         self._kernel_states = {}
-        self._composed: dict[int, torch.Tensor] = {}
+        self._composed = {id(parent): index}
         self.kind = MadeTracer
         self.born = 0
         self.lifts_factories = 0
@@ -83,24 +83,10 @@ class LaneLevel(BatchLevel, StandIn):
         """The lanes' numbers among the examples of a level that they come from."""
         known = self._composed.get(id(level))
         if known is None:
-            known, parent = self.index, self.parent
-            while parent is not level:
-                assert isinstance(parent, LaneLevel)
-                known, parent = parent.index.index_select(0, known), parent.parent
+            assert isinstance(self.parent, LaneLevel)
+            known = self.parent.index_in(level).index_select(0, self.index)
             self._composed[id(level)] = known
         return known
-
-    @property
-    def numbers(self) -> torch.Tensor | None:
-        """The lanes' numbers in the whole as a plain tensor, None for all in their places.
-
-        Where the lanes differ among the examples of a vmap outside, each lane stands for the
-        example in its place in the parent, or for none.
-        """
-        outer = self.parent.numbers if isinstance(self.parent, LaneLevel) else None
-        if isinstance(self.index, Tracer):
-            return outer
-        return self.index if outer is None else outer.index_select(0, self.index)
 
     def examples(self, device: torch.device) -> torch.Tensor:
         whole, numbers = self.whole.examples(device), self.numbers
@@ -128,6 +114,8 @@ class LaneLevel(BatchLevel, StandIn):
 
     def comes_from(self, level: TracerLevel) -> bool:
         """Whether a level is what the lanes were taken from, directly or not."""
+        if level is self.parent or level is self.whole:
+            return True
         parent: TracerLevel = self.parent
         while parent is not level and isinstance(parent, LaneLevel):
             parent = parent.parent
@@ -427,11 +415,15 @@ _WRITES = frozenset({torch.Tensor.__setitem__})
 
 
 class _InLanes(TorchFunctionMode):
-    """The arguments of every call of the body are taken over to its lanes."""
+    """The arguments of every call of the body are taken over to its lanes.
+
+    What it closes over is taken over once. It stays as it is meanwhile: writes into it are refused.
+    """
 
     def __init__(self, lanes: LaneLevel, what: str) -> None:
         super().__init__()
         self.lanes, self.what = lanes, what
+        self.taken: dict[int, tuple[Tracer, Any]] = {}
 
     def __torch_function__(
         self,
@@ -455,7 +447,14 @@ class _InLanes(TorchFunctionMode):
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, Tracer):
-            return seen_here(value)
+            if value.dispatch_level is self.lanes:
+                return value
+            known = self.taken.get(id(value))
+            if known is None:
+                known = value, seen_here(value)
+                if known[1] is not value:
+                    self.taken[id(value)] = known
+            return known[1]
         if type(value) in (list, tuple):
             return type(value)(self._taken(item) for item in value)
         return value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -132,24 +133,33 @@ class Scan(Operator):
         self.carried, self.along, self.length, self.reverse = carried, along, length, reverse
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        stop = self.carried + self.along
-        carry, rest = list(operands[: self.carried]), operands[stop:]
+        carried, stop = self.carried, self.carried + self.along
+        carry, along, rest = operands[:carried], operands[carried:stop], operands[stop:]
         (body,) = self.bodies
-        columns = [x.unbind(0) for x in operands[self.carried : stop]]
-        count = len(columns[0]) if columns else self.length
-        assert count is not None
-        if not count:
-            none = [slice_like(x, 0) for x in operands[self.carried : stop]]
-            types = eval_shape(body, *carry, *none, *rest)[self.carried :]
+        if not (along[0].shape[0] if along else self.length):
+            none = [slice_like(x, 0) for x in along]
+            types = eval_shape(body, *carry, *none, *rest)[carried:]
             return (*carry, *none_stacked(tuple(types), 0))
-        results: list[Sequence[Any]] = []
-        for i in reversed(range(count)) if self.reverse else range(count):
-            found = body(*carry, *[column[i] for column in columns], *rest)
-            carry = list(found[: self.carried])
-            results.append(found[self.carried :])
+        step = body.function
+        assert step is not None
+        results = []
+        for row in self.rows(along):
+            found = step((*carry, *row, *rest))
+            carry = found[:carried]
+            results.append(found[carried:])
         if self.reverse:
             results.reverse()
         return (*carry, *[torch.stack(column) for column in zip(*results, strict=True)])
+
+    def rows(self, columns: Sequence[torch.Tensor]) -> Iterable[Sequence[Any]]:
+        """What each step gets of what the scan goes along, in their order."""
+        if not columns:
+            assert self.length is not None
+            return itertools.repeat((), self.length)
+        slices = [x.unbind(0) for x in columns]
+        if self.reverse:
+            slices = [part[::-1] for part in slices]
+        return zip(*slices, strict=True)
 
 
 def record_switch(
