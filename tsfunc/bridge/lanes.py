@@ -88,6 +88,18 @@ class LaneLevel(BatchLevel, StandIn):
             self._composed[id(level)] = known
         return known
 
+    @property
+    def numbers(self) -> torch.Tensor | None:
+        """The lanes' numbers in the whole as a plain tensor, None for all in their places.
+
+        Where the lanes differ among the examples of a vmap outside, each lane stands for the
+        example in its place in the parent, or for none.
+        """
+        outer = self.parent.numbers if isinstance(self.parent, LaneLevel) else None
+        if isinstance(self.index, Tracer):
+            return outer
+        return self.index if outer is None else outer.index_select(0, self.index)
+
     def examples(self, device: torch.device) -> torch.Tensor:
         whole, numbers = self.whole.examples(device), self.numbers
         return whole if numbers is None else whole.index_select(0, numbers.to(device))

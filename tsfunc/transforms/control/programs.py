@@ -140,9 +140,8 @@ class Scan(Operator):
             none = [slice_like(x, 0) for x in along]
             types = eval_shape(body, *carry, *none, *rest)[carried:]
             return (*carry, *none_stacked(tuple(types), 0))
-        step = body.function
-        assert step is not None
-        results = []
+        step: Any = body.function
+        results: list[Sequence[Any]] = []
         for row in self.rows(along):
             found = step((*carry, *row, *rest))
             carry = found[:carried]
