@@ -313,7 +313,7 @@ def test_the_category_of_a_custom_operator_from_its_fake_kernel() -> None:
         (listed, Category.VARIADIC, "schema: its tensors come in lists"),
         (made, Category.FACTORY, "schema: it takes no tensor"),
         (counted, Category.TRIVIAL, "schema: it returns no tensor"),
-        (unknown, Category.OTHER, "unknown: neither its schema nor its tags tell"),
+        (unknown, Category.OTHER, "unknown: schema, tags and trying do not tell"),
     ):
         entry = tsfunc.ops.lookup(op)
         assert (entry.category, entry.source) == (category, why)

@@ -21,7 +21,7 @@ DIM_NAMES = frozenset(
     "dim dims dim0 dim1 dim2 axis axis0 axis1 dimension start_dim end_dim source destination "
     "dims_self dims_other ch_axis".split()
 )
-UNKNOWN = "unknown: neither its schema nor its tags tell"
+UNKNOWN = "unknown: schema, tags and trying do not tell"
 
 
 @dataclass(frozen=True)
