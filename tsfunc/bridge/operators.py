@@ -31,13 +31,19 @@ from tsfunc.ops import Row, find
 from tsfunc.ops.catalogue.reader import install
 from tsfunc.ops.registry import Rule, on_declare
 
+# Their fourth and fifth arguments are running statistics, which they write to where the sixth
+# says so; most of their schemas do not.
+STATISTICS = frozenset({
+    "aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+    "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::instance_norm",
+})  # fmt: skip
+
 
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
     __slots__ = ("composite", "hot", "inplace", "is_view", "out_names", "overload", "random",
-                 "reshapes", "row", "special", "writes",
-                 "written")  # fmt: skip
+                 "reshapes", "row", "special", "writes", "written")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
@@ -63,6 +69,8 @@ class TorchOperator(Operator):
             for i, a in enumerate(arguments)
             if a.alias_info is not None and a.alias_info.is_write and not a.kwarg_only
         )
+        if self.name in STATISTICS:
+            self.written = (3, 4)
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in overload._schema.returns
         )

@@ -300,7 +300,8 @@ WRITERS: dict[Any, Callable[..., None]] = {}
 
 def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if isinstance(func, OpOverload):
-        if not operator_of(func).writes:
+        op = operator_of(func)
+        if not op.written and not op.out_names:
             return
         prepare = WRITERS[OpOverload]
     elif "out" in kwargs:

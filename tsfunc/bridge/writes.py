@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.grad_level import GradLevel
 from tsfunc.bridge.naming import Described
-from tsfunc.bridge.operators import operator_of
+from tsfunc.bridge.operators import STATISTICS, operator_of
 from tsfunc.bridge.tracer import WRITERS, Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.turning import BornOutside, Scattered, kin_of, turn
 from tsfunc.ops.dims import InplaceRefused
@@ -43,8 +43,9 @@ _STATISTICS_IN_TORCH_FUNC = (
 def prepare_write(
     name: str,
     written: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    values: Sequence[Any],
+    *,
+    recorded: bool = True,
     words: str = _IN_TORCH_FUNC,
 ) -> None:
     """Before a call: plain tensors and tracers of outer levels that it writes to become tracers.
@@ -52,10 +53,17 @@ def prepare_write(
     They must where values that differ between examples are written, or such as autograd is
     recorded on at the level.
 
+    Args:
+        name: what is called.
+        written: the tensors that it writes to.
+        values: what decides what is written there, and themselves.
+        recorded: whether autograd records the write.
+        words: what torch.func says where it can't be.
+
     Raises:
         InplaceRefused: one of them was not made inside of the level.
     """
-    level = innermost_level((*args, *kwargs.values()))
+    level = innermost_level(values)
     if not isinstance(level, BatchLevel | GradLevel) or not level.alive:
         return
     if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
@@ -63,9 +71,9 @@ def prepare_write(
     targets = [t for t in _tensors(written) if not _is_of(t, level)]
     if not targets:
         return
-    values = list(_tensors((*args, *kwargs.values())))
-    batched = any(_is_of(t, level) and getattr(t, "bdim", None) is not None for t in values)
-    if not batched and not any(_is_of(t, level) and differentiated(t, level) for t in values):
+    own = [t for t in _tensors(values) if _is_of(t, level)]
+    batched = any(getattr(t, "bdim", None) is not None for t in own)
+    if not batched and not (recorded and any(differentiated(t, level) for t in own)):
         return
     for target in targets:
         if not _is_of(target, level):  # it may share memory with one before it
@@ -187,26 +195,32 @@ def _scattered(name: str, target: torch.Tensor, level: TracerLevel) -> str:
 
 def _first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Writes to its first argument, which may be given by name: ``input=``, ``self=``."""
-    prepare_write(func.__name__, [*args, *kwargs.values()][:1], args, kwargs)
+    values = (*args, *kwargs.values())
+    prepare_write(func.__name__, values[:1], values)
 
 
 def _out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Writes to ``out=``."""
-    prepare_write(func.__name__, kwargs["out"], args, kwargs)
+    prepare_write(func.__name__, kwargs["out"], (*args, *kwargs.values()))
 
 
 def _operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Writes to what its schema says."""
     op = operator_of(func)
-    written = [args[i] for i in op.written if i < len(args)]
-    written += [kwargs[name] for name in op.out_names if name in kwargs]
-    prepare_write(op.name, written, args, kwargs)
+    if op.name in STATISTICS:
+        _statistics(func, args, kwargs)
+    else:
+        written = [args[i] for i in op.written if i < len(args)]
+        written += [kwargs[name] for name in op.out_names if name in kwargs]
+        prepare_write(op.name, written, (*args, *kwargs.values()))
 
 
 def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """``f(x, weight, bias, running_mean, running_var, training, ...)``: no schema says so."""
-    if len(args) > 5 and args[5]:
-        prepare_write(func.__name__, args[3:5], args, kwargs, _STATISTICS_IN_TORCH_FUNC)
+    """``f(x, weight, bias, running_mean, running_var, training, momentum, ...)``."""
+    training = len(args) > 6 and args[5] and args[6] != 0  # with a momentum of 0 nothing changes
+    for running in args[3:5] if training else ():
+        values, words = (args[0], running), _STATISTICS_IN_TORCH_FUNC
+        prepare_write(func.__name__, running, values, recorded=False, words=words)
 
 
 def _writers() -> Iterator[Callable[..., Any]]:

@@ -80,7 +80,7 @@ def _normalize(
     if not training and p is None and q is None and m is None and v is None:
         return _results(call(front(x, at).flatten(0, 1), weight, bias, mean, var), size, 0)
     updated = training and mean is not None and momentum != 0
-    if updated and (m is None or v is None):
+    if updated and at is not None and (m is None or v is None):
         _refuse_update()
     flat = [_flat(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]
     if updated:  # autograd keeps what the kernel is given, which must not be written to after
@@ -88,9 +88,9 @@ def _normalize(
     results = call(_channels(x, at, size), *flat)
     if updated:
         for running, d, new in ((mean, m, flat[2]), (var, v, flat[3])):
-            view = front(running, d)
             assert new is not None
-            view.copy_(new.view(view.shape))
+            rows = new.view(size, -1)  # of one that is not batched all are the same
+            front(running, d).copy_(rows[0] if d is None else rows)
     return _results(results, size, 1)
 
 
