@@ -1,0 +1,148 @@
+"""What docs/torch_func.md says of each difference from torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.func
+from torch import Tensor
+
+import tsfunc
+from tests.transforms.support import Api, same
+
+X = torch.arange(1.0, 13.0).view(3, 4) / 7
+IMAGES = torch.arange(120.0).view(2, 1, 3, 4, 5)
+PAGE = (Path(__file__).parents[2] / "docs" / "torch_func.md").read_text()
+
+
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * 2 * x  # type: ignore[no-any-return]
+
+
+class WithoutRule(OldStyle):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+def kept(x: Tensor) -> Tensor:
+    y = x.sin()
+    y.retain_grad()
+    return y.sum()
+
+
+def hooked(x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
+        return x.sin().sum()
+
+
+def differentiated_inside(x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(x.sin().sum(), x)[0]
+
+
+def drawn(T: Api) -> Any:
+    """An element that a low chance holds for, a higher one does."""
+    torch.manual_seed(0)
+    chances = torch.tensor([0.2, 0.5, 0.9]).expand(99, 3).T
+    out = T.vmap(torch.bernoulli, randomness="same")(chances)
+    return (out.diff(dim=0) >= 0).all()
+
+
+def rrelu(T: Api) -> Any:
+    out = T.vmap(lambda x: torch.rrelu(-x, 0.5, 0.5, True), randomness="same")(X)
+    return out + X / 2
+
+
+def ragged(T: Api) -> Any:
+    nested = torch.nested.as_nested_tensor([X, X[:2]], layout=torch.jagged)
+    out = T.vmap(lambda x: T.vmap(torch.sum)(x).sum())(nested)
+    return out - torch.stack([X.sum(), X[:2].sum()])
+
+
+CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
+    "outputs that are no tensors": (lambda T: T.vmap(lambda x: (x, 3))(X), (X, 3)),
+    "an auxiliary output": (
+        lambda T: T.grad(lambda x: (x.sum(), "aux"), has_aux=True)(X),
+        (torch.ones_like(X), "aux"),
+    ),
+    "`out=` of an operator": (lambda T: T.vmap(lambda x: torch.abs(-x, out=x * 1))(X), X),
+    "`x.data`": (lambda T: T.vmap(lambda x: x.data * 2)(X), X * 2),
+    "with channels last": (
+        lambda T: T.vmap(lambda x: x.clone(memory_format=torch.channels_last))(IMAGES),
+        IMAGES,
+    ),
+    "`torch.autograd.grad`": (lambda T: T.vmap(differentiated_inside)(X), X.cos()),
+    "`torch.autograd.functional`": (
+        lambda T: T.vmap(lambda x: torch.autograd.functional.jacobian(torch.sin, x))(X),
+        torch.diag_embed(X.cos()),
+    ),
+    "`retain_grad()`": (lambda T: T.grad(kept)(X), X.cos()),
+    "hooks on saved tensors": (lambda T: T.grad(hooked)(X), X.cos()),
+    "without `setup_context`": (
+        lambda T: T.vmap(T.grad(lambda x: OldStyle.apply(x).sum()))(X),  # type: ignore[no-untyped-call]
+        2 * X,
+    ),
+    "without a rule": (lambda T: T.vmap(WithoutRule.apply)(X), X * X),
+    "a distribution of its own": (drawn, torch.tensor(True)),
+    "`rrelu`": (rrelu, torch.zeros_like(X)),
+    "nested tensors at several levels": (ragged, torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_torch_func_refuses(name: str) -> None:
+    build, want = CASES[name]
+    assert all(word in PAGE for word in name.split(" or "))
+    with pytest.raises((RuntimeError, ValueError)):
+        build(torch.func)
+    same(build(tsfunc), want)
+
+
+def test_randperm() -> None:
+    def build(T: Api) -> Any:
+        torch.manual_seed(0)
+        return T.vmap(lambda x: torch.randperm(9), randomness="different")(X)
+
+    got, other = build(tsfunc), build(torch.func)
+    same(got.sort(1)[0], other.sort(1)[0])
+    assert not torch.equal(got, other)
+
+
+def test_a_dim_out_of_range() -> None:
+    for T, kind in ((tsfunc, IndexError), (torch.func, RuntimeError)):
+        with pytest.raises(kind, match=r"[Dd]im"):
+            T.vmap(lambda x: torch.squeeze(x, 1))(torch.rand(9))
+
+
+def test_a_tensor_from_outside_that_is_written_into() -> None:
+    captured = torch.zeros(4)
+
+    def func(x: Tensor) -> Tensor:
+        captured.copy_(x)
+        return (x * captured).sum()
+
+    same(tsfunc.grad(func)(X[0]), 2 * X[0])
+    assert captured.requires_grad
+    captured = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
+        torch.func.grad(func)(X[0])
+    captured = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="made outside of"):
+        tsfunc.vmap(lambda y: tsfunc.grad(func)(X[0]) * y)(X)
