@@ -15,8 +15,8 @@ import tsfunc
 
 def normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """A part of the batch, ``[rows, features]``, by the statistics of all parts."""
-    mean = tsfunc.pmean(x.mean(0), "parts")
-    variance = tsfunc.pmean((x - mean).square().mean(0), "parts")
+    mean: torch.Tensor = tsfunc.pmean(x.mean(0), "parts")
+    variance: torch.Tensor = tsfunc.pmean((x - mean).square().mean(0), "parts")
     return (x - mean) / (variance + 1e-5).sqrt() * weight + bias
 
 
