@@ -36,7 +36,7 @@ from tsfunc.dispatch.keys import WIDTH
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.registry import Rule, Splitter
-from tsfunc.ops.splitting import BatchChanged, answers_of
+from tsfunc.ops.splitting import BatchChanged, answers_of, same_answer
 
 maybe_functorch_level = _functorch.maybe_current_level
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -264,11 +264,15 @@ def read(tracer: BatchTracer, name: str) -> Any:
         raise DataDependentError(messages.read_of_batch(name, level))
     if not level.batch_size:
         raise DataDependentError(messages.read_of_nothing(name, level))
-    at = tracer.bdim
+    at, value = tracer.bdim, tracer.value
     assert at is not None
+    if type(value) is torch.Tensor and value.numel() == level.batch_size:
+        answer = same_answer(value, name)
+        if answer is not None:
+            return answer
     with level.restored():
         if tracer.numel() == 1 or name in ("tolist", "numpy", "__array__"):
-            level.splitter.agree(answers_of(tracer.value, at, name))
+            level.splitter.agree(answers_of(value, at, name))
         # One for all: also where it raises, for tensors that have no single value.
         return getattr(tracer.value.select(at, 0), name)()
 

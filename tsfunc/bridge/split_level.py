@@ -153,6 +153,11 @@ class SplitLevel(BatchLevel):
         self._moves.note_argument(value, self, place)
 
 
+def was_written(value: torch.Tensor) -> bool:
+    """Whether a tensor that was cloned, or a view of it, may have been written into since."""
+    return isinstance(value, Tracer) or value._version > 0
+
+
 def before_write(level: BatchLevel, target: Any) -> None:
     """An operator writes in place into a tensor, or each of a list."""
     if isinstance(target, list | tuple):

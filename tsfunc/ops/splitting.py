@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,18 +68,54 @@ def take_examples(x: Tensor, at: int, places: Tensor) -> Tensor:
     return laid.permute([order.index(dim) for dim in range(x.dim())])
 
 
-def groups_of(answers: torch.Tensor) -> list[torch.Tensor]:
-    """The places of the rows that are the same bit by bit, by their first place."""
+_FEW = 256  # rows that are compared in Python sooner than by operators
+
+
+def groups_of(answers: Tensor) -> list[Tensor]:
+    """The places of the rows that are the same bit by bit, in ascending order."""
     rows = _bits(answers.reshape(answers.shape[0], -1))
+    if type(rows) is Tensor and len(rows) > _FEW:
+        rows = rows.cpu()
+        if rows.shape[1] == 1:
+            kind = torch.unique(rows, return_inverse=True)[1].squeeze(1)
+        else:
+            kind = torch.unique(rows, dim=0, return_inverse=True)[1]
+        counts = torch.bincount(kind).tolist()
+        return list(kind.argsort(stable=True).split(counts))
     # A list: rows that are tracers of an outer level are read there, which may part examples too.
     found: dict[Any, list[int]] = {}
-    if rows.shape[1] == 1:
-        for place, answer in enumerate(rows.squeeze(1).tolist()):
-            found.setdefault(answer, []).append(place)
-    else:
-        for place, row in enumerate(rows.tolist()):
-            found.setdefault(tuple(row), []).append(place)
+    for place, row in enumerate(rows.tolist()):
+        found.setdefault(tuple(row), []).append(place)
     return [torch.tensor(places, device="cpu") for places in found.values()]
+
+
+_SINGLE: dict[str, Callable[[Any], Any]] = {
+    "__bool__": bool, "is_nonzero": bool, "__int__": int, "__float__": float, "item": lambda x: x,
+}  # fmt: skip
+
+
+def same_answer(value: Tensor, name: str) -> Any:
+    """What a method answers for all examples, if they are quickly seen to agree; else None.
+
+    ``value`` has one number for each example.
+    """
+    single = _SINGLE.get(name)
+    if single is None or value.is_complex():
+        return None
+    if value.numel() > _FEW:
+        first = value.reshape(-1)[0]
+        if not bool((value == first).all()):
+            return None
+        number = first.item()
+    else:
+        numbers = value.reshape(-1).tolist()
+        number = numbers[0]
+        if numbers.count(number) != len(numbers):
+            return None
+    # Zeros are equal that differ in their signs; infinities and NaN have no integers.
+    if isinstance(number, float) and (number == 0 or not math.isfinite(number)):
+        return None
+    return single(number)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -21,7 +21,7 @@ import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.generators import rewindable
-from tsfunc.bridge.split_level import SplitLevel, StartAnew
+from tsfunc.bridge.split_level import SplitLevel, StartAnew, was_written
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.splitting import take_examples
@@ -103,21 +103,26 @@ class Runner:
     def add(self, group: torch.Tensor) -> None:
         """Runs it for examples that begin together."""
         pending = deque([group])
+        alone = False
         while pending:
             lanes = pending.popleft()
             if self.generators is not None and self._runs:
                 self.generators.rewind()
             self._runs += 1
-            pending.extendleft(reversed(self._attempt(lanes)))
+            pending.extendleft(reversed(self._attempt(lanes, alone and len(lanes) == 1)))
+            alone = self.randomness == "error"
 
-    def _attempt(self, lanes: torch.Tensor) -> list[torch.Tensor]:
-        """One run; the groups that are still to be run after it."""
+    def _attempt(self, lanes: torch.Tensor, alone: bool) -> list[torch.Tensor]:
+        """One run; the groups that are still to be run after it.
+
+        See NOTE [one example] for ``alone``.
+        """
         spec = self.spec
         level = SplitLevel(
             lanes, self.randomness, spec.label, spec.strict, self.generators, self._copying
         )
         level.splitter = level if spec.splits else None
-        inputs = _inputs(self.sources, level)
+        inputs = _inputs(self.sources, level, alone)
         try:
             out = self.run(level, inputs)
         except StartAnew as anew:
@@ -126,7 +131,9 @@ class Runner:
             self._copying = self._copying or level.writes_arguments
             return [level.lanes, *level.put_off]
         self._parts.append(Part(level.lanes, out, level.asked))
-        self._written += [_Written(self.sources[i], level.lanes, inputs[i]) for i in level.written]
+        for i, source in enumerate(self.sources):
+            if i in level.written or (alone and level.copying and was_written(inputs[i])):
+                self._written.append(_Written(source, level, level.lanes, inputs[i]))
         return level.put_off
 
     def finish(self) -> list[Part]:
@@ -164,8 +171,14 @@ def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
     return run(level, inputs)
 
 
-def _inputs(sources: Sequence[Any], level: SplitLevel) -> list[Any]:
-    """The examples of the level as its tracers."""
+# NOTE [one example]
+# An example that is put off by itself is given to the function as it is, a plain tensor: there is
+# nothing to be batched, and torch's own calls take a fifth of the time of a tracer's. So a batch in
+# which each example goes its own way costs little more than a loop. The level is active all the
+# same, for operators that have no tensor argument: random ones are refused, or, where they are not,
+# examples are always given as tracers.
+def _inputs(sources: Sequence[Any], level: SplitLevel, alone: bool) -> list[Any]:
+    """The examples of the level as its tracers; one that is ``alone`` as it is."""
     inputs: list[Any] = []
     taken: dict[tuple[int, int], torch.Tensor] = {}  # an input that is given twice stays one
     for i, source in enumerate(sources):
@@ -176,6 +189,9 @@ def _inputs(sources: Sequence[Any], level: SplitLevel) -> list[Any]:
         if key not in taken:
             value = source.take(level.lanes)
             taken[key] = value.clone() if level.copying else value
+        if alone:
+            inputs.append(taken[key].select(source.dim, 0))
+            continue
         level.note_argument(taken[key], i)
         inputs.append(wrap(taken[key], source.dim, level, taken[key].storage_offset()))
     return inputs
@@ -186,10 +202,14 @@ class _Written:
     """An argument that the function wrote into."""
 
     source: Source
+    level: SplitLevel
     lanes: torch.Tensor
-    tracer: BatchTracer
+    became: torch.Tensor
 
     def put(self) -> None:
-        value, at = self.tracer.value, self.tracer.bdim
-        assert at is not None
-        self.source.put(self.lanes, value.movedim(at, self.source.dim))
+        became, dim = self.became, self.source.dim
+        if isinstance(became, BatchTracer) and became.dispatch_level is self.level:
+            assert became.bdim is not None
+            self.source.put(self.lanes, became.value.movedim(became.bdim, dim))
+        else:
+            self.source.put(self.lanes, became.unsqueeze(dim))
