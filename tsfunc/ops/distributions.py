@@ -4,7 +4,8 @@ Every function returns a row of ``count`` numbers for each example. What follows
 numbers by a formula is found by that formula. Poisson, binomial and gamma numbers are found by
 rejection; an example's attempts are numbered, and the first that is accepted counts, so that how
 often others are rejected changes nothing. The number of attempts is bounded where the chance that
-all of them fail is below 1e-15; values that can be looked at end the attempts early.
+all of them fail is below 1e-15; values that can be looked at end the attempts early. Several
+attempts are made at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.philox import Draw
+from tsfunc.ops.philox import Attempts, Draw
 
 _WORD = 0xFFFFFFFF
 _ATTEMPTS = 48
+_AT_A_TIME = 8
+_MANY = 4096  # numbers of which one attempt at a time is enough to do
+
+Words = Draw | Attempts
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
@@ -28,7 +33,7 @@ def working(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 or not dtype.is_floating_point else torch.float32
 
 
-def uniform(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+def uniform(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     """From 0 to 1, without 1: as many bits as the type's significand has."""
     digits = _DIGITS.get(dtype, 53)
     if digits <= 32:
@@ -37,19 +42,19 @@ def uniform(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
     return ((high >> 5) * (1 << 26) + (low >> 6)).to(torch.float64) * 2.0**-53
 
 
-def _pairs(draw: Draw, count: Any) -> tuple[Tensor, Tensor]:
+def _pairs(draw: Words, count: Any) -> tuple[Tensor, Tensor]:
     """Two random words for each number."""
     words = draw.words(2 * count)
-    return words[:, :count], words[:, count:]
+    return words[..., :count], words[..., count:]
 
 
-def below(draw: Draw, count: Any, chance: Any) -> Tensor:
+def below(draw: Words, count: Any, chance: Any) -> Tensor:
     """True with a chance: a number, or a tensor for the elements. To 32 bits."""
     found: Tensor = (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
     return found
 
 
-def positive(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+def positive(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     """From 0 to 1, without 0, in the type that numbers of ``dtype`` are computed in."""
     if working(dtype) is torch.float64:
         return 1.0 - uniform(draw, count, torch.float64)
@@ -57,21 +62,21 @@ def positive(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
     return (draw.words(count).to(torch.float32) + 0.5) * 2.0**-32
 
 
-def normal(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+def normal(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     """Standard normal numbers, two from each two uniform ones (Box and Muller)."""
     half = (count + 1) // 2
     radius = (-2 * positive(draw, half, dtype).log()).sqrt()
     angle = 2 * math.pi * positive(draw, half, dtype)
-    return torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count]
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)[..., :count]
 
 
-def exponential(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+def exponential(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     """Of rate 1; never 0, by which multinomial's weights are divided."""
     least = torch.finfo(working(dtype)).eps / 2
     return (-positive(draw, count, dtype).log()).clamp_min(least)
 
 
-def cauchy(draw: Draw, count: Any, dtype: torch.dtype) -> Tensor:
+def cauchy(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     """Of median 0 and scale 1."""
     return (math.pi * (positive(draw, count, dtype) - 0.5)).tan()
 
@@ -107,29 +112,36 @@ def _settled(done: Tensor) -> bool:
     return type(done) is Tensor and bool(done.all())
 
 
-def _first_accepted(propose: Callable[[], tuple[Tensor, Tensor]], otherwise: Tensor) -> Tensor:
+def _first_accepted(
+    draw: Draw, propose: Callable[[Words], tuple[Tensor, Tensor]], otherwise: Tensor
+) -> Tensor:
     """Of a series of proposals, each with whether it is accepted, the first that is."""
-    out = otherwise
-    done = torch.zeros_like(otherwise, dtype=torch.bool)
-    for _ in range(_ATTEMPTS):
-        proposal, accepted = propose()
-        out = torch.where(accepted & ~done, proposal, out)
-        done = done | accepted
+    many = type(otherwise) is Tensor and otherwise.numel() > _MANY
+    step = 1 if many else _AT_A_TIME
+    out, done = otherwise, torch.zeros_like(otherwise, dtype=torch.bool)
+    for first in range(0, _ATTEMPTS, step):
+        proposals, accepted = propose(draw.attempts(1, first, step))
+        place = accepted.to(torch.int8).argmax(0, keepdim=True)
+        here = accepted.any(0)
+        out = torch.where(here & ~done, proposals.gather(0, place).squeeze(0), out)
+        done = done | here
         if _settled(done):
             break
     return out
 
 
-def _arrivals(gap: Callable[[], Tensor], room: Tensor) -> Tensor:
-    """How many gaps fit into the room, one after the other; 10 on average at most."""
-    end = gap()
-    number = torch.zeros_like(room)
-    for _ in range(_ATTEMPTS + 16):
-        fits = end <= room
-        number = number + fits
-        if _settled(~fits):
+def _arrivals(draw: Draw, gaps: Callable[[Words], Tensor], room: Tensor) -> Tensor:
+    """How many gaps fit into the room, one after the other; 10 on average at most.
+
+    As many gaps at a time whatever the batch: sums are to be rounded alike.
+    """
+    end, number = torch.zeros_like(room), torch.zeros_like(room)
+    for first in range(0, 64, _AT_A_TIME):
+        ends = end + gaps(draw.attempts(2, first, _AT_A_TIME)).cumsum(0)
+        fits = ends <= room
+        number, end = number + fits.sum(0), ends[-1]
+        if _settled(~fits[-1]):
             break
-        end = end + gap()
     return number
 
 
@@ -141,17 +153,17 @@ def gamma(draw: Draw, shape: Tensor) -> Tensor:
     count = shape.shape[1]
     small = shape < 1
     boost = positive(draw, count, torch.float64) ** torch.where(small, 1 / shape, 0.0)
-    d = torch.where(small, shape + 1, shape) - 1 / 3
+    d = torch.where(small, shape + 1, shape) - 1 / 3 + 0 * boost
     c = 1 / (9 * d).sqrt()
 
-    def propose() -> tuple[Tensor, Tensor]:
-        x = normal(draw, count, torch.float64)
+    def propose(words: Words) -> tuple[Tensor, Tensor]:
+        x = normal(words, count, torch.float64)
         v = (1 + c * x) ** 3
-        u = positive(draw, count, torch.float64)
+        u = positive(words, count, torch.float64)
         fits = u.log() < 0.5 * x * x + d - d * v + d * v.clamp_min(1e-300).log()
         return d * v, (v > 0) & fits
 
-    return _first_accepted(propose, d + 0 * boost) * boost
+    return _first_accepted(draw, propose, d) * boost
 
 
 def poisson(draw: Draw, rate: Tensor) -> Tensor:
@@ -164,17 +176,24 @@ def poisson(draw: Draw, rate: Tensor) -> Tensor:
     few = rate < 10
     blank = torch.zeros_like(draw.examples, dtype=torch.float64).view(-1, 1)
     room = torch.where(few, rate, 0.0) + blank
-    small = _arrivals(lambda: exponential(draw, count, torch.float64), room)
-    draw.stage(1)
     mean = torch.where(few, 10.0, rate) + blank
+    if _settled(~few):
+        return _poisson_of_many(draw, mean)
+    small = _arrivals(draw, lambda words: exponential(words, count, torch.float64), room)
+    return small if _settled(few) else torch.where(few, small, _poisson_of_many(draw, mean))
+
+
+def _poisson_of_many(draw: Draw, mean: Tensor) -> Tensor:
+    """Poisson numbers of means of 10 at least."""
+    count = mean.shape[1]
     b = 0.931 + 2.53 * mean.sqrt()
     a = -0.059 + 0.02483 * b
     inverse_alpha = 1.1239 + 1.1328 / (b - 3.4)
     certain = 0.9277 - 3.6224 / (b - 2)
 
-    def propose() -> tuple[Tensor, Tensor]:
-        u = uniform(draw, count, torch.float64) - 0.5
-        v = positive(draw, count, torch.float64)
+    def propose(words: Words) -> tuple[Tensor, Tensor]:
+        u = uniform(words, count, torch.float64) - 0.5
+        v = positive(words, count, torch.float64)
         us = 0.5 - u.abs()
         k = ((2 * a / us + b) * u + mean + 0.43).floor()
         weight = (v * inverse_alpha / (a / (us * us) + b)).log()
@@ -182,7 +201,7 @@ def poisson(draw: Draw, rate: Tensor) -> Tensor:
         possible = (k >= 0) & ~((us < 0.013) & (v > us))
         return k, ((us >= 0.07) & (v <= certain)) | (possible & fits)
 
-    return torch.where(few, small, _first_accepted(propose, mean.floor()))
+    return _first_accepted(draw, propose, mean.floor())
 
 
 def binomial(draw: Draw, trials: Tensor, chance: Tensor) -> Tensor:
@@ -198,18 +217,20 @@ def binomial(draw: Draw, trials: Tensor, chance: Tensor) -> Tensor:
     few = n * p < 10
     never = torch.where(p > 0, p, 0.5)
 
-    def gap() -> Tensor:
-        gaps = (positive(draw, count, torch.float64).log() / torch.log1p(-never)).ceil()
-        return torch.where(p > 0, gaps.clamp_min(1.0), math.inf)
+    def gaps(words: Words) -> Tensor:
+        tries = (positive(words, count, torch.float64).log() / torch.log1p(-never)).ceil()
+        return torch.where(p > 0, tries.clamp_min(1.0), math.inf)
 
-    small = _arrivals(gap, torch.where(few, n, 0.0))
-    draw.stage(1)
-    big = _btrs(draw, torch.where(few, 20.0, n), torch.where(few, 0.5, p))
-    number = torch.where(few, small, big)
+    number = n
+    if not _settled(~few):
+        number = _arrivals(draw, gaps, torch.where(few, n, 0.0))
+    if not _settled(few):
+        many = _binomial_of_many(draw, torch.where(few, 20.0, n), torch.where(few, 0.5, p))
+        number = torch.where(few, number, many)
     return torch.where(chance > 0.5, n - number, number)
 
 
-def _btrs(draw: Draw, n: Tensor, p: Tensor) -> Tensor:
+def _binomial_of_many(draw: Draw, n: Tensor, p: Tensor) -> Tensor:
     """Binomial numbers of a mean of 10 at least, a chance of a half at most."""
     count = n.shape[1]
     spread = (n * p * (1 - p)).sqrt()
@@ -221,9 +242,9 @@ def _btrs(draw: Draw, n: Tensor, p: Tensor) -> Tensor:
     odds = (p / (1 - p)).log()
     most = (mode + 1).lgamma() + (n - mode + 1).lgamma()
 
-    def propose() -> tuple[Tensor, Tensor]:
-        u = uniform(draw, count, torch.float64) - 0.5
-        v = positive(draw, count, torch.float64)
+    def propose(words: Words) -> tuple[Tensor, Tensor]:
+        u = uniform(words, count, torch.float64) - 0.5
+        v = positive(words, count, torch.float64)
         us = 0.5 - u.abs()
         k = ((2 * a / us + b) * u + n * p + 0.5).floor()
         possible = (k >= 0) & (k <= n)
@@ -232,4 +253,4 @@ def _btrs(draw: Draw, n: Tensor, p: Tensor) -> Tensor:
         fits = weight <= most - (near + 1).lgamma() - (n - near + 1).lgamma() + (k - mode) * odds
         return k, possible & (((us >= 0.07) & (v <= certain)) | fits)
 
-    return _first_accepted(propose, mode)
+    return _first_accepted(draw, propose, mode)

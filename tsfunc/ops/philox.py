@@ -92,25 +92,52 @@ class Draw:
         else:
             self.examples = level.examples(device)
             nonce = level.keys(nonce, generator)
-        self.key = nonce.to(device).reshape(-1, 2).mT.unsqueeze(2)
-        self._purpose = 0
-
-    def stage(self, number: int) -> None:
-        """What is drawn from here on does not depend on how often was drawn before."""
-        self._purpose = number << 16
+        self._key = nonce.to(device).reshape(-1, 2).mT[:, None, :, None]
+        self._used = 0
 
     def words(self, count: Any) -> Tensor:
         """``count`` random 32-bit words for each example, as int64; others at each call."""
+        self._used += 1
+        return self._words(count, self._used - 1, 1, 0).squeeze(0)
+
+    def attempts(self, stage: int, first: int, number: int) -> Attempts:
+        """For numbers that are drawn again and again until they will do.
+
+        Which words an attempt has follows from its stage and its own number, from ``first`` on.
+        """
+        return Attempts(self, stage, first, number)
+
+    def _words(self, count: Any, first: int, number: int, step: int) -> Tensor:
+        """The words (purpose, example, word) of ``number`` purposes, ``step`` apart."""
         blocks = (count + 3) // 4
         rows = self.examples.shape[0]
-        block = torch.arange(blocks, device=self.device).expand(rows, blocks)
-        example = self.examples.view(-1, 1).expand(rows, blocks)
-        even = torch.stack([block, example & _WORD])
-        purpose = torch.full_like(example, self._purpose)
-        odd = torch.stack([purpose, example >> 32])
-        self._purpose += 1
-        out = philox(even, odd, self.key)
-        return out.reshape(rows, blocks * 4)[:, :count]
+        block = torch.arange(blocks, device=self.device).expand(1, rows, blocks)
+        example = self.examples.view(1, -1, 1)
+        even = torch.stack([block, (example & _WORD).expand(1, rows, blocks)])
+        purpose = torch.arange(number, device=self.device) * step + first
+        shape = number, rows, 1
+        odd = torch.stack([purpose.view(-1, 1, 1).expand(shape), (example >> 32).expand(shape)])
+        out = philox(even, odd, self._key)
+        return out.reshape(number, rows, blocks * 4)[..., :count]
+
+
+class Attempts:
+    """Words for several attempts at a time, which are their first dim.
+
+    Attributes:
+        examples: as those of the draw.
+        device: where the words are.
+    """
+
+    def __init__(self, draw: Draw, stage: int, first: int, number: int) -> None:
+        self.draw, self.number = draw, number
+        self.examples, self.device = draw.examples, draw.device
+        self._next = (stage << 16) + (first << 4)
+
+    def words(self, count: Any) -> Tensor:
+        """``count`` words for each attempt and example; others at each call, up to 16."""
+        self._next += 1
+        return self.draw._words(count, self._next - 1, self.number, 1 << 4)
 
 
 def _nonce(generator: torch.Generator | None) -> Tensor:
