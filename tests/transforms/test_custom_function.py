@@ -317,3 +317,76 @@ RULES: list[tuple[Any, str]] = [
 def test_a_rule_that_is_not_well_formed(cls: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(message)):
         tsfunc.vmap(cls.apply)(X)
+
+
+class Times(torch.autograd.Function):
+    """With all of its derivatives."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return g * y, g * x
+
+    @staticmethod
+    def jvp(ctx: Any, s: Tensor, t: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        return s * y + t * x  # type: ignore[no-any-return]
+
+    generate_vmap_rule = True
+
+
+SECOND: dict[str, Callable[[Any], Any]] = {
+    "jvp(jvp)": lambda f: tsfunc.jvp(lambda x: tsfunc.jvp(f, (x,), (W,))[1], (W,), (W,)),
+    "jvp(grad)": lambda f: tsfunc.jvp(tsfunc.grad(f), (W,), (W,)),
+    "jacfwd(jacfwd)": lambda f: tsfunc.jacfwd(tsfunc.jacfwd(f))(W),
+    "vmap(jvp(jvp))": lambda f: tsfunc.vmap(
+        lambda x: tsfunc.jvp(lambda y: tsfunc.jvp(f, (y,), (W,))[1], (x,), (x,))
+    )(X),
+    "jvp(vmap(jvp))": lambda f: tsfunc.jvp(
+        tsfunc.vmap(lambda x: tsfunc.jvp(f, (x,), (W,))[1]), (X,), (X,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_tangents_of_tangents(name: str) -> None:
+    """torch.func has zeros there: torch switches forward mode off for a Function's methods."""
+
+    def f(x: Tensor) -> Tensor:
+        return Times.apply(x, x.sin()).sum()  # type: ignore[no-any-return, no-untyped-call]
+
+    same(SECOND[name](f), SECOND[name](lambda x: (x * x.sin()).sum()))
+
+
+def test_forward_mode_without_a_jvp() -> None:
+    """The derivative of the pullback, as for an operator without a formula."""
+    for f in (OldStyle.apply, lambda x: Two.apply(x, x)[0]):  # type: ignore[no-untyped-call]
+        want = tsfunc.vjp(f, W)[1](torch.ones(4))[0]
+        same(tsfunc.jvp(f, (W,), (torch.ones(4),))[1], want)
+        same(tsfunc.vmap(lambda x, f=f: tsfunc.jvp(f, (x,), (x,))[1])(W), want * W)
+
+
+def test_results_that_forward_makes_of_numbers() -> None:
+    class Number(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.tensor(x.item() ** 2)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 5
+
+    def pulled(c: Tensor) -> Any:
+        _, pull = tsfunc.vjp(lambda x: Number.apply(x) * c, S)  # type: ignore[no-untyped-call]
+        return pull(torch.ones(()))[0]
+
+    same(tsfunc.vmap(pulled)(W), W * 5)

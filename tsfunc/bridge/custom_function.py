@@ -102,7 +102,7 @@ def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
         return torch_apply(cls, *args)
     mapped = isinstance(level, BatchLevel) and cls.vmap is not _torch_vmap
     if not mapped and not any(_differentiated_outside(arg) for arg in args):
-        return torch_apply(cls, *args)
+        return torch_apply(_returning_tracers(cls) if level.autograd else cls, *args)
     if not level.autograd:
         return _inside(cls, level, args)
     grad_mode = torch.is_grad_enabled()
@@ -124,6 +124,27 @@ def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
         members["jvp"] = staticmethod(with_outer_tangents(cls.jvp))
     node = type(cls.__name__, (cls,), members)
     return torch_apply(node, *[_lifted(arg, level) for arg in args])
+
+
+_RETURNING_TRACERS = "__tsfunc_returning_tracers__"
+
+
+def _returning_tracers(cls: Any) -> Any:
+    """The class with results of the level of its arguments, also where ``forward`` makes others.
+
+    Those would be taken for results with a graph of an outer level.
+    """
+    made = cls.__dict__.get(_RETURNING_TRACERS)
+    if made is None:
+
+        def forward(*args: Any) -> Any:
+            level = innermost_level(args)
+            assert level is not None
+            return pytrees.tree_map(lambda x: _lifted(x, level), cls.forward(*args))
+
+        made = type(cls.__name__, (cls,), {"forward": staticmethod(forward)})
+        setattr(cls, _RETURNING_TRACERS, made)
+    return made
 
 
 def _lifted(arg: Any, level: TracerLevel) -> Any:

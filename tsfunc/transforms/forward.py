@@ -57,9 +57,9 @@ def jvp(
         >>> jvp(torch.sin, (torch.tensor(0.),), (torch.tensor(2.),))
         (tensor(0.), tensor(2.))
 
-    As ``torch.func.jvp`` and ``jax.jvp``. Where an operator has no forward formula the derivative
-    is found by differentiating the pullback, which runs ``func`` once more. One thread at a time
-    runs forward mode; others wait.
+    As ``torch.func.jvp`` and ``jax.jvp``. Where an operator (or a ``torch.autograd.Function``) has
+    no forward formula the derivative is found by differentiating the pullback, which runs ``func``
+    once more. One thread at a time runs forward mode; others wait.
     """
     if (other := delegate("jvp")) is not None:
         return other(func, primals, tangents, strict=strict, has_aux=has_aux)
@@ -73,7 +73,7 @@ def jvp(
     except autograd.DualLevelTaken:
         pass
     except NotImplementedError as error:
-        if "forward AD" not in str(error):
+        if "forward AD" not in str(error) and "forward mode AD" not in str(error):
             raise
     except RuntimeError as error:
         if "Nested forward mode AD is not supported" not in str(error):
