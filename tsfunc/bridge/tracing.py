@@ -290,14 +290,14 @@ class Lifting(TorchFunctionMode):
 
     def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if _is_active(value) else self.level.lift(value)
+            return value if is_traced(value) else self.level.lift(value)
         if type(value) in (list, tuple):
             return type(value)(self._lifted(item) for item in value)
         return value
 
 
-def _is_active(value: torch.Tensor) -> bool:
-    """Whether a tensor is a tracer of a transform inside of the trace."""
+def is_traced(value: Any) -> bool:
+    """Whether a value is a tracer of the trace, or of a transform inside of it."""
     if not isinstance(value, Tracer):
         return False
     root = value.dispatch_level.root

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -19,26 +18,11 @@ from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_outp
 from tsfunc.dispatch import state
 from tsfunc.errors import ConstraintViolation
 from tsfunc.program.codegen import generate
+from tsfunc.program.inputs import InputSpec
+from tsfunc.program.instances import Instances
 from tsfunc.program.passes import simplify
 from tsfunc.program.program import Program
 from tsfunc.types import Dim, DimExpr, DimForm
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """What a trace takes for granted of one tensor among the flattened arguments.
-
-    Attributes:
-        position: where it stands among them.
-        name: what the program calls it.
-        example: the tensor itself; its data is not looked at.
-        dims: for each dim its size, or the named dim or expression that it is.
-    """
-
-    position: int
-    name: str
-    example: torch.Tensor
-    dims: tuple[DimForm, ...]
 
 
 def capture(
@@ -49,6 +33,7 @@ def capture(
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
     what: str = "specialize",
+    instances: Instances | None = None,
 ) -> Program:
     """Traces a function.
 
@@ -60,17 +45,23 @@ def capture(
         inputs: the tensors among them.
         bounds: the named dims that stay symbolic.
         what: which transform it is traced for.
+        instances: the objects whose attributes are watched. The tensors among what is read of
+            arguments are inputs of the program that come after the flattened arguments.
 
     Raises:
         ConstraintViolation: the function's course depends on the size of a named dim.
+        TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
         DataDependentError: it uses a tensor as a Python number or bool.
     """
     symbols = Symbols({dim: (d.min, d.max) for dim, d in bounds.items()})
-    level, out = _traced(f"{what}({name})", func, flat, tree, inputs, bounds, symbols)
+    instances = instances or Instances(name)
+    level, out = _traced(f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances)
+    instances.finish()
     leaves, out_tree = pytrees.flatten(out)
     level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
     _check_needs(name, symbols)
-    return _finish(name, level, inputs, out_tree, symbols)
+    reached = {id(x): len(flat) + i for i, (x, _) in enumerate(instances.held.inputs)}
+    return _finish(name, level, inputs, reached, out_tree, symbols)
 
 
 def outline(
@@ -89,7 +80,7 @@ def outline(
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
     """
-    level, out = _traced(what, func, flat, tree, inputs, {}, Symbols({}))
+    level, out = _traced(what, func, flat, tree, inputs, {}, Symbols({}), Instances(what))
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -115,11 +106,16 @@ def _traced(
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
     symbols: Symbols,
+    instances: Instances,
 ) -> tuple[TraceLevel, Any]:
     """Traces a function outside of all levels; the trace's level, and what it returns."""
     with torch_state.outside_all_levels(), state.outside_all_levels():
         level = TraceLevel(what, symbols.fake, lambda value: None)
-        return level, _run(level, func, flat, tree, inputs, bounds, symbols)
+        try:
+            return level, _run(level, func, flat, tree, inputs, bounds, symbols, instances)
+        except BaseException:
+            instances.put_back()
+            raise
 
 
 def _run(
@@ -130,6 +126,7 @@ def _run(
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
     symbols: Symbols,
+    instances: Instances,
 ) -> Any:
     """Runs the function on traced tensors; what it returns."""
     traced = list(flat)
@@ -139,7 +136,7 @@ def _run(
         for spec, tracer in zip(inputs, tracers, strict=True):
             traced[spec.position] = tracer
         args, kwargs = pytrees.unflatten(tree, traced)
-        with Lifting(level):
+        with Lifting(level), instances:
             return func(*args, **kwargs)
 
 
@@ -207,21 +204,37 @@ def _finish(
     name: str,
     level: TraceLevel,
     inputs: Sequence[InputSpec],
+    reached: Mapping[int, int],
     out_tree: optree.PyTreeSpec,
     symbols: Symbols,
 ) -> Program:
+    """The program of a recorded graph; `reached` has the positions of tensors of arguments."""
     graph = level.graph
     simplify(graph)
+    used = {node for node in graph.nodes if node.op == "get_attr"}
+    lifted: dict[str, torch.Tensor] = {}
+    positions = [spec.position for spec in inputs]
+    for tensor, tracer in level.lifted.values():
+        if tracer.node not in used:
+            continue
+        if id(tensor) in reached:
+            _make_input(graph, tracer.node)
+            positions.append(reached[id(tensor)])
+        else:
+            lifted[str(tracer.node.target)] = tensor
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             node.meta["dims"] = tuple(symbols.spell_size(size) for size in value.shape)
-    used = {node.target for node in graph.nodes if node.op == "get_attr"}
-    lifted = {
-        str(tracer.node.target): tensor
-        for tensor, tracer in level.lifted.values()
-        if str(tracer.node.target) in used
-    }
-    positions = tuple(spec.position for spec in inputs)
     source, run = generate(name, graph, positions, lifted)
-    return Program(name, graph, positions, lifted, out_tree, source, run)
+    return Program(name, graph, tuple(positions), lifted, out_tree, source, run)
+
+
+def _make_input(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Makes a tensor that was read from outside an input of the graph, after the others."""
+    after = next(each for each in graph.nodes if each.op != "placeholder")
+    with graph.inserting_before(after):
+        made = graph.placeholder(node.name)
+    made.meta = node.meta
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)

@@ -6,13 +6,14 @@ sizes of named dims, and these it checks itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tsfunc.program.capture import InputSpec
+from tsfunc.program.holding import is_instance
+from tsfunc.program.inputs import InputSpec
+from tsfunc.program.reach import same_float
 from tsfunc.types import Dim, DimExpr
 
 Guard = Callable[[Sequence[Any]], bool]
@@ -20,12 +21,17 @@ _PLAIN = (int, bool, str, type(None))
 
 
 def generate_guard(flat: Sequence[Any], inputs: Sequence[InputSpec], bounds: Any) -> Guard:
-    """The guard for calls that look like the one whose flattened arguments are given."""
-    scope: dict[str, Any] = {"Tensor": torch.Tensor, "same_float": _same_float}
+    """The guard for calls that look like the one whose flattened arguments are given.
+
+    Objects whose attributes are watched are left to what was read of them (``reach.py``).
+    """
+    scope: dict[str, Any] = {"Tensor": torch.Tensor, "same_float": same_float}
     specs = {spec.position: spec for spec in inputs}
     lines: list[str] = []
     bound: set[str] = set()
     for i, value in enumerate(flat):
+        if is_instance(value):
+            continue
         lines.append(f"a = args[{i}]")
         spec = specs.get(i)
         if spec is None:
@@ -41,13 +47,6 @@ def generate_guard(flat: Sequence[Any], inputs: Sequence[InputSpec], bounds: Any
     exec(compile(source, "<guard>", "exec"), scope)
     guard: Guard = scope["guard"]
     return guard
-
-
-def _same_float(a: Any, b: float) -> bool:
-    """Equal and of one sign, or both not a number."""
-    if type(a) is not float:
-        return False
-    return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
 
 
 def _static(i: int, value: Any, scope: dict[str, Any]) -> str:

@@ -23,7 +23,8 @@ class Program:
         name: the function's name.
         graph: its operators, as a torch.fx graph; an input for each tensor among the call's
             flattened arguments, in order.
-        inputs: where each of the graph's inputs stands among the flattened arguments.
+        inputs: where each of the graph's inputs stands among the flattened arguments, after which
+            come the tensors that are read of objects among them.
         lifted: the tensors from outside of the function that it reads, at every call anew, by
             the names that the graph and the source have for them.
         out_tree: the structure of what it returns.

@@ -25,19 +25,27 @@ from tsfunc.bridge.tracer import Tracer
 from tsfunc.bridge.tracing import tracing_here
 from tsfunc.errors import DescriptorError, DescriptorViolation, UnboundAxisError
 from tsfunc.program import Program, capture
-from tsfunc.program.capture import InputSpec
 from tsfunc.program.equal import same_program
 from tsfunc.program.guards import Guard, generate_guard
+from tsfunc.program.holding import is_instance
+from tsfunc.program.inputs import (
+    InputSpec,
+    call_signature,
+    describe_inputs,
+    short_text,
+    with_sizes_fixed,
+)
+from tsfunc.program.instances import Instances
+from tsfunc.program.reach import Reach
 from tsfunc.program.reads import Read, reads_of, unchanged
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import (
     Bindings,
     CompiledDescriptors,
     Dim,
-    DimExpr,
-    DimForm,
     compile_descriptors,
 )
+from tsfunc.types.meta import tensor_text
 
 
 class CacheInfo(NamedTuple):
@@ -57,6 +65,7 @@ class _Entry:
     program: Program
     tree: optree.PyTreeSpec
     guard: Guard
+    reach: Reach | None
     ambient: tuple[Any, ...]
     reads: list[Read]
     reason: str
@@ -108,10 +117,15 @@ class Specialized:
                 and entry.guard(flat)
                 and unchanged(entry.reads)
             ):
+                reached = entry.reach(flat) if entry.reach is not None else ()
+                if reached is None:
+                    continue
                 self._hits += 1
                 if i:
                     entries.insert(0, entries.pop(i))
-                return optree.tree_unflatten(entry.program.out_tree, entry.program.run(flat))
+                program = entry.program
+                results = program.run([*flat, *reached] if reached else flat)
+                return optree.tree_unflatten(program.out_tree, results)
         try:
             return self._first_call(args, kwargs, flat, tree, ambient)
         except UnboundAxisError as error:
@@ -131,51 +145,46 @@ class Specialized:
         if tracing_here():
             return self.func(*args, **kwargs)
         self._misses += 1
-        trace = functools.partial(capture, self.func, self.name, flat, tree)
-        inputs, bounds = _describe(flat, places, contract, bindings)
-        known = self._known(flat, tree, ambient, inputs)
-        program = known or trace(inputs, bounds)
+        call = _Call(self, flat, tree, ambient, places)
+        inputs, bounds = describe_inputs(flat, places, contract, bindings)
+        known = self._known(call, inputs)
+        entry, reached = known or call.trace(inputs, bounds)
         sizes = bindings.sizes if bindings is not None else {}
         small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
         if small:
             # NOTE [sizes 0 and 1] in program/equal
             if known is None:
-                self._keep(program, flat, tree, ambient, inputs, bounds)
-            inputs = [_fixed(spec, small) for spec in inputs]
+                self._keep(entry)
+            inputs = [with_sizes_fixed(spec, small) for spec in inputs]
             bounds = {name: dim for name, dim in bounds.items() if name not in small}
-            fixed = trace(inputs, bounds)
-            if not (set(sizes) == set(small) and same_program(program, fixed, sizes)):
-                program = fixed
-        self._keep(program, flat, tree, ambient, inputs, bounds)
-        return program(flat)
+            fixed, same_reached = call.trace(inputs, bounds)
+            alike = (
+                set(sizes) == set(small)
+                and list(map(id, reached)) == list(map(id, same_reached))
+                and same_program(entry.program, fixed.program, sizes)
+            )
+            entry = dataclasses.replace(fixed, program=entry.program) if alike else fixed
+            reached = same_reached
+        self._keep(entry)
+        return entry.program([*flat, *reached])
 
-    def _keep(
-        self,
-        program: Program,
-        flat: Sequence[Any],
-        tree: optree.PyTreeSpec,
-        ambient: Any,
-        inputs: Sequence[InputSpec],
-        bounds: Mapping[str, Dim],
-    ) -> None:
-        """Puts a program first among the entries, with the calls that it may answer."""
-        if any(isinstance(value, Tracer) for value in program.lifted.values()):
+    def _keep(self, entry: _Entry) -> None:
+        """Puts a program first among the entries."""
+        if any(isinstance(value, Tracer) for value in entry.program.lifted.values()):
             return  # it belongs to an outer transform that is active now, and ends with it
-        guard = generate_guard(flat, inputs, bounds)
-        reads = reads_of(self.func)
-        reason = "; ".join(f"{spec.name}: {_short(spec)}" for spec in inputs)
-        signature = _signature(flat, tree, ambient, inputs)
-        self._entries.insert(0, _Entry(program, tree, guard, ambient, reads, reason, signature))
+        self._entries.insert(0, entry)
         del self._entries[self.max_programs :]
 
     def _known(
-        self, flat: Sequence[Any], tree: Any, ambient: Any, inputs: Sequence[InputSpec]
-    ) -> Program | None:
+        self, call: _Call, inputs: Sequence[InputSpec]
+    ) -> tuple[_Entry, Sequence[Any]] | None:
         """The symbolic program for such a call, if another size of it was seen before."""
-        signature = _signature(flat, tree, ambient, inputs)
+        signature = call.signature(inputs)
         for entry in self._entries:
             if entry.signature == signature and unchanged(entry.reads):
-                return entry.program
+                reached = () if entry.reach is None else entry.reach(call.flat)
+                if reached is not None:
+                    return entry, reached
         return None
 
     def _bind(
@@ -246,93 +255,74 @@ class Specialized:
         return f"<specialized {self.name}, {len(self.programs)} programs>"
 
 
+class _Call:
+    """A call that no program is there for: what it is traced with.
+
+    Args:
+        specialized: the function that is called.
+        flat: the flattened arguments.
+        tree: their structure.
+        ambient: torch's settings.
+        places: the path of each from a parameter.
+    """
+
+    def __init__(
+        self,
+        specialized: Specialized,
+        flat: list[Any],
+        tree: optree.PyTreeSpec,
+        ambient: Any,
+        places: Mapping[int, tuple[Any, ...]],
+    ) -> None:
+        self.func, self.name = specialized.func, specialized.name
+        self.flat, self.tree, self.ambient, self.places = flat, tree, ambient, places
+        self.reads, self.objects = reads_of(self.func)
+
+    def trace(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+    ) -> tuple[_Entry, Sequence[Any]]:
+        """A program for such calls, and the tensors that it reads of objects in the arguments."""
+        instances = self._instances()
+        program = capture(
+            self.func, self.name, self.flat, self.tree, inputs, bounds, instances=instances
+        )
+        guard = generate_guard(self.flat, inputs, bounds)
+        held = instances.held
+        reach = held.facts.function() if held.facts else None
+        reason = "; ".join(
+            [f"{spec.name}: {short_text(spec)}" for spec in inputs]
+            + [f"{place.text}: {tensor_text(x.dtype, x.shape)}" for x, place in held.inputs]
+        )
+        entry = _Entry(
+            program, self.tree, guard, reach, self.ambient, self.reads, reason,
+            self.signature(inputs),
+        )  # fmt: skip
+        return entry, tuple(x for x, _ in held.inputs)
+
+    def _instances(self) -> Instances:
+        instances = Instances(self.name)
+        for i, value in enumerate(self.flat):
+            if is_instance(value):
+                instances.add(value, _spell(self.places[i]), f"args[{i}]")
+        for name, value in self.objects.items():
+            instances.add(value, name, None)
+        return instances
+
+    def signature(self, inputs: Sequence[InputSpec]) -> Any:
+        """What calls have in common that differ in nothing but the sizes of named dims."""
+        return call_signature(self.flat, self.tree, self.ambient, inputs)
+
+
+def _spell(path: Sequence[Any]) -> str:
+    """The path of an argument as a user would write it."""
+    return str(path[0]) + "".join(f"[{entry!r}]" for entry in path[1:])
+
+
 @dataclass(frozen=True)
 class _Place:
     """Stands for a flattened argument while its path is looked for."""
 
     index: int
-
-
-def _short(spec: InputSpec) -> str:
-    dims = ", ".join(dim.name if isinstance(dim, Dim) else str(dim) for dim in spec.dims)
-    return f"{str(spec.example.dtype).removeprefix('torch.')}[{dims}]"
-
-
-def _describe(
-    flat: Sequence[Any],
-    places: Mapping[int, tuple[Any, ...]],
-    contract: CompiledDescriptors | None,
-    bindings: Bindings | None,
-) -> tuple[list[InputSpec], dict[str, Dim]]:
-    """The tensors among the arguments, and the named dims."""
-    bounds: dict[str, Dim] = {}
-    if contract is not None and bindings is not None:
-        bounds = {name: contract.dims[name] for name in bindings.sizes}
-    inputs = []
-    used: set[str] = set()
-    taken: set[str] = set()
-    for i, value in enumerate(flat):
-        if not isinstance(value, torch.Tensor):
-            continue
-        path = places[i]
-        forms = bindings.dims(path) if bindings is not None else None
-        dims = _dims(value, forms, bounds)
-        used.update(dim.name for dim in dims if isinstance(dim, Dim))
-        inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
-    return inputs, {name: dim for name, dim in bounds.items() if name in used}
-
-
-def _dims(
-    value: torch.Tensor,
-    forms: Sequence[DimForm] | None,
-    bounds: Mapping[str, Dim],
-) -> tuple[DimForm, ...]:
-    found: list[DimForm] = []
-    for size, form in zip(value.shape, forms or [None] * value.dim(), strict=True):
-        if isinstance(form, Dim) and form.name in bounds:
-            found.append(bounds[form.name])
-        elif isinstance(form, DimExpr) and all(name in bounds for name in form.names):
-            found.append(form)
-        else:
-            found.append(size)
-    return tuple(found)
-
-
-def _fixed(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
-    """The input with the sizes of some named dims taken from the call."""
-    dims: list[DimForm] = []
-    for size, dim in zip(spec.example.shape, spec.dims, strict=True):
-        names = dim.names if isinstance(dim, DimExpr) else ()
-        named = isinstance(dim, Dim) and dim.name in small
-        dims.append(size if named or any(name in small for name in names) else dim)
-    return dataclasses.replace(spec, dims=tuple(dims))
-
-
-def _signature(
-    flat: Sequence[Any], tree: optree.PyTreeSpec, ambient: Any, inputs: Sequence[InputSpec]
-) -> Any:
-    """What calls have in common that differ in nothing but the sizes of named dims."""
-    leaves: list[Any] = [
-        (type(value), repr(value) if isinstance(value, int | float | str) else id(value))
-        for value in flat
-    ]
-    for spec in inputs:
-        x = spec.example
-        shape = tuple(str(dim) for dim in spec.dims)
-        leaves[spec.position] = (shape, x.dtype, x.device, x.requires_grad, x.is_contiguous())
-    return tree, ambient, tuple(leaves)
-
-
-def _input_name(path: Sequence[Any], taken: set[str]) -> str:
-    """A name for an input in the program's source, from where it stands in the arguments."""
-    words = ["".join(c if c.isalnum() else "_" for c in str(part)) for part in path]
-    name = "_".join(words)
-    if not name.isidentifier() or name in ("args", "torch"):
-        name = f"arg_{name}"
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name
 
 
 Descriptors = Mapping[str, object] | Sequence[Mapping[str, object]]

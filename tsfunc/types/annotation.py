@@ -293,7 +293,28 @@ def raw_annotations(cls: type) -> Iterator[tuple[str, Any]]:
 def class_scope(cls: type) -> Scope:
     """What the names in the annotations of a class stand for."""
     module = sys.modules.get(cls.__module__)
-    return ChainMap({cls.__name__: cls}, vars(module) if module else {})
+    return ChainMap({cls.__name__: cls}, _closed_over(cls), vars(module) if module else {})
+
+
+def _closed_over(cls: type) -> dict[str, object]:
+    """What the methods of a class that was made inside of a function know of its variables."""
+    found: dict[str, object] = {}
+    for method in vars(cls).values():
+        if isinstance(method, types.FunctionType):
+            found.update(closure_of(method))
+    return found
+
+
+def closure_of(func: Any) -> dict[str, object]:
+    """The variables that a function closes over, and that have a value."""
+    found: dict[str, object] = {}
+    names = getattr(getattr(func, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(func, "__closure__", None) or (), strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    return found
 
 
 _known: weakref.WeakKeyDictionary[type, dict[str, TSType]] = weakref.WeakKeyDictionary()

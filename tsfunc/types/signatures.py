@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tsfunc.errors import AnnotationError
-from tsfunc.types.annotation import Scope, class_scope, from_annotation
+from tsfunc.types.annotation import Scope, class_scope, closure_of, from_annotation
 from tsfunc.types.classes import nominal_type
 from tsfunc.types.conformance import Mismatch, decide, mismatches
 from tsfunc.types.generated import generate_call
@@ -192,12 +192,4 @@ def _scope(func: Any, owner: type | None) -> Scope:
     """What the names in a function's annotations stand for."""
     module = sys.modules.get(getattr(func, "__module__", None) or "")
     names = getattr(func, "__globals__", vars(module) if module else {})
-    cells = zip(getattr(getattr(func, "__code__", None), "co_freevars", ()),
-                getattr(func, "__closure__", None) or (), strict=False)  # fmt: skip
-    inner: dict[str, object] = {}
-    for name, cell in cells:
-        try:
-            inner[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    return ChainMap(inner, dict(class_scope(owner)) if owner else {}, names)
+    return ChainMap(closure_of(func), dict(class_scope(owner)) if owner else {}, names)

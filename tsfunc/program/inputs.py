@@ -1,0 +1,118 @@
+"""The inputs of a program: what a trace takes for granted of the tensors among the arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.program.holding import is_instance
+from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a trace takes for granted of one tensor among the flattened arguments.
+
+    Attributes:
+        position: where it stands among them.
+        name: what the program calls it.
+        example: the tensor itself; its data is not looked at.
+        dims: for each dim its size, or the named dim or expression that it is.
+    """
+
+    position: int
+    name: str
+    example: torch.Tensor
+    dims: tuple[DimForm, ...]
+
+
+def short_text(spec: InputSpec) -> str:
+    """The type and sizes of an input."""
+    dims = ", ".join(dim.name if isinstance(dim, Dim) else str(dim) for dim in spec.dims)
+    return f"{str(spec.example.dtype).removeprefix('torch.')}[{dims}]"
+
+
+def describe_inputs(
+    flat: Sequence[Any],
+    places: Mapping[int, tuple[Any, ...]],
+    contract: CompiledDescriptors | None,
+    bindings: Bindings | None,
+) -> tuple[list[InputSpec], dict[str, Dim]]:
+    """The tensors among the arguments, and the named dims."""
+    bounds: dict[str, Dim] = {}
+    if contract is not None and bindings is not None:
+        bounds = {name: contract.dims[name] for name in bindings.sizes}
+    inputs = []
+    used: set[str] = set()
+    taken: set[str] = set()
+    for i, value in enumerate(flat):
+        if not isinstance(value, torch.Tensor):
+            continue
+        path = places[i]
+        forms = bindings.dims(path) if bindings is not None else None
+        dims = _dims(value, forms, bounds)
+        used.update(dim.name for dim in dims if isinstance(dim, Dim))
+        inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
+    return inputs, {name: dim for name, dim in bounds.items() if name in used}
+
+
+def _dims(
+    value: torch.Tensor,
+    forms: Sequence[DimForm] | None,
+    bounds: Mapping[str, Dim],
+) -> tuple[DimForm, ...]:
+    found: list[DimForm] = []
+    for size, form in zip(value.shape, forms or [None] * value.dim(), strict=True):
+        if isinstance(form, Dim) and form.name in bounds:
+            found.append(bounds[form.name])
+        elif isinstance(form, DimExpr) and all(name in bounds for name in form.names):
+            found.append(form)
+        else:
+            found.append(size)
+    return tuple(found)
+
+
+def with_sizes_fixed(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
+    """The input with the sizes of some named dims taken from the call."""
+    dims: list[DimForm] = []
+    for size, dim in zip(spec.example.shape, spec.dims, strict=True):
+        names = dim.names if isinstance(dim, DimExpr) else ()
+        named = isinstance(dim, Dim) and dim.name in small
+        dims.append(size if named or any(name in small for name in names) else dim)
+    return dataclasses.replace(spec, dims=tuple(dims))
+
+
+def call_signature(
+    flat: Sequence[Any], tree: optree.PyTreeSpec, ambient: Any, inputs: Sequence[InputSpec]
+) -> Any:
+    """What calls have in common that differ in nothing but the sizes of named dims."""
+    leaves: list[tuple[Any, Any]] = [(type(value), _static_key(value)) for value in flat]
+    for spec in inputs:
+        x = spec.example
+        shape = tuple(str(dim) for dim in spec.dims)
+        leaves[spec.position] = shape, (x.dtype, x.device, x.requires_grad, x.is_contiguous())
+    return tree, ambient, tuple(leaves)
+
+
+def _static_key(value: Any) -> Any:
+    """What tells a leaf from others of its class; of an object, what is read of it does."""
+    if isinstance(value, int | float | str):
+        return repr(value)
+    return None if is_instance(value) else id(value)
+
+
+def _input_name(path: Sequence[Any], taken: set[str]) -> str:
+    """A name for an input in the program's source, from where it stands in the arguments."""
+    words = ["".join(c if c.isalnum() else "_" for c in str(part)) for part in path]
+    name = "_".join(words)
+    if not name.isidentifier() or name in ("args", "torch"):
+        name = f"arg_{name}"
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name

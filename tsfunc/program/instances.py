@@ -1,0 +1,308 @@
+"""Objects among a function's arguments and surroundings, watched while it is traced.
+
+See NOTE [attributes] in ``holding.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.tracing import is_traced
+from tsfunc.dispatch.places import users_place
+from tsfunc.errors import TypeCheckError
+from tsfunc.program.holding import Held, Place, put_back
+from tsfunc.program.watching import Watching
+from tsfunc.types import check
+from tsfunc.types.annotation import attribute_types
+
+_STATE = ("_parameters", "_buffers", "_modules")
+_MISSING: Any = object()
+_TORCH_LOOKUP = torch.nn.Module.__getattr__.__code__
+
+
+class Instances:
+    """The objects that a trace knows; a context manager in which they are watched.
+
+    Args:
+        name: the specialized function's, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held = Held(name, self._enter)
+        self._instances: dict[int, Instance] = {}
+        self._watching = Watching(self)
+        self._paused = False
+
+    def add(self, value: Any, text: str, way: str | None) -> None:
+        """An object to watch: an argument with the way to it, or, with None, the function's own."""
+        facts, cls = self.held.facts, type(value)
+        variable = facts.bind(facts.name(value) if way is None else way)
+        self.held.take(value, Place(variable, text, cls.__name__, way is None))
+
+    def __enter__(self) -> Instances:
+        self._watching.__enter__()
+        for instance in self._instances.values():
+            self._watching.add(type(instance.value))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._watching.__exit__(*exc)
+
+    def _enter(self, value: Any, place: Place) -> None:
+        self._instances[id(value)] = Instance(self, value, place)
+        self._watching.add(type(value))
+
+    def read(self, instance: Any, name: str, plain: Any) -> Any:
+        """What reading an attribute gives, see `Watching`."""
+        known = self._instances.get(id(instance))
+        if known is None or self._paused:
+            return plain(instance, name)
+        if not (name.startswith("__") and name.endswith("__")):
+            return known.read(name, plain)
+        # The second frame is who reads. torch's own lookup of parameters reads the __dict__ for
+        # what `Instance.read` has already looked for.
+        if name == "__dict__" and sys._getframe(2).f_code is not _TORCH_LOOKUP:
+            known.read_all()
+        return plain(instance, name)
+
+    def assigned(self, instance: Any, name: str) -> None:
+        """An attribute is about to be assigned or deleted, see `Watching`."""
+        known = self._instances.get(id(instance))
+        if known is not None and not self._paused:
+            known.lines[name] = str(users_place())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What the block reads is not the traced function's doing."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def put_back(self) -> list[str]:
+        """Undoes what the traced function has assigned; a line of text for each."""
+        changes = [line for each in self._instances.values() for line in each.put_back()]
+        return changes + [c.place.owner for c in self.held.containers if put_back(c)]
+
+    def finish(self) -> None:
+        """The end of the trace: undoes what the traced function has assigned.
+
+        Raises:
+            TypeCheckError: there was something.
+        """
+        # What was two objects may not be one in a later call: `a is b` was answered.
+        self.held.facts.require_distinct([i.place.variable for i in self._instances.values()])
+        changes = self.put_back()
+        if changes:
+            listed = "".join(f"  {change}\n" for change in changes)
+            raise TypeCheckError(
+                f"specialize({self.name}): the function assigns to objects, or changes containers, "
+                f"that live on after the call:\n{listed}"
+                f"A program has no such effects but in-place operators on tensors: return the new "
+                f"value, or write it into a tensor that is there (x.copy_(value))."
+            )
+
+
+class Instance:
+    """A watched object: what it was when it was first met, and what was read of it.
+
+    Attributes:
+        lines: for each attribute that was assigned, where.
+    """
+
+    def __init__(self, instances: Instances, value: Any, place: Place) -> None:
+        self.instances = instances
+        self.value = value
+        self.place = place
+        self.lines: dict[str, str] = {}
+        self._held: set[str] = set()
+        self._before = _contents(value)
+
+    def read(self, name: str, plain: Any) -> Any:
+        """What reading an attribute gives; later calls are held to it, if it is data."""
+        found = inspect.getattr_static(type(self.value), name, _MISSING)
+        if _is_data_descriptor(found):
+            value = plain(self.value, name)  # a property runs, and what it reads is held
+            return self._hold(name, value, f".{name}") if _is_slot(found) else value
+        home, value = _find(self.value, name)
+        if home is not None:
+            # What was assigned during the trace is the trace's own.
+            assigned = self._before.get((home, name), _MISSING) is not value
+            return value if assigned else self._hold(name, value, *_steps(home, name))
+        if isinstance(found, functools.cached_property):
+            self._require_none_of_its_own(name)
+            return found.func(self.value)  # not kept: the object stays as it is
+        try:
+            value = plain(self.value, name)
+        except AttributeError:
+            self._absent(name)
+            raise
+        if found is not _MISSING and hasattr(type(found), "__get__"):
+            self._method(name, found)
+            return value
+        # An attribute of the class, or made by a __getattribute__ of its own.
+        return self._hold(name, value, f".{name}")
+
+    def read_all(self) -> None:
+        """Holds later calls to all that the object has: its ``__dict__`` was read."""
+        facts, own = (
+            self.instances.held.facts,
+            [name for home, name in self._before if home == _DICT],
+        )
+        facts.require_keys(facts.bind(f"{self.place.variable}.__dict__"), own)
+        for home, name in self._before:
+            if home != _SLOT:
+                self._hold(name, self._before[home, name], *_steps(home, name))
+
+    def put_back(self) -> Iterator[str]:
+        """Undoes what was assigned; a line of text for each attribute."""
+        now = _contents(self.value)
+        for home, name in {**self._before, **now}:
+            before = self._before.get((home, name), _MISSING)
+            if now.get((home, name), _MISSING) is before:
+                continue
+            _restore(self.value, home, name, before)
+            at = self.lines.get(name)
+            yield f"{type(self.value).__name__}.{name}" + (f" at {at}" if at else "")
+
+    def _hold(self, name: str, value: Any, *steps: str) -> Any:
+        """Holds later calls to the value of an attribute, once."""
+        if name not in self._held and not is_traced(value):
+            self._held.add(name)
+            facts, owner = self.instances.held.facts, f"{type(self.value).__name__}.{name}"
+            variable = self.place.variable
+            with self.instances.paused():
+                self._check(name, value, owner)
+                for step in steps:
+                    variable = facts.bind(variable + step)
+                place = Place(variable, f"{self.place.text}.{name}", owner, self.place.own)
+                self.instances.held.take(value, place)
+        return value
+
+    def _check(self, name: str, value: Any, owner: str) -> None:
+        """What the class says of the attribute holds; an installed one's is not the user's."""
+        cls = type(self.value)
+        declared = None if _is_installed(cls) else attribute_types(cls).get(name)
+        found = [] if declared is None else check(value, declared, owner)
+        if found:
+            listed = "".join(f"  {mismatch}\n" for mismatch in found)
+            raise TypeCheckError(
+                f"specialize({self.instances.name}): {owner}, read at {users_place()}, is not "
+                f"what its class declares:\n{listed}Assign what is declared, or declare what is "
+                f"assigned."
+            )
+
+    def _method(self, name: str, found: Any) -> None:
+        """A method is the same as long as its class has it and the object has none of its own."""
+        if name in self._held:
+            return
+        self._require_none_of_its_own(name)
+        cls, facts = type(self.value), self.instances.held.facts
+        if isinstance(found, types.FunctionType) and not found.__module__.startswith("torch."):
+            facts.require_same(facts.bind(f"{facts.name(cls)}.{name}"), found)
+
+    def _require_none_of_its_own(self, name: str) -> None:
+        """The object itself has no such attribute, which would come before that of its class."""
+        if name not in self._held and _has_dict(self.value):
+            facts = self.instances.held.facts
+            own = facts.bind(f"{self.place.variable}.__dict__")
+            facts.require(f"{name!r} not in {own}")
+        self._held.add(name)
+
+    def _absent(self, name: str) -> None:
+        """There is no such attribute, unless a ``__getattr__`` makes one, which then runs."""
+        made = hasattr(type(self.value), "__getattr__")
+        if made and not isinstance(self.value, torch.nn.Module):
+            self._require_none_of_its_own(name)
+        elif name not in self._held:
+            self._held.add(name)
+            facts = self.instances.held.facts
+            facts.require(f"not hasattr({self.place.variable}, {name!r})")
+
+
+# --- where the attributes of an object lie
+
+_DICT, _SLOT = "__dict__", "slot"
+
+
+def _contents(value: Any) -> dict[tuple[str, str], Any]:
+    """All that an object has: where it lies, and its name."""
+    own = _dict_of(value)
+    found = {(_DICT, name): each for name, each in own.items()}
+    for kind in _STATE if isinstance(value, torch.nn.Module) else ():
+        found.update({(kind, name): each for name, each in (own.get(kind) or {}).items()})
+    for cls in type(value).__mro__:
+        for name, slot in vars(cls).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    found[_SLOT, name] = slot.__get__(value)
+                except AttributeError:  # not assigned
+                    continue
+    return found
+
+
+def _dict_of(value: Any) -> dict[str, Any]:
+    try:
+        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # it has slots alone
+        return {}
+    return own
+
+
+def _has_dict(value: Any) -> bool:
+    return any("__dict__" in vars(cls) for cls in type(value).__mro__)
+
+
+def _find(value: Any, name: str) -> tuple[str | None, Any]:
+    """Where in the object itself an attribute lies, and what it is."""
+    own = _dict_of(value)
+    if name in own:
+        return _DICT, own[name]
+    if isinstance(value, torch.nn.Module):
+        for kind in _STATE:
+            state = own.get(kind) or {}
+            if name in state:
+                return kind, state[name]
+    return None, None
+
+
+def _steps(home: str, name: str) -> tuple[str, ...]:
+    """The way to an attribute, past torch's slow lookup of parameters."""
+    return (f".{home}", f"[{name!r}]") if home in _STATE else (f".{name}",)
+
+
+def _restore(value: Any, home: str, name: str, before: Any) -> None:
+    if home == _SLOT:
+        slot = inspect.getattr_static(type(value), name)
+        slot.__delete__(value) if before is _MISSING else slot.__set__(value, before)
+        return
+    own = _dict_of(value)
+    state = own if home == _DICT else own[home]
+    if before is _MISSING:
+        del state[name]
+    else:
+        state[name] = before
+
+
+def _is_installed(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    return "site-packages" in (getattr(module, "__file__", None) or "")
+
+
+def _is_data_descriptor(found: Any) -> bool:
+    return hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
+
+
+def _is_slot(found: Any) -> bool:
+    """Whether a descriptor reads what the object itself has."""
+    return isinstance(found, types.MemberDescriptorType | types.GetSetDescriptorType)
