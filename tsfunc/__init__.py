@@ -24,6 +24,7 @@ from tsfunc.transforms.custom import custom_jvp, custom_vjp, custom_vmap
 from tsfunc.transforms.explain import CallReport, explain
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
+from tsfunc.transforms.linear import hvp, linear_transpose, stop_gradient
 from tsfunc.transforms.linearize import linearize
 from tsfunc.transforms.modules import functional_call, stack_module_state
 from tsfunc.transforms.outlines import eval_shape, make_graph
@@ -58,9 +59,11 @@ __all__ = [
     "grad",
     "grad_and_value",
     "hessian",
+    "hvp",
     "jacfwd",
     "jacrev",
     "jvp",
+    "linear_transpose",
     "linearize",
     "make_graph",
     "pmax",
@@ -72,6 +75,7 @@ __all__ = [
     "scan",
     "specialize",
     "stack_module_state",
+    "stop_gradient",
     "switch",
     "value_and_grad",
     "vjp",

@@ -122,6 +122,21 @@ def reaches_other_leaves(
 
     Then their derivatives are to be differentiable too: somebody outside may ask for it.
     """
+
+    def is_other(variable: torch.Tensor) -> bool:
+        own = any(variable is leaf for leaf in leaves)
+        return not own and (level is None or _is_of(variable, level))
+
+    return _reaches(outputs, is_other)
+
+
+def depends_on(outputs: Sequence[torch.Tensor], leaf: torch.Tensor) -> bool:
+    """Whether some of the outputs depend on a leaf of their graph, or are it."""
+    return any(out is leaf for out in outputs) or _reaches(outputs, lambda x: x is leaf)
+
+
+def _reaches(outputs: Sequence[torch.Tensor], wanted: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether the graph of the outputs has a leaf that is wanted."""
     with DisableTorchFunctionSubclass():
         pending: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
         seen = set(pending)
@@ -129,9 +144,7 @@ def reaches_other_leaves(
             node = pending.pop()
             variable = getattr(node, "variable", None)
             if variable is not None:
-                own = any(variable is leaf for leaf in leaves)
-                other = level is None or _is_of(variable, level)
-                if other and not own:
+                if wanted(variable):
                     return True
                 continue
             for parent, _ in node.next_functions:

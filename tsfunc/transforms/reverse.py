@@ -153,7 +153,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     def vjp_fn(
         cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
     ) -> tuple[Any, ...]:
-        flat_cotangents = _match_cotangents(cotangents, leaves, out_spec)
+        flat_cotangents = match_cotangents("vjp_fn(cotangents)", cotangents, leaves, out_spec)
         create = torch.is_grad_enabled() if create_graph is None else create_graph
         with torch.set_grad_enabled(create):
             pulled = recorded.pull(flat_cotangents, retain=retain_graph)
@@ -166,24 +166,24 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     return out, vjp_fn
 
 
-def _match_cotangents(
-    tree: Any, outputs: Sequence[torch.Tensor], out_spec: optree.PyTreeSpec
+def match_cotangents(
+    api: str, tree: Any, outputs: Sequence[torch.Tensor], out_spec: optree.PyTreeSpec
 ) -> Sequence[torch.Tensor]:
+    """The flattened cotangents, which must be like the outputs."""
     flat: list[torch.Tensor]
     flat, spec = pytrees.flatten(tree)
     if spec != out_spec:
         raise RuntimeError(
-            f"vjp_fn(cotangents): Expected pytree structure of cotangents to be the same as "
-            f"pytree structure of outputs to the function. cotangents: {spec}, primal output: "
-            f"{out_spec}"
+            f"{api}: Expected pytree structure of cotangents to be the same as pytree structure "
+            f"of outputs to the function. cotangents: {spec}, primal output: {out_spec}"
         )
     for ct, out in zip(flat, outputs, strict=True):
         if not isinstance(ct, torch.Tensor):
-            raise RuntimeError(f"vjp_fn(cotangents): Expected Tensors, got {type(ct)}")
+            raise RuntimeError(f"{api}: Expected Tensors, got {type(ct)}")
         if ct.shape != out.shape:
             raise RuntimeError(
-                f"vjp_fn(cotangents): got a cotangent of shape {tuple(ct.shape)} for an output "
-                f"of shape {tuple(out.shape)}; they must be the same."
+                f"{api}: got a cotangent of shape {tuple(ct.shape)} for an output of shape "
+                f"{tuple(out.shape)}; they must be the same."
             )
     return flat
 
