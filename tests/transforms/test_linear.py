@@ -21,7 +21,7 @@ XS = torch.stack([X, X.sin(), X.cos()])
 A = torch.arange(6.0, dtype=torch.float64).view(2, 3)
 
 
-def half_known(x: Tensor) -> Tensor:
+def half_known(x: Tensor) -> Any:
     return (x * stop_gradient({"x": [x.sin(), "other"]})["x"][0]).sum()
 
 
@@ -54,7 +54,7 @@ def test_stopped_values_are_constants_of_every_order_and_level() -> None:
     same(grad(lambda x: grad(half_known)(x).sum())(X), torch.zeros_like(X))
     same(jvp(grad(half_known), (X,), (X,))[1], torch.zeros_like(X))
 
-    def inner(x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Any:
         return vmap(grad(lambda y: (stop_gradient(x) * y * x).sum()))(XS).sum()
 
     same(grad(inner)(X), 3 * X)
