@@ -364,6 +364,26 @@ def test_writes_into_arguments_reach_the_caller_once() -> None:
     same(batch, want_batch)
 
 
+def test_an_example_by_itself_writes_into_its_argument() -> None:
+    """One that is put off alone is no tracer."""
+    seen = []
+
+    def func(x: Tensor) -> Tensor:
+        n = int(x.sum())
+        x[1:] += n
+        seen.append(isinstance(x, tsfunc.Tracer))
+        return x * n
+
+    for make in (lambda: X[:4].clone(), lambda: X[:4].clone().view(2, 2, 4)):
+        argument, want = make(), X[:4].clone()
+        expected = loop(func, 4)(want)
+        mapped = split(func) if argument.dim() == 2 else split(split(func))
+        seen.clear()
+        same(mapped(argument).reshape(4, 4), expected)
+        same(argument.reshape(4, 4), want)
+        assert argument.dim() == 3 or False in seen
+
+
 def test_a_failed_call_writes_nothing_into_arguments() -> None:
     def func(x: Tensor) -> Tensor:
         x += 1

@@ -79,6 +79,9 @@ def vmap(
             ``while``, ``.item()``, the size of a ``nonzero`` or of ``x[mask]``): "error", or
             "split", which goes on with the largest group of examples that agree, and runs
             ``func`` again for each of the others; what ``func`` does outside is repeated then.
+            After such a value was asked for, outputs that are no tensors are one an example:
+            numbers come as a tensor, others as a list; with an out_dim of None once. Where it is
+            "split", randomness "different" is served as "split".
         ragged: what comes of an output whose size differs from example to example: "nested", a
             nested tensor of the jagged layout; "list", a list of the examples' tensors, which
             also stands in where no nested tensor can be; or "error". A nested tensor among
