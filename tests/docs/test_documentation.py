@@ -60,3 +60,14 @@ def test_docstring_examples(name: str) -> None:
 def test_public_functions_say_what_they_do(name: str) -> None:
     doc = getattr(tsfunc, name).__doc__
     assert doc and len(doc) > 60
+
+
+def test_the_types_page_runs_and_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "types.md").read_text()
+    for snippet in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(snippet, "docs/types.md", "exec"), {"__name__": "types_page"})
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 40
+    for path, name in named:
+        file = ROOT / (path if path.startswith("tests/") else f"tests/types/{path}")
+        assert re.search(rf"(?:def|class) {name}\b", file.read_text()), (path, name)
