@@ -619,3 +619,28 @@ def test_values_asked_for_in_branches_and_loops(func: Callable[[Tensor], Tensor]
     same(split(tsfunc.grad(total))(X), loop(torch.func.grad(total), 6)(X))
     with pytest.raises(DataDependentError, match='data_dependent="split"'):
         vmap(func)(X)
+
+
+def test_large_batches() -> None:
+    """Whose values are compared by operators, NaN and the signs of zeros among them."""
+    numbers = torch.randn(1000).round()
+    numbers[::7], numbers[::11] = math.nan, -0.0
+
+    def signed(x: Tensor) -> Tensor:
+        value = x.item()
+        return x if math.isnan(value) else x + math.copysign(2.0, value)
+
+    def filled(x: Tensor) -> Tensor:
+        out = torch.zeros(3)
+        view = out[1:]
+        if x > 0:
+            out[0] = x
+        else:
+            view += x
+        return torch.cat([out * 2, view])
+
+    for func in (signed, filled):
+        same(split(func)(numbers), loop(func, 1000)(numbers), equal_nan=True)
+    rows = torch.randint(0, 2, (700, 3))
+    read = lambda row: row.sum() * int("".join(map(str, row.tolist())), 2)  # noqa: E731
+    same(split(read)(rows), loop(read, 700)(rows))
