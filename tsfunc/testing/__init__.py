@@ -7,5 +7,6 @@ itself. ``tsfunc[testing]`` installs hypothesis, which finds inputs for them.
 from __future__ import annotations
 
 from tsfunc.testing.laws import check_grads, check_specialize, check_vmap
+from tsfunc.testing.rules import check_custom_rule
 
-__all__ = ["check_grads", "check_specialize", "check_vmap"]
+__all__ = ["check_custom_rule", "check_grads", "check_specialize", "check_vmap"]

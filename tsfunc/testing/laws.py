@@ -46,7 +46,7 @@ def check_vmap(
         outs.append(func(*pytrees.unflatten(tree, one)))
     parts = zip(*[pytrees.leaves_of(out) for out in outs], strict=True)
     want = pytrees.unflatten(pytrees.structure_of(outs[0]), [_stacked(part) for part in parts])
-    _same("vmap(f) and the stacked loop", vmap(func, in_dims)(*args), want, rtol, atol)
+    same("vmap(f) and the stacked loop", vmap(func, in_dims)(*args), want, rtol, atol)
 
 
 def _stacked(parts: Sequence[Any]) -> Any:
@@ -81,8 +81,8 @@ def check_specialize(
     """
     program = specialize(func, descriptors)
     want = func(*args)
-    _same("specialize(f), traced, and f", program(*args), want, rtol, atol)
-    _same("specialize(f), called again, and f", program(*args), want, rtol, atol)
+    same("specialize(f), traced, and f", program(*args), want, rtol, atol)
+    same("specialize(f), called again, and f", program(*args), want, rtol, atol)
 
 
 def check_grads(
@@ -114,25 +114,25 @@ def check_grads(
     quotient = optree.tree_map(
         lambda a, b: (a - b) / (2 * eps), after, before, namespace=pytrees.NAMESPACE
     )
-    _same("jvp(f) and central differences", pushed, quotient, rtol, atol)
+    same("jvp(f) and central differences", pushed, quotient, rtol, atol)
     cotangents = pytrees.tree_map(torch.randn_like, out)
     pulled = vjp(func, *args)[1](cotangents)
-    _same(
+    same(
         "<cotangent, jvp(direction)> and <vjp(cotangent), direction>",
-        _inner(cotangents, pushed),
-        _inner(pulled, directions),
+        inner(cotangents, pushed),
+        inner(pulled, directions),
         rtol,
         atol,
     )
 
 
-def _inner(a: Any, b: Any) -> torch.Tensor:
+def inner(a: Any, b: Any) -> torch.Tensor:
     """The inner product of two pytrees of tensors."""
     pairs = zip(pytrees.leaves_of(a), pytrees.leaves_of(b), strict=True)
     return torch.stack([(x * y).sum() for x, y in pairs]).sum()
 
 
-def _same(what: str, got: Any, want: Any, rtol: float | None, atol: float | None) -> None:
+def same(what: str, got: Any, want: Any, rtol: float | None, atol: float | None) -> None:
     got_leaves, got_tree = pytrees.flatten(got)
     want_leaves, want_tree = pytrees.flatten(want)
     if got_tree != want_tree:

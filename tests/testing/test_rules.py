@@ -1,0 +1,136 @@
+"""check_custom_rule: right rules pass, wrong ones are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import custom_jvp, custom_vjp, custom_vmap
+from tsfunc.testing import check_custom_rule
+
+X = torch.tensor([0.5, -1.0, 2.0])
+
+
+def with_vjp(factor: float) -> Any:
+    @custom_vjp
+    def f(x: Tensor, y: Tensor) -> Any:
+        return {"out": x.sin() * y}
+
+    f.defvjp(
+        lambda x, y: ({"out": x.sin() * y}, (x, y)),
+        lambda saved, ct: (
+            factor * saved[0].cos() * saved[1] * ct["out"],
+            saved[0].sin() * ct["out"],
+        ),
+    )
+    return f
+
+
+def with_jvp(factor: float) -> Any:
+    @custom_jvp
+    def f(x: Tensor) -> Tensor:
+        return x.exp()
+
+    f.defjvp(lambda primals, tangents: (primals[0].exp(), factor * primals[0].exp() * tangents[0]))
+    return f
+
+
+def with_vmap(factor: float) -> Any:
+    @custom_vmap
+    def f(a: Tensor, x: Tensor) -> Tensor:
+        return a @ x
+
+    def rule(axis_size: int, in_batched: Any, a: Tensor, x: Tensor) -> Any:
+        if in_batched[0]:
+            return (a @ x[..., None]).squeeze(-1), True
+        return factor * (x @ a.T), True
+
+    f.def_vmap(rule)
+    return f
+
+
+class Cubed(torch.autograd.Function):
+    """Both modes and a batching rule, each of which can be made wrong."""
+
+    wrong = ""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return (2 if Cubed.wrong == "backward" else 3) * x**2 * ct
+
+    @staticmethod
+    def jvp(ctx: Any, t: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return (2 if Cubed.wrong == "jvp" else 3) * x**2 * t
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        out = Cubed.apply(x)  # type: ignore[no-untyped-call]
+        return (2 * out if Cubed.wrong == "vmap" else out), in_dims[0]
+
+
+class Doubled(torch.autograd.Function):
+    """Reverse mode alone, and no rule for vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        return 2 * ct
+
+
+def test_right_rules_pass() -> None:
+    check_custom_rule(with_vjp(1.0), X, X.cos())
+    check_custom_rule(with_jvp(1.0), X)
+    check_custom_rule(with_vmap(1.0), torch.rand(2, 3), X)
+    check_custom_rule(Cubed.apply, X)
+    check_custom_rule(Doubled.apply, X)
+    check_custom_rule(lambda tree, n: tree["x"].sin() * n, {"x": X}, 3)
+    check_custom_rule(lambda x: x + 1, torch.arange(3))
+
+
+def test_wrong_rules_are_named() -> None:
+    differ = r"central differences differ[\s\S]*difference"
+    with pytest.raises(AssertionError, match=f"reverse mode, .* and {differ}"):
+        check_custom_rule(with_vjp(1.5), X, X.cos())
+    with pytest.raises(AssertionError, match=f"and {differ}"):
+        check_custom_rule(with_jvp(1.5), X)
+    with pytest.raises(AssertionError, match=r"vmap\(f\) over tensor 1 \(dim 0\) and the stacked"):
+        check_custom_rule(with_vmap(2.0), torch.rand(2, 3), X)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ("backward", "reverse mode, .* and central differences"),
+        ("jvp", "forward mode, .* and central differences"),
+        ("vmap", r"vmap\(f\) over tensor 0 \(dim 0\) and the stacked loop"),
+    ],
+)
+def test_wrong_rules_of_functions_are_named(
+    wrong: str, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cubed, "wrong", wrong)
+    with pytest.raises(AssertionError, match=match):
+        check_custom_rule(Cubed.apply, X)

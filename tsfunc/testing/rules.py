@@ -1,0 +1,178 @@
+"""``check_custom_rule``: whether the rules that a user wrote are those of the function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.testing.laws import inner, same
+from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.vmap import vmap
+
+_SIZE = 3
+
+
+def check_custom_rule(
+    func: Callable[..., Any],
+    *args: Any,
+    eps: float = 1e-6,
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+) -> None:
+    """The rules of a function with rules of its own agree with the function, and each other.
+
+    Under ``vmap``, over all arguments and over each alone, along the first and the last dim, the
+    function is compared with the loop, and so is its pullback. In ``float64`` forward mode is
+    compared with central differences, reverse mode with these, and with the transpose of forward
+    mode. A function of which forward mode is not defined is checked without it.
+
+    Args:
+        func: a ``custom_vmap``, ``custom_jvp`` or ``custom_vjp`` function, the ``apply`` of a
+            ``torch.autograd.Function``, or any function; takes and returns pytrees.
+        args: arguments for one example. Others are made from them by factors near 1; floating
+            point tensors are taken as ``float64``.
+        eps: the step of the differences.
+        rtol, atol: as for ``torch.testing.assert_close``.
+
+    Raises:
+        AssertionError: a check fails; it says which, at which part of the result, and by how much.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import custom_vjp
+        >>> from tsfunc.testing import check_custom_rule
+        >>> @custom_vjp
+        ... def square(x):
+        ...     return x * x
+        >>> square.defvjp(lambda x: (x * x, x), lambda x, ct: (2 * x * ct,))
+        >>> check_custom_rule(square, torch.rand(3))
+
+    As ``torch.autograd.gradcheck`` and ``jax.test_util.check_grads``, and for ``vmap`` too.
+    """
+    leaves, tree = pytrees.flatten(args)
+    leaves = [_double(leaf) for leaf in leaves]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    smooth = [i for i in places if _is_smooth(leaves[i])]
+
+    def of_leaves(*values: Any) -> Any:
+        return func(*pytrees.unflatten(tree, values))
+
+    for at in _batchings(leaves, places):
+        what = f"vmap(f) over {_spelled(at)} and the stacked loop"
+        _check_loop(what, of_leaves, leaves, at, rtol, atol)
+    if not smooth:
+        return
+
+    def of_smooth(*values: Any) -> tuple[torch.Tensor, ...]:
+        every = list(leaves)
+        for i, value in zip(smooth, values, strict=True):
+            every[i] = value
+        found = pytrees.leaves_of(of_leaves(*every))
+        return tuple(x for x in found if isinstance(x, torch.Tensor) and _is_smooth(x))
+
+    primals = [leaves[i] for i in smooth]
+    cotangents = [torch.randn_like(x) for x in of_smooth(*primals)]
+    if not cotangents:
+        return
+    _check_derivatives(of_smooth, primals, cotangents, eps, rtol, atol)
+
+    def pulled(*values: Any) -> Any:
+        return vjp(of_smooth, *values)[1](tuple(cotangents))
+
+    for at in _batchings(primals, range(len(primals))):
+        what = f"vmap of reverse mode over {_spelled(at)} and the stacked loop"
+        _check_loop(what, pulled, primals, at, rtol, atol)
+
+
+def _check_derivatives(
+    func: Callable[..., tuple[torch.Tensor, ...]],
+    primals: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    eps: float,
+    rtol: float,
+    atol: float,
+) -> None:
+    """Both modes, along a random direction."""
+    directions = [torch.randn_like(x) for x in primals]
+    after = func(*(x + eps * t for x, t in zip(primals, directions, strict=True)))
+    before = func(*(x - eps * t for x, t in zip(primals, directions, strict=True)))
+    quotient = tuple((a - b) / (2 * eps) for a, b in zip(after, before, strict=True))
+    pulled = vjp(func, *primals)[1](tuple(cotangents))
+    found = inner(pulled, directions)
+    what = "reverse mode, <vjp(cotangent), direction>, and central differences"
+    same(what, found, inner(cotangents, quotient), rtol, atol)
+    try:
+        pushed = jvp(func, tuple(primals), tuple(directions))[1]
+    except (NotImplementedError, RuntimeError) as error:
+        if "jvp" not in str(error) or "implement" not in str(error):
+            raise
+        return  # an autograd.Function without forward mode
+    same("forward mode, jvp(direction), and central differences", pushed, quotient, rtol, atol)
+    what = "reverse mode, <vjp(cotangent), direction>, and forward mode transposed"
+    same(what, found, inner(cotangents, pushed), rtol, atol)
+
+
+Batching = list[int | None]
+
+
+def _batchings(leaves: Sequence[Any], places: Sequence[int]) -> Iterator[Batching]:
+    """All tensors batched, then each alone; along the first dim, and along the last."""
+    chosen = [tuple(places), *[(i,) for i in places if len(places) > 1]]
+    for batched in chosen if places else []:
+        for last in (False, True):
+            if last and all(leaves[i].dim() == 0 for i in batched):
+                continue
+            yield [
+                (leaf.dim() if last else 0) if i in batched else None
+                for i, leaf in enumerate(leaves)
+            ]
+
+
+def _check_loop(
+    what: str,
+    func: Callable[..., Any],
+    leaves: Sequence[Any],
+    at: Batching,
+    rtol: float,
+    atol: float,
+) -> None:
+    rows = [
+        [leaf if dim is None else _example(leaf, i) for leaf, dim in zip(leaves, at, strict=True)]
+        for i in range(_SIZE)
+    ]
+    outs = [pytrees.flatten(func(*row)) for row in rows]
+    want = [
+        torch.stack(list(column)) if isinstance(column[0], torch.Tensor) else column[0]
+        for column in zip(*(out for out, _ in outs), strict=True)
+    ]
+    columns = zip(leaves, at, zip(*rows, strict=True), strict=True)
+    inputs = [
+        leaf if dim is None else torch.stack(list(column), dim) for leaf, dim, column in columns
+    ]
+    got = vmap(func, tuple(at))(*inputs)
+    same(what, got, pytrees.unflatten(outs[0][1], want), rtol, atol)
+
+
+def _example(x: torch.Tensor, i: int) -> torch.Tensor:
+    """Another example: near the one that was given, where functions are likely to be defined."""
+    return x * (1 + i / 16) if _is_smooth(x) else x.clone()
+
+
+def _double(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and _is_smooth(leaf):
+        return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
+    return leaf
+
+
+def _is_smooth(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _spelled(at: Batching) -> str:
+    """Which tensors are batched, by their flattened positions, and where."""
+    batched = [f"{i} (dim {dim})" for i, dim in enumerate(at) if dim is not None]
+    return f"tensor{'s' if len(batched) > 1 else ''} {', '.join(batched)}"
