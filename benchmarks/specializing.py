@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, List  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -11,7 +13,9 @@ from torch import Tensor
 import tsfunc
 from benchmarks.timing import Call, Case
 from benchmarks.ways import SPECIALIZED
+from tsfunc.types import CompiledDescriptors, compile_descriptors, signature
 
+ROWS = tsfunc.MetaTensorType(["n"], dtype=torch.float32)
 PLAIN = "plain"
 COMPILED = "torch.compile, no code generation"
 
@@ -22,6 +26,37 @@ def small(x: Tensor) -> Tensor:
 
 def two_of_many(tensors: list[Tensor]) -> Tensor:
     return tensors[0] + tensors[1]
+
+
+def described(tensors: List[ROWS]) -> None:  # type: ignore[valid-type]  # noqa: UP006
+    """Takes any number of tensors of one length."""
+
+
+def by_types(check: Callable[..., list[Any]], tensors: list[Tensor]) -> int:
+    return len(check(tensors))
+
+
+def by_descriptors(contract: CompiledDescriptors, tensors: list[Tensor]) -> int:
+    return len(contract.check({"tensors": tensors}).sizes) - 1
+
+
+def by_isinstance(tensors: list[Tensor]) -> int:
+    return sum(not isinstance(tensor, Tensor) for tensor in tensors)
+
+
+def checks(tensors: list[Tensor]) -> Case:
+    """What a check of arguments costs a leaf, beside the guard: each way finds nothing wrong."""
+    contract = compile_descriptors(
+        {"tensors": List[ROWS]},  # noqa: UP006
+        inspect.signature(described),
+    )
+    calls: dict[str, Call] = {
+        "isinstance alone": partial(by_isinstance, tensors),
+        "tsfunc, types of a signature": partial(by_types, signature(described).check, tensors),
+        "tsfunc, descriptors": partial(by_descriptors, contract, tensors),
+    }
+    name = "check of one leaf of a call's arguments"
+    return Case(name, calls, base="isinstance alone", per=len(tensors))
 
 
 def cases() -> Iterator[Case]:
@@ -44,3 +79,4 @@ def cases() -> Iterator[Case]:
         base=COMPILED,
         goals={SPECIALIZED: 1.0},
     )
+    yield checks(many)

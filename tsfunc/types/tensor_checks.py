@@ -52,7 +52,8 @@ def _shape_check(forms: tuple[DimForm, ...], dims: Mapping[str, Dim]) -> Check:
             if shape[axis] != size:
                 run.fail(path, f".shape[{axis}]", f"promised {size}, came {shape[axis]}")
         for axis, dim in named:
-            _bind(dim, shape[axis], axis, path, run)
+            if run.sizes.get(dim.name) != shape[axis]:  # nearly always it has this size already
+                _bind(dim, shape[axis], axis, path, run)
         for axis, expression in computed:
             run.pending.append((path, axis, expression, shape[axis]))
 
