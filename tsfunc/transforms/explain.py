@@ -11,6 +11,7 @@ import html
 import io
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -135,8 +136,9 @@ class CallReport:
     def __str__(self) -> str:
         from rich.console import Console
 
-        # Outside of a terminal nothing is to be folded.
-        width = max(shutil.get_terminal_size((160, 24)).columns, 120)
+        # Outside of a terminal nothing is to be folded: a table is as wide as its rows.
+        inside = sys.stdout.isatty()
+        width = max(shutil.get_terminal_size((160, 24)).columns, 120) if inside else 1000
         console = Console(file=io.StringIO(), width=width, color_system=None)
         console.print(self.__rich__())
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
