@@ -125,6 +125,36 @@ def test_nothing_is_written_before_a_refusal() -> None:
     assert not x.any()
 
 
+ARGUMENTS: dict[str, tuple[Call, str]] = {
+    "cov, fractions": (lambda x: torch.cov(x, fweights=x[0]), "expected fweights to have integral"),
+    "cov, counts": (
+        lambda x: torch.cov(x, aweights=x[0].long()),
+        "expected aweights to have floating point dtype",
+    ),
+    "histogramdd": (lambda x: torch.histogramdd(x, [2, 2]), "The size of bins must be equal to"),
+    "two sizes to infer": (lambda x: x.view(-1, -1), "only one dimension can be inferred"),
+    "renorm": (lambda x: x[0].renorm(2, 0, 1.0), "at least 2 dimensions"),
+    "linspace": (lambda x: torch.linspace(x[0], 1.0, 3), "only supports 0-dimensional"),
+    "masked_fill": (lambda x: x.masked_fill(x > 0, x[0]), "only supports a 0-dimensional value"),
+    "masked_scatter": (lambda x: x.masked_scatter(x, x), "boolean masks"),
+    "embedding": (
+        lambda x: torch.nn.functional.embedding(torch.tensor([0]), x[0]),
+        "'weight' must be 2-D",
+    ),
+    "view_as_complex": (lambda x: torch.view_as_complex(x[0, 0]), "one or more dimensions"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(name: str) -> None:
+    call, message = ARGUMENTS[name]
+    x = torch.rand(SIZE, SIZE)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        call(x)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        tsfunc.vmap(call)(torch.stack([x] * SIZE))
+
+
 # What the rules let pass because torch's check is of values, or of Python's arguments.
 UNSEEN = {"clamp_min", "clamp_max", "masked_fill"}
 

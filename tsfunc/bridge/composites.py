@@ -77,6 +77,10 @@ def _cov(
                 f"cov(): expected {name} to have one value for each of {x.shape[1]} observations, "
                 f"got the shape {tuple(given.shape)}"
             )
+        fractions = given.is_floating_point()
+        if fractions is not (name == "aweights"):
+            kind = "integral" if fractions else "floating point"
+            raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {given.dtype}")
         require(given >= 0, f"cov(): {name} cannot be negative")
         weights = given if weights is None else weights * given
     assert weights is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 from tsfunc.ops.dims import batched_front, filled, front
 from tsfunc.ops.factories import evenly
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
-from tsfunc.ops.refusal import require
+from tsfunc.ops.refusal import refused, require
 from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
@@ -133,8 +133,15 @@ def histogramdd_edges(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Edges for each coordinate."""
+    if args[0].dim() < 3 or len(args[1]) != _coordinates(args[0], dims[0]):
+        return refused(op, dims, args, kwargs)
     x = _points(args[0], dims[0], level.batch_size, 1)
     return _edges_of_all(x, args[1], kwargs.get("range")), 0
+
+
+def _coordinates(x: Tensor, at: int | None) -> Any:
+    """How many each point of an example has."""
+    return x.shape[-2 if at == x.dim() - 1 else -1]
 
 
 def _edges_of_all(x: Tensor, bins: Sequence[int], given: Sequence[float] | None) -> list[Tensor]:
@@ -149,6 +156,8 @@ def histogramdd(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Equal bins along each coordinate."""
+    if args[0].dim() < 3 or len(args[1]) != _coordinates(args[0], dims[0]):
+        return refused(op, dims, args, kwargs)
     size = level.batch_size
     x = _points(args[0], dims[0], size, 1)
     edges = _edges_of_all(x, args[1], kwargs.get("range"))
