@@ -102,7 +102,7 @@ def way_of(name: str) -> str:
         return "by the rule that was registered with torch"
     if op.composite:
         return "by its parts, as torch composes it"
-    if name in PARTS:
+    if written_here(name) is not None:
         return "by its parts, as written here"
     if _parts_of(op) is not None:
         return "by torch's decomposition"
@@ -175,13 +175,18 @@ def _composite_parts(overload: Any) -> Callable[..., Any]:
 _RECURRENT = frozenset({"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"})
 
 
-# Operators written in others, for tracers.
+# Operators written in others, for tracers, by their names with an overload or for all of them.
 PARTS: dict[str, Callable[..., Any]] = {}
 
 
+def written_here(name: str) -> Callable[..., Any] | None:
+    """An operator's parts as they are written in this package."""
+    return PARTS.get(name) or PARTS.get(name.partition(".")[0])
+
+
 def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
-    if op.name in PARTS:
-        return PARTS[op.name]
+    if (own := written_here(op.name)) is not None:
+        return own
     if op.composite:
         return _composite_parts(op.overload)
     if op.writes or op.random or op.is_view:

@@ -107,11 +107,7 @@ def _declare() -> None:
         each = _each(single, inplace)
         if name.startswith("addc"):
             each = _with_factors(each)
-        packet = getattr(torch.ops.aten, f"_foreach_{name}", None)
-        for which in packet.overloads() if packet is not None else ():
-            overload = getattr(packet, which)
-            if not any(a.is_out for a in overload._schema.arguments):
-                PARTS[overload.name()] = each
+        PARTS[f"aten::_foreach_{name}"] = each
         function = getattr(torch, f"_foreach_{name}", None)
         if function is not None:
             METHODS[function] = _method(each, inplace)
