@@ -53,6 +53,14 @@ def verdicts(mode: Mode, one: Case) -> dict[Verdict, str]:
     return {outcome.verdict: f"{outcome.what}: {outcome.message}" for outcome in found}
 
 
+MASK = torch.tensor([True, False, True])
+
+
+def _set(x: Tensor, where: Any, value: Tensor) -> Tensor:
+    x[where] = value
+    return x
+
+
 # Each with a word on what was wrong.
 CASES: dict[str, Case] = {
     # Where the bounds alone are batched torch's derivative wrote into a mask that is not.
@@ -95,6 +103,27 @@ CASES: dict[str, Case] = {
     ),
     # The tangent was squeezed twice.
     "in place into the shape": case(lambda x: x.sin().squeeze_((1, 3)), rand(2, 1, 2, 1)),
+    # Formulas that look up as many places as the values of an index or a mask say.
+    "index fill": case(
+        lambda x, i, v: x.index_fill(1, i, v), rand(2, 4), torch.tensor([0, 2, 2, -4]), rand(1)[0]
+    ),
+    "index fill in place": case(
+        lambda x, i, v: x.sin().index_fill_(0, i, v), rand(2, 4), torch.tensor([0]), rand(1)[0]
+    ),
+    "index fill of a scalar": case(
+        lambda x, i, v: x.index_fill(0, i, v), rand(1)[0], torch.tensor([0]), rand(1)[0]
+    ),
+    "mask, one value": case(
+        lambda x, m, v: x.index_put((None, m), v), rand(2, 3), MASK, rand(1)[0]
+    ),
+    "mask, a row": case(lambda x, m, v: x.index_put((m,), v), rand(3, 4), MASK, rand(4)),
+    "mask, a value for each place": case(
+        lambda x, m, v: x.index_put((m,), v), rand(3, 4), MASK, rand(2, 4)
+    ),
+    "mask, added": case(
+        lambda x, m, v: x.index_put((m,), v, accumulate=True), rand(3, 4), MASK, rand(2, 1)
+    ),
+    "mask, in place": case(lambda x, m, v: _set(x.sin(), m, v), rand(3, 4), MASK, rand(2, 4)),
     # Forward mode's lazy zeros came to kernels that take a tracer for a tensor with storage.
     "dropout": case(lambda x: _seeded(F.dropout, x, 0.4), rand(4, 3)),
     "feature dropout": case(lambda x: _seeded(F.dropout2d, x, 0.4), rand(2, 4, 3, 3)),
@@ -222,6 +251,15 @@ def test_wrong_derivatives_are_found(mode: Mode) -> None:
         return x.sin() * 2 if tsfunc.dispatch.current_levels() else x.sin()
 
     assert Verdict.WRONG in verdicts(mode, case(odd, rand(3)))
+
+
+def test_a_mask_that_has_another_number_of_places() -> None:
+    def written(x: Tensor, mask: Tensor) -> Tensor:
+        return x.sin().index_put((mask,), torch.ones(2)).sum()
+
+    masks = torch.stack((MASK, ~MASK))
+    with pytest.raises(RuntimeError, match="written by a mask that has another number of places"):
+        tsfunc.vmap(tsfunc.grad(written))(torch.ones(2, 3), masks)
 
 
 def test_what_has_no_derivative_counts_for_nothing() -> None:

@@ -54,6 +54,40 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     return torch.index_select(x, dim, places)
 
 
+@_instead(torch.index_fill, Tensor.index_fill)
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    """With a tensor: its derivative looks for places that come twice among the index's values."""
+    if not isinstance(value, Tensor) or not isinstance(index, Tracer):
+        return NotImplemented
+    return x.masked_fill(_filled_places(x, dim, index), _number_to_fill(value))
+
+
+@_instead(Tensor.index_fill_)
+def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(index, Tracer):
+        return NotImplemented
+    return x.masked_fill_(_filled_places(x, dim, index), _number_to_fill(value))
+
+
+def _filled_places(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """A mask of what is filled, which broadcasts."""
+    if not x.dim():
+        return torch.full((), index.numel() > 0, device=x.device)
+    mask = torch.zeros(x.shape[dim], dtype=torch.bool, device=x.device)
+    shape = [1] * x.dim()
+    shape[dim] = x.shape[dim]
+    return mask.index_fill(0, index, True).view(shape)
+
+
+def _number_to_fill(value: Tensor) -> Tensor:
+    if value.dim():
+        raise RuntimeError(
+            f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with "
+            f"{value.dim()} dimension(s)."
+        )
+    return value
+
+
 @_instead(torch.cov, Tensor.cov)
 def _cov(
     x: Tensor,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchTracer
+from tsfunc.bridge.masks import is_recorded_mask, write_by_mask
 from tsfunc.bridge.tracer import METHODS, WRITERS, Tracer
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
@@ -44,12 +45,6 @@ def _is_bound_by_tracers(item: Any) -> bool:
 
 def _is_traced(item: Any) -> bool:
     return _is_scalar(item) or _is_bound_by_tracers(item)
-
-
-def _is_recorded_mask(item: Any) -> bool:
-    """Whether autograd records a write by this mask, of which there is one for each example."""
-    batched = isinstance(item, BatchTracer) and item.bdim is not None
-    return batched and item.dtype is torch.bool and item.dispatch_level.autograd > 0
 
 
 def _is_advanced(item: Any) -> bool:
@@ -150,8 +145,9 @@ def _set(
     given = index if isinstance(index, tuple) else (index,)
     if any(_is_flag(item) for item in given):
         return _set_where(x, given, value)
-    if sum(map(_is_advanced, given)) == 1 and any(_is_recorded_mask(item) for item in given):
-        return _set_by_mask(x, _items(index, x.dim()), value)
+    if sum(map(_is_advanced, given)) == 1 and any(is_recorded_mask(i, x, value) for i in given):
+        write_by_mask(x, _items(index, x.dim()), value)
+        return None
     if not any(_is_traced(item) for item in given):
         return NotImplemented
     if not isinstance(value, torch.Tensor):
@@ -180,29 +176,6 @@ def _set_where(x: torch.Tensor, items: Sequence[Any], value: Any) -> Any:
     value = torch.as_tensor(value, dtype=part.dtype, device=part.device)
     flag = functools.reduce(torch.logical_and, flags)
     part.copy_(torch.where(flag, _without_leading_ones(value, part.dim()), part))
-    return None
-
-
-def _set_by_mask(x: torch.Tensor, items: list[Any], value: Any) -> Any:
-    """Writes all places, those that the mask does not have as they are.
-
-    Autograd's formula for a write by a mask looks up the places that it has, of which there are
-    as many as the values say.
-    """
-    (place,) = [place for place, item in enumerate(items) if isinstance(item, BatchTracer)]
-    mask = items[place]
-    before = sum(1 for item in items[:place] if item is None or isinstance(item, slice))
-    basic = items[:place] + [_ALL] * mask.dim() + items[place + 1 :]
-    view = x if all(item == _ALL for item in basic) else x[tuple(basic)]
-    right = view.dim() - before - mask.dim()
-    if isinstance(value, torch.Tensor):
-        value = value.to(x.dtype)
-        if value.dim() > right:
-            at = value.dim() - right - 1
-            if value.shape[at] != 1:
-                return NotImplemented  # one for each place that the mask has
-            value = value.reshape(*value.shape[:at], *[1] * mask.dim(), *value.shape[at + 1 :])
-    view.copy_(torch.where(mask.reshape(*mask.shape, *[1] * right), value, view))
     return None
 
 

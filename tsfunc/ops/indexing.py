@@ -208,20 +208,27 @@ def index_fill(
 def _filled(
     op: Any, x: Tensor, dim: int, index: Tensor, value: Any, value_dim: int | None
 ) -> Tensor:
-    """index_fill with an index or a value for each example."""
-    if isinstance(value, Tensor):
-        value = value.to(x.dtype)
-    else:
-        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    """index_fill with an index or a value for each example.
+
+    By a mask of the places: an index that comes twice is to count once in the value's gradient.
+    """
     if value_dim is not None:
         value = value.view(-1, *[1] * (x.dim() - 1))
-    x_pairs = _pairs(x)
-    shape = [*x.shape[:dim], index.shape[1], *x.shape[dim + 1 :]]
-    source = _pairs(value.expand(shape))
-    out: Tensor = getattr(x_pairs, "scatter_" if _is_inplace(op) else "scatter")(
-        dim, _spread(index, dim, source), source
-    )
-    return _paired(out, x)
+    mask = _places(x, dim, index)
+    if isinstance(value, Tensor):
+        filled = torch.where(mask, value.to(x.dtype), x)
+        return x.copy_(filled) if _is_inplace(op) else filled
+    return x.masked_fill_(mask, value) if _is_inplace(op) else x.masked_fill(mask, value)
+
+
+def _places(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Which places along a dim an index for each example names, as a mask that broadcasts."""
+    size = x.shape[dim]
+    index = torch.where(index < 0, index + size, index)
+    mask = torch.zeros((x.shape[0], size), dtype=torch.bool, device=x.device)
+    shape = [1] * x.dim()
+    shape[0], shape[dim] = x.shape[0], size
+    return mask.scatter_(1, index, True).view(shape)
 
 
 @row("aten::take")
