@@ -16,6 +16,7 @@ from tsfunc.bridge import (
     grad_level,
     indexing,
     methods,
+    relayout,
     second_order,
     tracing,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "grad_level",
     "indexing",
     "methods",
+    "relayout",
     "second_order",
     "tracing",
 ]

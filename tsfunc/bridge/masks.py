@@ -71,7 +71,8 @@ def _at_the_places(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torch.T
         if not count:
             value = value.new_zeros([*value.shape[:dim], 1, *value.shape[dim + 1 :]])
         value = value.index_select(dim, order.clamp(0, max(count, 1) - 1))
-        return value.unflatten(dim, mask.shape)
+        spread: torch.Tensor = value.unflatten(dim, mask.shape)
+        return spread
     return value.reshape(*value.shape[:dim], *[1] * mask.dim(), *value.shape[dim + 1 :])
 
 

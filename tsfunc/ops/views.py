@@ -51,7 +51,10 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, at: int) -> list[Any]:
 def view(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """With the batch dim first, a physical view exists wherever an example's does."""
+    """With the batch dim first, a physical view exists wherever an example's does.
+
+    Where there is none, the tracer may have to be laid out anew: not a rule's business.
+    """
     x, at = args[0], dims[0]
     sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
     if sum([type(size) is int and size == -1 for size in sizes]) > 1:
@@ -59,7 +62,10 @@ def view(
     sizes = known_sizes(sizes, x, at)
     if at:
         x = x.movedim(at, 0)
-    return op(x, [x.shape[0], *sizes]), 0
+    try:
+        return op(x, [x.shape[0], *sizes]), 0
+    except RuntimeError:
+        return NotImplemented
 
 
 @row("aten::_unsafe_view")
