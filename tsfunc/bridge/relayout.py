@@ -5,9 +5,6 @@ has the batch dim where the arguments had theirs: between dims of the example, o
 view as one then. So such a result is laid out anew, with the batch dim first. That is done to what
 an operator at the level made and nobody else has: a view of a tensor from outside, or of one that
 has views already, would not be one of it any more.
-
-Private names used here (torch 2.11 to 2.13): ``_C._storage_Use_Count`` and
-``UntypedStorage._cdata`` say how many tensors have a storage.
 """
 
 from __future__ import annotations
@@ -15,40 +12,75 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import _storage_Use_Count
+from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.batch_tracer import BatchTracer
-from tsfunc.bridge.births import born_inside
 from tsfunc.bridge.fallback import PARTS
-from tsfunc.bridge.turning import memory_of, physical
+from tsfunc.bridge.turning import BornOutside, memory_of, physical, relatives_of
 from tsfunc.ops.dims import front
 
 
 def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
     """The view that the rule could not take."""
-    level, at = x.dispatch_level, x.bdim
-    assert at is not None
-    own = _is_own(x)
+    level = x.dispatch_level
+    group = _sharing(x)
     with level.restored():
         x.value.new_empty(x.shape).view(sizes)  # raises where there is none in any layout
-        if not own:
+        if group is None:
             raise RuntimeError(
                 f"{level.name}: view size is not compatible with input tensor's size and stride "
                 f"(at least one dimension spans across two contiguous subspaces). Use "
                 f".reshape(...) instead: the batch dim lies between dims that would become one."
             )
-        x.value, x.bdim = front(x.value, at).contiguous(), 0
+        value = front(x.value, x.bdim).contiguous()
+        for tracer in group:
+            tracer.value, tracer.bdim = value.view([value.shape[0], *tracer.shape]), 0
     return torch.ops.aten.view.default(x, sizes)
 
 
-def _is_own(x: BatchTracer) -> bool:
-    """Whether an operator at the level made its value, of which there are no views."""
-    plain = physical(x)
+def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
+    """The tracers that have the memory of ``x``, in one order; None where it can't be laid out.
+
+    An operator at the level must have made it. Beside ``x`` itself there may be what it is a view
+    of, which C++ keeps for it.
+    """
+    level, plain = x.dispatch_level, physical(x)
     memory = None if plain is None else memory_of(plain)
     if plain is None or memory is None:
+        return None
+    try:
+        inside, _ = relatives_of(plain, memory, level)
+    except BornOutside:
+        return None
+    group = [x]
+    with DisableTorchFunctionSubclass():
+        base = x._base
+    for other in inside.values():
+        # Those of other levels are what x stands for, or stand for it.
+        if isinstance(other, BatchTracer) and other.dispatch_level is level and other is not x:
+            plain = physical(other)
+            if plain is not None and memory_of(plain) == memory:
+                if other is not base or not _same_order(x, other):
+                    return None
+                group.append(other)
+    return group
+
+
+def _same_order(x: BatchTracer, base: BatchTracer) -> bool:
+    """Whether an example of one is a reshaped example of the other."""
+    if base.bdim is None:
         return False
-    tensors = _storage_Use_Count(memory) - 1  # the storage's own Python object is one more
-    return tensors == 1 and id(plain) in born_inside(x.dispatch_level)
+    return x.numel() == base.numel() and torch.equal(_offsets(x), _offsets(base))
+
+
+def _offsets(x: BatchTracer) -> torch.Tensor:
+    """Where in memory the elements of the first example are, in their order."""
+    with DisableTorchFunctionSubclass():
+        shape, strides, start = tuple(x.shape), x.stride(), x.storage_offset()
+    offsets = torch.tensor(start)
+    for size, stride in zip(shape, strides, strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
+    return offsets.reshape(-1)
 
 
 PARTS["aten::view"] = _view

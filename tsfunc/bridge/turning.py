@@ -101,7 +101,7 @@ def kin_of(subject: torch.Tensor, level: TracerLevel) -> Kin:
     memory = None if plain is None else memory_of(plain)
     if plain is None or memory is None:
         raise BornOutside
-    inside, relatives = _relatives(plain, memory, level)
+    inside, relatives = relatives_of(plain, memory, level)
     depth = _depth(subject)
     ids = {id(tensor) for tensor in relatives}
     kin = Kin([], []) if depth else Kin(relatives, [])
@@ -139,7 +139,7 @@ def _depth(tensor: torch.Tensor) -> int:
     return tensor.dispatch_level.depth if isinstance(tensor, Tracer) else 0
 
 
-def _relatives(
+def relatives_of(
     plain: torch.Tensor, memory: int, level: TracerLevel
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
     """All that was born inside of the level, and what of it has the same memory."""
