@@ -35,7 +35,8 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
         value = front(x.value, x.bdim).contiguous()
         for tracer in group:
             tracer.value, tracer.bdim = value.view([value.shape[0], *tracer.shape]), 0
-    return torch.ops.aten.view.default(x, sizes)
+    out: torch.Tensor = torch.ops.aten.view.default(x, sizes)
+    return out
 
 
 def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
