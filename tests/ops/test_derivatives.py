@@ -1,6 +1,6 @@
 """Derivatives of batches: calls that were once wrong or refused, and what the modes themselves do.
 
-The whole operator database is in ``test_database_derivatives``.
+Those of the operator database are cases of ``database`` too: see its ``differentiable``.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     linalg,
     losses,
     n_dimensional,
+    quantiles,
     random,
     recurrent,
     reductions,

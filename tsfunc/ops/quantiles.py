@@ -1,0 +1,86 @@
+"""Quantiles: elements are sorted once, and each quantile lies at or between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import filled, front, logical_rank, unit_dims, wrap
+from tsfunc.ops.refusal import refused, require
+from tsfunc.ops.registry import BatchLevel, Dims, row
+
+_KINDS = ("linear", "lower", "higher", "midpoint", "nearest")
+
+
+@row(
+    "aten::quantile",
+    "aten::quantile.scalar",
+    "aten::nanquantile",
+    "aten::nanquantile.scalar",
+)
+def quantile(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Several quantiles are the first logical dim of the result."""
+    (x, at), (q, q_at) = (args[0], dims[0]), (args[1], dims[1])
+    dim, keepdim = filled(args[2:], None, False)
+    kind = kwargs.get("interpolation", "linear")
+    rank, q_rank = logical_rank(x, at), logical_rank(q, q_at) if isinstance(q, Tensor) else 0
+    fits = not isinstance(q, Tensor) or (q_rank < 2 and q.dtype is x.dtype)
+    if kind not in _KINDS or not fits or not x.is_floating_point():
+        return refused(op, dims, args, kwargs)
+    x = x.unsqueeze(0) if at is None else front(x, at)
+    if 0 in x.shape[1:]:
+        return refused(op, dims, args, kwargs)
+    if dim is None:
+        x = x.flatten(1) if rank else x.unsqueeze(1)
+    else:
+        x = x.movedim(wrap(dim, rank) + 1, -1) if rank else x.unsqueeze(1)
+    q = _quantiles(q, q_at, x)
+    out = _at(x.sort(-1).values, q, kind, "nan" in op.name())
+    if keepdim and rank:
+        kept = range(rank) if dim is None else [wrap(dim, rank)]
+        for d in kept:
+            out = out.unsqueeze(d + 1)
+    # The quantiles come last, and go before all logical dims.
+    out = out.movedim(-1, 1) if q_rank else out.squeeze(-1)
+    return (out, 0) if out.shape[0] == level.batch_size else (out.squeeze(0), None)
+
+
+def _quantiles(q: Any, at: int | None, x: Tensor) -> Tensor:
+    """(batch, 1, ..., quantiles), to be broadcast over the rows of ``x``."""
+    if not isinstance(q, Tensor):
+        q = torch.full((), q, dtype=x.dtype, device=x.device)
+    require((q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]")
+    q = q.unsqueeze(0) if at is None else front(q, at)
+    q = q.unsqueeze(1) if q.dim() == 1 else q
+    return unit_dims(q, 1, x.dim() - 2)
+
+
+def _at(x: Tensor, q: Tensor, kind: str, ignore_nan: bool) -> Tensor:
+    """The quantiles of sorted rows, nan last: (batch, ..., quantiles)."""
+    if ignore_nan:
+        known = x.isnan().logical_not().sum(-1, keepdim=True)
+        place = q * (known - 1).to(x.dtype)
+        place = place.masked_fill(known == 0, x.shape[-1] - 1)
+    else:
+        place = q * (x.shape[-1] - 1)
+        place = torch.where(x[..., -1:].isnan(), x.shape[-1] - 1, place)
+    if kind == "nearest":
+        place = place.round()
+    elif kind == "lower":
+        place = place.floor()
+    elif kind == "higher":
+        place = place.ceil()
+    shape = torch.broadcast_shapes(x.shape[:-1], place.shape[:-1])
+    x, place = x.expand(*shape, -1), place.expand(*shape, -1)
+    below = place.to(torch.int64)
+    out: Tensor = x.gather(-1, below)
+    if kind in ("linear", "midpoint"):
+        above = x.gather(-1, place.ceil().to(torch.int64))
+        weight = torch.full_like(place, 0.5) if kind == "midpoint" else place - below
+        out = torch.lerp(out, above, weight)
+    return out
