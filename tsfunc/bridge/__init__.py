@@ -17,6 +17,7 @@ from tsfunc.bridge import (
     indexing,
     methods,
     relayout,
+    saved_tensors,
     second_order,
     tracing,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "indexing",
     "methods",
     "relayout",
+    "saved_tensors",
     "second_order",
     "tracing",
 ]

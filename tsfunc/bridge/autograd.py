@@ -27,6 +27,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
+from tsfunc.bridge.factories import prepare
 from tsfunc.bridge.tracer import Tracer, TracerLevel, seen_here
 from tsfunc.dispatch import current_levels
 
@@ -79,13 +80,39 @@ def _not_inference(value: Any) -> Any:
     return value
 
 
+class _Recording(threading.local):
+    """How many transforms record on this thread."""
+
+    depth = 0
+
+
+_recording = _Recording()
+
+
+def differentiates_here() -> bool:
+    """Whether the code that runs is inside of a derivative of ours, at whichever level."""
+    return _recording.depth > 0 or _plain_forward.depth > 0
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """The code of the block counts as inside of a derivative."""
+    _recording.depth += 1
+    try:
+        yield
+    finally:
+        _recording.depth -= 1
+
+
 @contextmanager
 def recording(level: TracerLevel | None) -> Iterator[None]:
     """Autograd records on the tensors of the level within the block."""
-    if level is not None:
+    if level is None:
+        prepare()
+    else:
         level.autograd += 1
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), differentiating():
             yield
     finally:
         if level is not None:
@@ -320,6 +347,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
         level.forward += 1
         level.autograd += 1
     else:
+        prepare()
         _plain_forward.depth += 1
     try:
         # A caller may have switched it off, as the forward of every autograd.Function does.

@@ -346,10 +346,12 @@ def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
     state = tls.state
     if not state.plain or not state.mask & level.bits:
         return NotImplemented
+    grad = torch.is_grad_enabled()
+    if not grad and torch.is_inference_mode_enabled():
+        return NotImplemented  # the guard of the level heeds it
     captured = level.torch_state
     guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
     guard.__enter__()
-    grad = torch.is_grad_enabled()
     want = captured.grad_mode and (grad or (not captured.quiet and _current_graph_task_id() != -1))
     if want is not grad:
         _set_grad_enabled(want)

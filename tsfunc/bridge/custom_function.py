@@ -32,7 +32,8 @@ from torch.autograd.function import _SingleLevelFunction
 from tsfunc import pytrees
 from tsfunc.bridge.autograd import tangents_here
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.factories import on_first_level
+from tsfunc.bridge.checkpoints import is_reentrant, not_reentrant
+from tsfunc.bridge.factories import on_first_transform
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.mapped_function import (
     MappedFunction,
@@ -63,7 +64,7 @@ def install() -> None:
     _base.apply = classmethod(_apply)
 
 
-on_first_level(install)
+on_first_transform(install)
 
 
 def torch_apply(cls: Any, *args: Any) -> Any:
@@ -73,6 +74,8 @@ def torch_apply(cls: Any, *args: Any) -> Any:
 
 def _apply(cls: Any, *args: Any) -> Any:
     """Where ``Function.apply`` ends, its arguments bound to those of ``forward``."""
+    if is_reentrant(cls):
+        return not_reentrant(*args)
     args = tuple([seen_here(arg) for arg in args])
     level = innermost_level(args)
     if level is None:

@@ -146,23 +146,38 @@ def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
 _RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}
 
 
+# Importing this package changes nothing in torch.
+_on_first_transform: list[Callable[[], None]] = []
 _on_first_level: list[Callable[[], None]] = []
 
 
-def on_first_level(prepare: Callable[[], None]) -> Callable[[], None]:
-    """Registers what is done once, when the process enters its first level of tracers.
+def on_first_transform(preparation: Callable[[], None]) -> Callable[[], None]:
+    """Registers what is done once, when the process enters its first transform."""
+    _on_first_transform.append(preparation)
+    return preparation
 
-    Importing this package changes nothing in torch.
-    """
-    _on_first_level.append(prepare)
-    return prepare
+
+def on_first_level(preparation: Callable[[], None]) -> Callable[[], None]:
+    """Registers what is done once, when the process enters its first level of tracers."""
+    _on_first_level.append(preparation)
+    return preparation
+
+
+def prepare() -> None:
+    """Has been called where a transform runs."""
+    if _on_first_transform:
+        with _lock:
+            for preparation in _on_first_transform:
+                preparation()
+            _on_first_transform.clear()
 
 
 def watching_random() -> Any:
     """Context manager: random functions reach the active levels."""
     if RANDOM_KEY_NAME not in _libraries:
-        for prepare in _on_first_level:
-            prepare()
+        prepare()
+        for preparation in _on_first_level:
+            preparation()
         _install(RANDOM_KEY_NAME, RANDOM)
     return with_random_key()
 

@@ -69,12 +69,19 @@ class TorchState:
         return RestoredTorchState(self)
 
 
+def _in_inference_mode(include: Any, exclude: Any) -> tuple[Any, Any]:
+    """The sets as torch changes them where it enters inference mode."""
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        exclude = exclude.add(getattr(TorchKey, key))
+    return include.remove(TorchKey.ADInplaceOrView), exclude
+
+
 class RestoredTorchState:
     """Context manager: the captured sets, and no grad mode that the level did not have.
 
     A ``torch.no_grad()`` in the transformed function holds for outer levels too, as it would
-    without the transform. The one that the autograd engine puts around a backward pass does not:
-    that belongs to the tracers' own level alone.
+    without the transform, and so does an inference mode. The one that the autograd engine puts
+    around a backward pass does not: that belongs to the tracers' own level alone.
     """
 
     __slots__ = ("guard", "previous", "state")
@@ -84,9 +91,12 @@ class RestoredTorchState:
 
     def __enter__(self) -> None:
         state = self.state
-        self.guard = _ForceDispatchKeyGuard(state.include, state.exclude)
-        self.guard.__enter__()
         now = torch.is_grad_enabled()
+        include, exclude = state.include, state.exclude
+        if not now and torch.is_inference_mode_enabled():
+            include, exclude = _in_inference_mode(include, exclude)
+        self.guard = _ForceDispatchKeyGuard(include, exclude)
+        self.guard.__enter__()
         want = state.grad_mode and (now or (not state.quiet and _current_graph_task_id() != -1))
         self.previous: bool | None = None
         if want is not now:

@@ -16,6 +16,7 @@ without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, TypeVar, cast
@@ -44,6 +45,10 @@ T = TypeVar("T", bound="Tracer")
 NO_KWARGS: Final[Mapping[str, Any]] = {}
 
 
+# Numbers of what is entered, in order.
+serials: Final = itertools.count(1)
+
+
 class TracerLevel(Level):
     """A level whose values are tracers.
 
@@ -52,16 +57,18 @@ class TracerLevel(Level):
             is 0, calls go past torch's autograd on their way in.
         born: its place in the order of births, 0 while it is not known (``births``).
         forward: how many forward-mode transforms hang tangents on this level's tracers.
+        serial: a later one has a higher number.
         functorch_depth: how many transforms of torch.func are outside of it.
         torch_state: what the level captured of torch's thread-local state.
     """
 
-    __slots__ = ("autograd", "born", "forward", "functorch_depth", "torch_state")
+    __slots__ = ("autograd", "born", "forward", "functorch_depth", "serial", "torch_state")
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
         self.autograd = 0
         self.born = 0
+        self.serial = next(serials)
         self.forward = 0
         self.torch_state = TorchState()
         self.functorch_depth = _functorch.maybe_current_level() or 0
@@ -275,7 +282,10 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
 _hop: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
 
 # How a C function's type is told from a Python function, which meets the doors again inside.
-_C_TYPES = (type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__), OpOverload)
+_C_TYPES = (
+    type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__),
+    type(torch.Tensor.__getitem__), OpOverload,
+)  # fmt: skip
 
 # What door 1 answers by itself: methods whose meaning C++ can't be asked for.
 Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]
@@ -327,7 +337,7 @@ def into_torch(
                 # A transform of torch.func inside of the level: it is to see the call first.
                 return _hop(func, types, args, kwargs)
             _prepare_write(func, args, kwargs)
-            if not level.autograd:
+            if not level.autograd or torch.is_inference_mode_enabled():
                 if isinstance(func, OpOverload) and not kwargs:
                     # A dispatch mode that calls it is past autograd; what is inside is not.
                     return operator_of(func).call(args, kwargs, below_autograd())

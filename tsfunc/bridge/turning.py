@@ -263,7 +263,9 @@ def turn(kin: Kin, level: TracerLevel, *, batched: bool) -> None:
     Raises:
         Scattered: they overlap, and none of them has all of their memory.
     """
-    with torch.enable_grad():  # what they depend on was recorded before the write
+    # What they depend on was recorded before the write, and is to be as they were made.
+    inference = all(_physical(tensor).is_inference() for tensor in kin.tensors)
+    with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
         pairs = list(_counterparts(kin.tensors, level, batched))
     turned = {id(tensor): tensor for tensor, _ in pairs}
     for tensor, tracer in pairs:

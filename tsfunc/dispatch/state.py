@@ -234,6 +234,22 @@ def _masks(depth: int, priority: int) -> tuple[int, int]:
     return 1 << (depth * WIDTH + priority), -1 << (depth * WIDTH)
 
 
+# NOTE [threads inside of a transform]
+# A thread that is started inside of a transform does not have its levels, but may well use its
+# values, which lead to their level by themselves. A level that the thread enters then has to be
+# inside of that one, so the first one of a thread goes deeper than all that are active elsewhere.
+# Where threads have nothing to do with one another that does no harm; it must not add up.
+_DEEPEST_ELSEWHERE: Final = 16
+
+
+def _depth_elsewhere() -> int:
+    """How deep the levels of other threads go."""
+    if not active_levels:
+        return 0
+    deepest = max([level.depth for level in tuple(active_levels)], default=0)
+    return deepest if deepest < _DEEPEST_ELSEWHERE else 0
+
+
 class Level:
     """An active transform: one more level of a key, on top of those active where it is made.
 
@@ -253,10 +269,13 @@ class Level:
     __slots__ = ("_entered", "_kernel_states", "_restores", "_site", "alive", "bits", "depth",
                  "inner", "key", "name", "outer")  # fmt: skip
 
+    depth: int
+
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         captured = tls.state
         self.key = key
-        self.depth = depth = len(captured.levels) + 1
+        levels = captured.levels
+        self.depth = depth = (levels[-1].depth if levels else _depth_elsewhere()) + 1
         self.bits, inward = _masks(depth, key.priority)
         self.alive = True
         self.outer = captured

@@ -211,7 +211,7 @@ def level_at(depth: int, inner: Level | None, state: State) -> Level | None:
     levels = state.levels
     if inner is not None and inner.depth >= depth:
         levels = (*inner.outer.levels, inner)
-    return levels[depth - 1] if depth <= len(levels) else None
+    return next((level for level in levels if level.depth == depth), None)
 
 
 def operators_of(op: Any) -> Sequence[Operator]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracer import TracerLevel, current_tracer_level, innermost_level
+from tsfunc.bridge.tracer import Tracer, TracerLevel, current_tracer_level, innermost_level
 
 Argnums = int | tuple[int, ...]
 
@@ -57,6 +57,18 @@ def level_of(values: Any) -> TracerLevel | None:
     if found is None or (current is not None and current.depth >= found.depth):
         return current
     return found
+
+
+def refuse_unseen(outputs: Sequence[torch.Tensor], level: TracerLevel | None) -> None:
+    """Raises the error for results of a level that this thread is not in: it was not recorded."""
+    for out in outputs:
+        found = out.dispatch_level if isinstance(out, Tracer) else None
+        if found is not None and found.alive and (level is None or found.depth > level.depth):
+            raise RuntimeError(
+                f"the function to differentiate uses values of {found.name}, which was entered on "
+                f"another thread. Pass them to the function as arguments, or differentiate on the "
+                f"thread of {found.name}."
+            )
 
 
 def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor], Any]:

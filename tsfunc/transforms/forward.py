@@ -22,7 +22,7 @@ from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.grad_level import GradLevel, unwrapped
 from tsfunc.bridge.tracer import TracerLevel
-from tsfunc.transforms.arguments import flatten_output, level_of, split_aux
+from tsfunc.transforms.arguments import flatten_output, level_of, refuse_unseen, split_aux
 from tsfunc.transforms.reverse import vjp
 
 
@@ -155,6 +155,7 @@ def _push(
         duals = [autograd.make_dual(x, t, level) for x, t in zip(flat, directions, strict=True)]
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)
+        refuse_unseen(leaves, level)
         values, pushed = [], []
         for leaf in leaves:
             value, tangent = autograd.unpack_dual(leaf)

@@ -31,6 +31,7 @@ from tsfunc.transforms.arguments import (
     flatten_tensors,
     level_of,
     like,
+    refuse_unseen,
     split_aux,
     with_chosen,
 )
@@ -102,6 +103,7 @@ def record(
     with autograd.recording(level):
         inputs = [autograd.fresh_input(x, level) for x in primals]
         outputs, rest = func(inputs)
+        refuse_unseen(outputs, level)
         outputs = [autograd.lift(out, level) for out in outputs]
     return Recorded(inputs, outputs, level, outer_grad, outer_inputs), rest
 
