@@ -72,7 +72,7 @@ def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
 @on_first_level
 def _watch_collections() -> None:
     """The first level is active already, and may have been moved."""
-    for level in active_levels:
+    for level in tuple(active_levels):
         if isinstance(level, TracerLevel):
             level.born = _births.levels = 1
     gc.callbacks.append(_before_collection)
@@ -108,7 +108,8 @@ def take_place(old: torch.Tensor, new: torch.Tensor, level: TracerLevel) -> None
 
     In levels inside of that one which the older was not born in, it was not either.
     """
-    inner = [d for d in active_levels if isinstance(d, TracerLevel) and level in d.outer.levels]
+    active = tuple(active_levels)
+    inner = [d for d in active if isinstance(d, TracerLevel) and level in d.outer.levels]
     without = [d for d in inner if id(old) not in born_inside(d)]
     if without:
         outermost = min(without, key=lambda d: d.depth)

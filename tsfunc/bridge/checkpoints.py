@@ -72,7 +72,7 @@ def _entered_again(state: State) -> Iterator[None]:
         for level in levels:
             _running[id(level)] += 1
             level.alive = True
-            active_levels.add(level)
+            active_levels[level] = threading.get_ident()
     try:
         with using(state), watching_random():
             yield
@@ -83,7 +83,7 @@ def _entered_again(state: State) -> Iterator[None]:
                 if not _running[id(level)]:
                     del _running[id(level)]
                     level.alive = False
-                    active_levels.discard(level)
+                    active_levels.pop(level, None)
 
 
 def _root(level: Level) -> Level:

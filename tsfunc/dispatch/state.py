@@ -224,8 +224,8 @@ _NOTHING_TO_RESTORE: Final = nullcontext()
 
 L = TypeVar("L", bound="Level")
 
-# Those that are entered and not left yet, on any thread.
-active_levels: Final[set[Level]] = set()
+# Those that are entered and not left yet, each with the thread that entered it.
+active_levels: Final[dict[Level, int]] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -246,7 +246,9 @@ def _depth_elsewhere() -> int:
     """How deep the levels of other threads go."""
     if not active_levels:
         return 0
-    deepest = max([level.depth for level in tuple(active_levels)], default=0)
+    me = threading.get_ident()
+    depths = [level.depth for level, thread in tuple(active_levels.items()) if thread != me]
+    deepest = max(depths, default=0)
     return deepest if deepest < _DEEPEST_ELSEWHERE else 0
 
 
@@ -301,13 +303,13 @@ class Level:
             self._refuse_entering()
         self._entered = True
         tls.state = self.inner
-        active_levels.add(self)
+        active_levels[self] = threading.get_ident()
         return self
 
     def __exit__(self, *exc: object) -> None:
         tls.state = self.outer
         self.alive = False
-        active_levels.discard(self)
+        active_levels.pop(self, None)
 
     def _refuse_entering(self) -> None:
         raise DispatchError(
