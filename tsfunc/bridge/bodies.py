@@ -8,7 +8,7 @@ of the trace (a vmap in a specialized function) need nothing more: their tracers
 around the inputs.
 
 Where such a level, or the trace's own, records autograd, the body's inputs are cut from its graph:
-the whole operator becomes one node of it (``transforms/control/traced``).
+the whole operator becomes one node of it: NOTE [control flow in programs] in ``control_flow``.
 """
 
 from __future__ import annotations

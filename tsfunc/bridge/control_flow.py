@@ -39,6 +39,7 @@ from tsfunc.bridge.bodies import (
 )
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.lanes import is_recorded
+from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.bridge.tracer import TracerLevel
 from tsfunc.bridge.tracing import TraceLevel, traced_as
 
@@ -283,10 +284,6 @@ def _is_of(wrapping: Wrapping, level: TracerLevel) -> bool:
     return any(layer.level.depth == level.depth for layer in wrapping.layers)
 
 
-def _differentiable(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
-
-
 class _Recorded(Function):
     """A call, as one node of the graph of a level that differentiates by some of its inputs."""
 
@@ -301,13 +298,13 @@ class _Recorded(Function):
         # What is inside belongs to other levels, whose graphs go on.
         with outside_graph(grad_mode):
             outs = call.inward(inputs, results)
-        ctx.mark_non_differentiable(*[out for out in outs if not _differentiable(out)])
+        ctx.mark_non_differentiable(*[out for out in outs if not differentiable(out)])
         return outs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         inputs, results = ctx.saved_tensors, ctx.results
-        by = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and _differentiable(x)]
+        by = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and differentiable(x)]
         level = inputs[0].dispatch_level
         of = [
             j
@@ -332,7 +329,7 @@ class _Recorded(Function):
         op = ctx.call.op.pushforward(len(inputs), by)
         pushed = call(op, ctx.call.trace, [*inputs, *given], ctx.call.numbers, results)
         return tuple(
-            t if _differentiable(result.value) else None
+            t if differentiable(result.value) else None
             for t, result in zip(pushed, results, strict=True)
         )
 

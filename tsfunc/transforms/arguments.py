@@ -50,6 +50,14 @@ def with_chosen(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, .
     return tuple(replaced)
 
 
+def with_places(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """The values with those in some places replaced."""
+    replaced = list(values)
+    for place, value in zip(places, new, strict=True):
+        replaced[place] = value
+    return replaced
+
+
 def level_of(values: Any) -> TracerLevel | None:
     """The level that autograd is recorded at: the innermost of the thread and of the values."""
     current = current_tracer_level()

@@ -17,6 +17,7 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
+from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.transforms.custom_batching import call_rule
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap_spec import name_of
@@ -205,7 +206,7 @@ class _Vjp(Function):
         ctx.save_for_backward(*tensors, *[leaves[i] for i in at])
         ctx.save_for_forward(*tensors, *[leaves[i] for i in at])
         found = tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in call.kept(out))
-        ctx.mark_non_differentiable(*[x for x in found if not _differentiable(x)])
+        ctx.mark_non_differentiable(*[x for x in found if not differentiable(x)])
         return found
 
     @staticmethod
@@ -234,8 +235,8 @@ class _Vjp(Function):
         rest = call.arguments(tensors)
         out, residuals = rule.forward(fixed, rest)
         results = [x for x in pytrees.leaves_of(out) if isinstance(x, torch.Tensor)]
-        of = [i for i, x in enumerate(results) if _differentiable(x)]
-        by = [i for i, t in enumerate(tangents) if t is not None and _differentiable(tensors[i])]
+        of = [i for i, x in enumerate(results) if differentiable(x)]
+        by = [i for i, t in enumerate(tangents) if t is not None and differentiable(tensors[i])]
         zeros = [torch.zeros_like(x) for x in results]
 
         def pull(*cotangents: Any) -> tuple[Any, ...]:
@@ -252,10 +253,6 @@ class _Vjp(Function):
         for i, value in zip(of, push(tuple(tangents[i] for i in by)), strict=True):
             pushed[i] = value
         return tuple(pushed)
-
-
-def _differentiable(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _cotangents_of(
@@ -283,7 +280,7 @@ def _cotangents_of(
                 f"{tuple(cotangent.shape)} for an argument of shape {tuple(tensor.shape)}."
             )
     return [
-        ct if ct is None or _differentiable(x) else None
+        ct if ct is None or differentiable(x) else None
         for ct, x in zip(chosen, tensors, strict=True)
     ]
 
@@ -391,15 +388,15 @@ class _Jvp(Function):
         ctx.call = inputs[0]
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
-        ctx.mark_non_differentiable(*[x for x in output if not _differentiable(x)])
+        ctx.mark_non_differentiable(*[x for x in output if not differentiable(x)])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         call, primals = ctx.call, ctx.saved_tensors
         rule, fixed = call.function
-        by = [i for i, x in enumerate(primals) if _differentiable(x)]
+        by = [i for i, x in enumerate(primals) if differentiable(x)]
         zeros = [torch.zeros_like(x) for x in primals]
-        of = [i for i, ct in enumerate(cotangents) if ct is not None and _differentiable(ct)]
+        of = [i for i, ct in enumerate(cotangents) if ct is not None and differentiable(ct)]
 
         def pushed(*tangents: Any) -> tuple[Any, ...]:
             given = list(zeros)

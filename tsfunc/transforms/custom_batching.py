@@ -21,7 +21,9 @@ from tsfunc.bridge.autograd import outside_graph
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.lanes import batched_value, is_recorded
+from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.bridge.tracer import innermost_level, seen_here
+from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 
@@ -159,21 +161,21 @@ class _Recorded(Function):
         ctx.save_for_forward(*tensors)
         with outside_graph(grad_mode):
             outs = tuple(x for x in plan.run(tensors) if isinstance(x, torch.Tensor))
-        ctx.mark_non_differentiable(*[x for x in outs if not _differentiable(x)])
+        ctx.mark_non_differentiable(*[x for x in outs if not differentiable(x)])
         return outs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         plan, tensors = ctx.plan, ctx.saved_tensors
-        by = [i for i, x in enumerate(tensors) if plan.recorded[i] and _differentiable(x)]
-        of = [j for j, ct in enumerate(cotangents) if ct is not None and _differentiable(ct)]
+        by = [i for i, x in enumerate(tensors) if plan.recorded[i] and differentiable(x)]
+        of = [j for j, ct in enumerate(cotangents) if ct is not None and differentiable(ct)]
 
         def pull(values: Sequence[Any], flags: Sequence[bool]) -> Any:
             inputs, own = _batched_at(values[: len(tensors)], flags, by, plan.level.batch_size)
             given = values[len(tensors) :]
 
             def run(*chosen: Any) -> tuple[Any, ...]:
-                outs, batched = plan.whole(_with(inputs, by, chosen), own)
+                outs, batched = plan.whole(with_places(inputs, by, chosen), own)
                 found = [(x, b) for x, b in zip(outs, batched, strict=True)
                          if isinstance(x, torch.Tensor)]  # fmt: skip
                 return tuple(_expanded(*found[j], plan.level.batch_size) for j in of)
@@ -201,7 +203,7 @@ class _Recorded(Function):
             batched: list[bool] = []
 
             def run(*chosen: Any) -> tuple[Any, ...]:
-                outs, found = plan.whole(_with(inputs, by, chosen), own)
+                outs, found = plan.whole(with_places(inputs, by, chosen), own)
                 pairs = zip(outs, found, strict=True)
                 kept = [(x, b) for x, b in pairs if isinstance(x, torch.Tensor)]
                 batched[:] = [b for _, b in kept]
@@ -228,16 +230,5 @@ def _batched_at(
     return found, [flag or i in by for i, flag in enumerate(flags[: len(values)])]
 
 
-def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    replaced = list(values)
-    for place, value in zip(places, new, strict=True):
-        replaced[place] = value
-    return replaced
-
-
 def _expanded(value: torch.Tensor, batched: bool, size: int) -> torch.Tensor:
     return value if batched else value.unsqueeze(0).expand(size, *value.shape)
-
-
-def _differentiable(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()

@@ -24,7 +24,7 @@ from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
 from tsfunc.transforms.control.arguments import Batching, check_batching, operands_of
 from tsfunc.transforms.control.choice import ByExample, Traced, choice_of, read
-from tsfunc.transforms.control.outputs import check_same, together
+from tsfunc.transforms.control.outputs import BRANCH_ADVICE, check_same, together
 from tsfunc.transforms.control.programs import record_switch
 
 Branch = Callable[..., Any]
@@ -210,8 +210,7 @@ class _Call:
                 self.what,
                 (f"what {self.names[taken[0]]} returns", f"what {self.names[i]} returns"),
                 (outs[0], out),
-                "Make the branches return the same structure of the same types, for example with "
-                "x.to(dtype), torch.broadcast_to or torch.zeros_like.",
+                BRANCH_ADVICE,
             )
 
 

@@ -10,30 +10,22 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.types import MetaTensorType
+from tsfunc.types.meta import SHORT_DTYPES
 
-Leaves = list[Any]
-
-
-def flatten(tree: Any) -> tuple[Leaves, optree.PyTreeSpec]:
-    """A pytree's leaves, None among them, and its structure."""
-    return pytrees.flatten(tree)
+BRANCH_ADVICE = (
+    "Make the branches return the same structure of the same types, for example with x.to(dtype), "
+    "torch.broadcast_to or torch.zeros_like."
+)
 
 
 def describe(leaf: Any) -> str:
     """A leaf's type as messages show it: ``f32[3, 4]``, ``int``, ``'a string'``."""
     if isinstance(leaf, torch.Tensor):
         shape = ", ".join(str(size) for size in leaf.shape)
-        return f"{_SHORT.get(leaf.dtype, str(leaf.dtype).removeprefix('torch.'))}[{shape}]"
+        return f"{SHORT_DTYPES.get(leaf.dtype, str(leaf.dtype).removeprefix('torch.'))}[{shape}]"
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf).__name__
     return repr(leaf)
-
-
-_SHORT = {
-    torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64",
-    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8", torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
 
 
 def same_type(a: Any, b: Any) -> bool:
@@ -74,7 +66,7 @@ def check_same(
         trees: the results.
         advice: what to do about it.
     """
-    (left, left_spec), (right, right_spec) = flatten(trees[0]), flatten(trees[1])
+    (left, left_spec), (right, right_spec) = pytrees.flatten(trees[0]), pytrees.flatten(trees[1])
     if left_spec == right_spec:
         if all(same_type(a, b) for a, b in zip(left, right, strict=True)):
             return
@@ -117,7 +109,7 @@ def together(
     trees: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> Any:
     """Results of one type, leaf by leaf combined; what is the same everywhere is kept as it is."""
-    flat = [flatten(tree) for tree in trees]
+    flat = [pytrees.flatten(tree) for tree in trees]
     leaves = [_one(column, combine) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
     return optree.tree_unflatten(flat[0][1], leaves)
 

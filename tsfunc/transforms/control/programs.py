@@ -30,7 +30,8 @@ from tsfunc.bridge.control_flow import (
 )
 from tsfunc.bridge.tracer import seen_here
 from tsfunc.bridge.tracing import TraceLevel
-from tsfunc.transforms.control.outputs import check_same, none_stacked, slice_like
+from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.control.outputs import BRANCH_ADVICE, check_same, none_stacked, slice_like
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.outlines import eval_shape
 from tsfunc.transforms.reverse import vjp
@@ -46,13 +47,6 @@ class Operator(ControlFlow):
         return _Pushforward(self, count, by)
 
 
-def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    replaced = list(values)
-    for place, value in zip(places, new, strict=True):
-        replaced[place] = value
-    return replaced
-
-
 class _Pullback(Operator):
     def __init__(self, of_op: Operator, count: int, by: Sequence[int], of: Sequence[int]) -> None:
         super().__init__(f"{of_op.name}_pullback", of_op.bodies)
@@ -64,7 +58,7 @@ class _Pullback(Operator):
         numbers = operands[self.count + len(self.of) :]
 
         def run(*chosen: Any) -> tuple[Any, ...]:
-            found = self.op(*_with(inputs, self.by, chosen), *numbers)
+            found = self.op(*with_places(inputs, self.by, chosen), *numbers)
             return tuple(found[j] for j in self.of)
 
         _, pull = vjp(run, *(inputs[i] for i in self.by))
@@ -83,7 +77,7 @@ class _Pushforward(Operator):
         numbers = operands[self.count + len(self.by) :]
 
         def run(*chosen: Any) -> tuple[Any, ...]:
-            return self.op(*_with(inputs, self.by, chosen), *numbers)
+            return self.op(*with_places(inputs, self.by, chosen), *numbers)
 
         _, pushed = jvp(run, tuple(inputs[i] for i in self.by), tuple(tangents))
         found: tuple[Any, ...] = pushed
@@ -174,8 +168,7 @@ def record_switch(
     for name, body in zip(names[1:], bodies[1:], strict=True):
         check_same(
             what, (f"what {names[0]} returns", f"what {name} returns"), (bodies[0].out, body.out),
-            "Make the branches return the same structure of the same types, for example with "
-            "x.to(dtype), torch.broadcast_to or torch.zeros_like.",
+            BRANCH_ADVICE,
         )  # fmt: skip
     columns = zip(*(body.batched() for body in bodies), strict=True)
     wrappings = [
@@ -236,9 +229,9 @@ class Carry:
     def inputs(self) -> list[Any]:
         """The tensors among the leaves, laid out."""
         return [
-            arranged(leaf, common([needs]))
-            for leaf, needs in zip(self.leaves, self.needed, strict=True)
-            if isinstance(leaf, torch.Tensor)
+            arranged(leaf, wrapping)
+            for leaf, wrapping in zip(self.leaves, self.wrappings(), strict=True)
+            if wrapping is not None
         ]
 
     def tree(self, tensors: Sequence[Any]) -> Any:

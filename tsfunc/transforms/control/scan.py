@@ -12,8 +12,9 @@ from typing import Any
 import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.bodies import current_trace
-from tsfunc.transforms.control.outputs import check_same, flatten, none_stacked, slice_like
+from tsfunc.transforms.control.outputs import check_same, none_stacked, slice_like
 from tsfunc.transforms.control.programs import record_scan
 from tsfunc.transforms.outlines import eval_shape
 from tsfunc.transforms.vmap import vmap
@@ -61,7 +62,7 @@ def scan(
 
     As ``jax.lax.scan``; ``dim`` is ``torch``'s.
     """
-    leaves, spec = flatten(xs)
+    leaves, spec = pytrees.flatten(xs)
     if xs is None:
         leaves = []
     count = _length("scan", leaves, length, dim)
@@ -137,7 +138,7 @@ def _slices(what: str, leaf: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
 
 def stacked(ys: Sequence[Any], dim: int) -> Any:
     """Results of the steps as one pytree, their tensors stacked."""
-    flat = [flatten(y) for y in ys]
+    flat = [pytrees.flatten(y) for y in ys]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return optree.tree_unflatten(flat[0][1], [_stack(column, dim) for column in columns])
 
@@ -219,7 +220,7 @@ def associative_scan(
         dim, reverse = reverse, False
     if dim is not None:
         fn, axis = vmap(fn, in_dims=dim, out_dims=dim), dim
-    leaves, spec = flatten(elems)
+    leaves, spec = pytrees.flatten(elems)
     size = _length("associative_scan", leaves, None, axis)
     axes = [axis % leaf.dim() for leaf in leaves]
     if reverse:
@@ -230,7 +231,7 @@ def associative_scan(
         found = fn(*operands)
         names = ("the elements", "what the function returns")
         check_same("associative_scan", names, (operands[0], found), "They must have one type.")
-        return flatten(found)[0]
+        return pytrees.flatten(found)[0]
 
     done = _prefixes(combine, leaves, axes, size)
     if reverse:
