@@ -409,7 +409,7 @@ class TestForms:
         assert Scale(3.0).apply(torch.ones(2)).equal(torch.full((2,), 3.0))
 
     def test_least_recently_used_programs_go(self) -> None:
-        f = specialize(lambda x: x, max_programs=2)
+        f = specialize(lambda x: x, max_specializations=2)
         for n in (1, 2, 1, 3, 1):
             f(torch.ones(n))
         assert f.cache_info()[:4] == (2, 3, 2, 2)

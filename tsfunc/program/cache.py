@@ -1,0 +1,125 @@
+"""The programs that a specialized function keeps, and which calls each of them answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from tsfunc.bridge.tracer import Tracer
+from tsfunc.program.guards import Guard
+from tsfunc.program.program import Program
+from tsfunc.program.reach import Reach
+from tsfunc.program.reads import Read, unchanged
+
+
+class CacheInfo(NamedTuple):
+    """What a specialized function keeps: its programs, and why each was made."""
+
+    hits: int
+    misses: int
+    programs: int
+    limit: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A program and the calls that it may answer.
+
+    Attributes:
+        program: what runs.
+        tree: the structure of the arguments.
+        guard: looks at the flattened arguments.
+        reach: looks at the objects among them, and gives the tensors that are read of these.
+        ambient: torch's settings, see :func:`ambient`.
+        reads: what the function reads from outside.
+        reason: the call that it was made for.
+        signature: what that has in common with calls of other sizes.
+    """
+
+    program: Program
+    tree: optree.PyTreeSpec
+    guard: Guard
+    reach: Reach | None
+    ambient: tuple[Any, ...]
+    reads: list[Read]
+    reason: str
+    signature: Any
+
+
+def ambient() -> tuple[Any, ...]:
+    """torch's settings that decide what operators do, beside their arguments."""
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    )
+
+
+class Cache:
+    """Entries, the most recently used first.
+
+    Args:
+        limit: how many are kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.entries: list[Entry] = []
+        self.hits = self.misses = 0
+
+    def find(
+        self, flat: list[Any], tree: optree.PyTreeSpec, settings: tuple[Any, ...]
+    ) -> tuple[Program, list[Any]] | None:
+        """The program for a call, and what it is to run on."""
+        for i, entry in enumerate(self.entries):
+            if (
+                entry.ambient == settings
+                and entry.tree == tree
+                and entry.guard(flat)
+                and unchanged(entry.reads)
+            ):
+                reached = entry.reach(flat) if entry.reach is not None else ()
+                if reached is None:
+                    continue
+                self.hits += 1
+                if i:
+                    self.entries.insert(0, self.entries.pop(i))
+                return entry.program, [*flat, *reached] if reached else flat
+        return None
+
+    def known(self, signature: Any, flat: Sequence[Any]) -> tuple[Entry, Sequence[Any]] | None:
+        """The symbolic program for a call, if another size of it was seen before."""
+        for entry in self.entries:
+            if entry.signature == signature and unchanged(entry.reads):
+                reached = () if entry.reach is None else entry.reach(flat)
+                if reached is not None:
+                    return entry, reached
+        return None
+
+    def keep(self, entry: Entry) -> None:
+        """Puts a program first among the entries."""
+        if any(isinstance(value, Tracer) for value in entry.program.lifted.values()):
+            return  # it belongs to an outer transform that is active now, and ends with it
+        self.entries.insert(0, entry)
+        del self.entries[self.limit :]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All programs, the most recently used first."""
+        return tuple(dict.fromkeys(entry.program for entry in self.entries))
+
+    def info(self) -> CacheInfo:
+        """How many calls found a program, and why each program was made."""
+        reasons = tuple(entry.reason for entry in self.entries)
+        return CacheInfo(self.hits, self.misses, len(self.programs), self.limit, reasons)
+
+    def clear(self) -> None:
+        """Forgets all programs."""
+        self.entries.clear()
+        self.hits = self.misses = 0

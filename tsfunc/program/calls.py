@@ -1,0 +1,189 @@
+"""The first call of its kind: what is settled by the descriptors, and the trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+
+from tsfunc import pytrees
+from tsfunc.errors import DescriptorViolation
+from tsfunc.program.cache import Cache, Entry
+from tsfunc.program.capture import capture
+from tsfunc.program.equal import same_program
+from tsfunc.program.guards import generate_guard
+from tsfunc.program.holding import is_instance
+from tsfunc.program.inputs import (
+    InputSpec,
+    call_signature,
+    describe_inputs,
+    short_text,
+    with_sizes_fixed,
+)
+from tsfunc.program.instances import Instances
+from tsfunc.program.program import Program
+from tsfunc.program.reads import reads_of
+from tsfunc.types import Bindings, CompiledDescriptors, Dim
+from tsfunc.types.meta import tensor_text
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is specialized.
+
+    Attributes:
+        func: the function.
+        name: how errors and programs call it.
+        signature: its parameters.
+        contracts: the descriptors that a call may keep, tried in order.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    signature: inspect.Signature
+    contracts: tuple[CompiledDescriptors, ...]
+
+    def contract(
+        self, arguments: Mapping[str, Any]
+    ) -> tuple[CompiledDescriptors | None, Bindings | None]:
+        """The first of the contracts that a call keeps.
+
+        Raises:
+            DescriptorViolation: there are some, and it keeps none.
+        """
+        errors = []
+        for contract in self.contracts:
+            try:
+                return contract, contract.check(arguments)
+            except DescriptorViolation as error:
+                errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            listed = "\n".join(str(error) for error in errors)
+            raise DescriptorViolation(
+                f"{self.name}: the call breaks each of its {len(errors)} sets of descriptors:\n"
+                f"{listed}"
+            )
+        return None, None
+
+
+class FirstCall:
+    """A call that no program is there for.
+
+    Args:
+        target: the function that is called.
+        arguments: positional and keyword arguments.
+        flat: these, flattened.
+        tree: their structure.
+        ambient: torch's settings.
+
+    Raises:
+        DescriptorViolation: it breaks the contract.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        arguments: tuple[Sequence[Any], Mapping[str, Any]],
+        flat: list[Any],
+        tree: optree.PyTreeSpec,
+        ambient: Any,
+    ) -> None:
+        self.func, self.name = target.func, target.name
+        self.flat, self.tree, self.ambient = flat, tree, ambient
+        args, kwargs = arguments
+        self.places = _places(target.signature, len(flat), tree)
+        bound = target.signature.bind(*args, **kwargs).arguments
+        self.contract, self.bindings = target.contract(bound)
+
+    def program(self, cache: Cache) -> tuple[Program, Sequence[Any]]:
+        """A program for the call, which is kept, and what it reads of objects in the arguments."""
+        self.reads, self.objects = reads_of(self.func)
+        inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
+        known = cache.known(self.signature(inputs), self.flat)
+        entry, reached = known or self.trace(inputs, bounds)
+        sizes = self.bindings.sizes if self.bindings is not None else {}
+        small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
+        if small:
+            # NOTE [sizes 0 and 1] in program/equal
+            if known is None:
+                cache.keep(entry)
+            inputs = [with_sizes_fixed(spec, small) for spec in inputs]
+            bounds = {name: dim for name, dim in bounds.items() if name not in small}
+            fixed, same_reached = self.trace(inputs, bounds)
+            alike = (
+                set(sizes) == set(small)
+                and list(map(id, reached)) == list(map(id, same_reached))
+                and same_program(entry.program, fixed.program, sizes)
+            )
+            entry = dataclasses.replace(fixed, program=entry.program) if alike else fixed
+            reached = same_reached
+        cache.keep(entry)
+        return entry.program, reached
+
+    def trace(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+    ) -> tuple[Entry, Sequence[Any]]:
+        """A program for such calls, and the tensors that it reads of objects in the arguments."""
+        instances = self._instances()
+        program = capture(
+            self.func, self.name, self.flat, self.tree, inputs, bounds, instances=instances
+        )
+        guard = generate_guard(self.flat, inputs, bounds)
+        held = instances.held
+        reach = held.facts.function() if held.facts else None
+        reason = "; ".join(
+            [f"{spec.name}: {short_text(spec)}" for spec in inputs]
+            + [f"{place.text}: {tensor_text(x.dtype, x.shape)}" for x, place in held.inputs]
+        )
+        entry = Entry(
+            program, self.tree, guard, reach, self.ambient, self.reads, reason,
+            self.signature(inputs),
+        )  # fmt: skip
+        return entry, tuple(x for x, _ in held.inputs)
+
+    def signature(self, inputs: Sequence[InputSpec]) -> Any:
+        """What calls have in common that differ in nothing but the sizes of named dims."""
+        return call_signature(self.flat, self.tree, self.ambient, inputs)
+
+    def _instances(self) -> Instances:
+        instances = Instances(self.name)
+        for i, value in enumerate(self.flat):
+            if is_instance(value):
+                instances.add(value, _spell(self.places[i]), f"args[{i}]")
+        for name, value in self.objects.items():
+            instances.add(value, name, None)
+        return instances
+
+
+def _places(
+    signature: inspect.Signature, count: int, tree: optree.PyTreeSpec
+) -> dict[int, tuple[Any, ...]]:
+    """For each flattened argument its path from a parameter."""
+    numbers = [_Place(i) for i in range(count)]
+    args, kwargs = optree.tree_unflatten(tree, numbers)
+    places: dict[int, tuple[Any, ...]] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        paths, leaves, _ = optree.tree_flatten_with_path(
+            value, none_is_leaf=True, namespace=pytrees.NAMESPACE
+        )
+        for path, leaf in zip(paths, leaves, strict=True):
+            places[leaf.index] = (name, *path)
+    return places
+
+
+def _spell(path: Sequence[Any]) -> str:
+    """The path of an argument as a user would write it."""
+    return str(path[0]) + "".join(f"[{entry!r}]" for entry in path[1:])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a flattened argument while its path is looked for."""
+
+    index: int
