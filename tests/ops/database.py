@@ -56,6 +56,7 @@ class Case:
         written: those (by place) that the call writes into, so that they are batched in any
             case. What is in them afterwards comes as the last results, in this order.
         reshapes: whether a call changes what those are (``squeeze_``), and not their memory.
+        ordered: whether integers must stay in their order (offsets), which torch does not check.
         differentiable: the places of those to differentiate by.
     """
 
@@ -63,6 +64,7 @@ class Case:
     tensors: tuple[Tensor, ...]
     written: tuple[int, ...] = ()
     reshapes: bool = False
+    ordered: bool = False
     differentiable: tuple[int, ...] = ()
 
 
@@ -148,7 +150,7 @@ class Row:
         call = functools.partial(_call, self.call, leaves, tree, places)
         written, reshapes = _written(call, tensors)
         call = functools.partial(_with_written, call, written)
-        yield Case(call, tensors, written, reshapes)
+        yield Case(call, tensors, written, reshapes, ordered="embedding_bag" in self.name)
 
 
 def _differentiable(

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import tsfunc
+from tests.ops.batches import Batch, looped, mapped
 from tests.ops.database import Case, Results
-from tests.ops.sweep import Batch, Mode, looped, mapped
+from tests.ops.sweep import Mode
 
 Function = Callable[..., Results]
 

@@ -10,8 +10,8 @@ vmap(grad), ``mapped(ours_grad(f), batch)`` and ``looped(torch_grad(f), batch)``
 from __future__ import annotations
 
 import enum
-import itertools
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import tsfunc
+from tests.ops.batches import Batch, batch_of, choices_of, looped, mapped, written_inputs
 from tests.ops.database import Case, Results, Row
-from tests.ops.harness import vary
 from tsfunc.bridge import fallback
 from tsfunc.errors import DataDependentError, SlowFallbackWarning
 
-SIZES = (3, 2)  # the sizes of the innermost and the next batch dim
+# Entries that address memory: the batch dim comes first, so that examples lie in it as they are.
+MEMORY = re.compile(r"as_strided")
+# Entries whose values are not defined.
+UNDEFINED = re.compile(r"empty")
 
 
 class Verdict(enum.IntEnum):
@@ -34,44 +37,33 @@ class Verdict(enum.IntEnum):
 
     NONE = 0  # torch itself refuses: nothing to compare
     OK = 1
-    LOOP = 2
-    DATA = 3  # a size or a Python value that differs from example to example: refused
-    FAIL = 4
-    WRONG = 5
+    SPLIT = 2  # right with data_dependent="split", and a clear error without
+    LOOP = 3
+    DATA = 4  # a size or a Python value that differs from example to example: refused
+    FAIL = 5
+    WRONG = 6
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A case's tensors with batch dims, innermost level first.
-
-    Attributes:
-        inputs: the physical tensors.
-        dims: for each level, where the dim lies in each input as that level's vmap gets it (all
-            inner dims still there), or None.
-        sizes: the size of each level's batch dim.
-    """
-
-    inputs: tuple[Tensor, ...]
-    dims: tuple[tuple[int | None, ...], ...]
-    sizes: tuple[int, ...]
-
-    def fresh(self) -> list[Tensor]:
-        """Copies, for calls that write."""
-        return [clone(x) for x in self.inputs]
+Run = Callable[[Case, Batch, Sequence[Tensor]], Results]
 
 
 @dataclass(frozen=True)
 class Mode:
     """What is compared with what; both get inputs of their own and return stacked results.
 
-    ``writes``: whether what a case writes is to be seen in the inputs afterwards.
+    Attributes:
+        split: what is tried where ``ours`` refuses a value that differs between examples.
+        writes: whether what a case writes is to be seen in the inputs afterwards.
+        drawn: the modes for cases that draw random numbers.
     """
 
     name: str
     levels: int
-    ours: Callable[[Case, Batch, Sequence[Tensor]], Results]
-    plain: Callable[[Case, Batch, Sequence[Tensor]], Results]
+    ours: Run
+    plain: Run
+    split: Run | None = None
     writes: bool = True
+    drawn: tuple[Mode, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,131 +75,29 @@ class Outcome:
     message: str = ""
 
 
-def clone(x: Tensor) -> Tensor:
-    """A copy in memory of its own, laid out alike."""
-    return x.detach().clone()
-
-
-def mapped(f: Callable[..., Results], batch: Batch, randomness: str = "error") -> Any:
-    """``f`` under tsfunc's vmap, once for each level."""
-    for dims in batch.dims:
-        f = tsfunc.vmap(f, in_dims=dims, randomness=randomness)
-    return f
-
-
-def looped(f: Callable[..., Results], batch: Batch, *, alias: bool = False) -> Any:
-    """``f`` in a Python loop for each level, and the results stacked.
-
-    Each example has memory of its own; with ``alias`` it is a view of the inputs.
-    """
-
-    def own(*examples: Tensor) -> Results:
-        return f(*[clone(x) for x in examples])
-
-    looped = f if alias else own
-    for dims, size in zip(batch.dims, batch.sizes, strict=True):
-        looped = _loop(looped, dims, size)
-    return looped
-
-
-def _loop(f: Callable[..., Results], dims: Sequence[int | None], size: int) -> Any:
-    def loop(*inputs: Tensor) -> Results:
-        outs = [
-            f(*[x if d is None else x.select(d, i) for x, d in zip(inputs, dims, strict=True)])
-            for i in range(size)
-        ]
-        return tuple(torch.stack(parts) for parts in zip(*outs, strict=True))
-
-    return loop
-
-
 def vmap_mode(levels: int, randomness: str = "error") -> Mode:
     """``vmap``, nested so many times."""
 
-    def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-        out: Results = mapped(case.call, batch, randomness)(*inputs)
-        return out
+    def run(**options: Any) -> Run:
+        def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+            out: Results = mapped(case.call, batch, randomness, **options)(*inputs)
+            return out
+
+        return ours
 
     def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
         out: Results = looped(case.call, batch)(*inputs)
         return out
 
-    return Mode("vmap" if levels == 1 else "vmap(vmap)", levels, ours, plain)
+    name = "vmap" if levels == 1 else "vmap(vmap)"
+    split = run(data_dependent="split")
+    if randomness != "error":
+        return Mode(f"{name}, {randomness}", levels, run(), plain, split)
+    drawn = tuple(vmap_mode(levels, kind) for kind in ("different", "same"))
+    return Mode(name, levels, run(), plain, split, drawn=drawn)
 
 
 VMAP, VMAP_VMAP = vmap_mode(1), vmap_mode(2)
-
-
-def subsets(count: int, always: Sequence[int], limit: int = 3) -> Iterator[tuple[int, ...]]:
-    """Which tensors are batched: every choice of few; of many all, each one, and all but one.
-
-    All comes first. ``always`` are in every choice.
-    """
-    seen = set()
-    places = range(count)
-    if count <= limit:
-        choices = [c for k in range(count, 0, -1) for c in itertools.combinations(places, k)]
-    else:
-        choices = [tuple(places)]
-        for i in places:
-            choices += [(i,), tuple(j for j in places if j != i)]
-    for choice in choices:
-        chosen = tuple(sorted({*choice, *always}))
-        if chosen and chosen not in seen:
-            seen.add(chosen)
-            yield chosen
-
-
-def physical(examples: Sequence[Tensor], at: int) -> Tensor:
-    """The examples stacked at a dim, each laid out in memory as it was if it fills its memory."""
-    first = examples[0]
-    steps = first.stride()
-    order = sorted(range(first.dim()), key=lambda d: (-steps[d], d))
-    stacked = torch.stack([x.permute(order) for x in examples])
-    back = [0] * (first.dim() + 1)
-    for place, dim in enumerate(order):
-        back[dim + 1] = place + 1
-    inside = stacked.permute(back).movedim(0, at)
-    if first.is_contiguous() and at:
-        inside = inside.contiguous()
-    return inside
-
-
-def batch_of(
-    case: Case, levels: Sequence[Sequence[int]], where: str, varied: bool, rng: random.Random
-) -> Batch:
-    """Batches a case's tensors: for each level those at the places given.
-
-    ``where`` the batch dims lie: "first", "last", or "anywhere".
-    """
-    inputs = list(case.tensors)
-    dims = []
-    sizes = SIZES[: len(levels)]
-    for level, chosen in enumerate(levels):
-        at: list[int | None] = [None] * len(inputs)
-        for i in chosen:
-            x = inputs[i]
-            step = 5**level
-            examples = [vary(x, j * step) if varied else x for j in range(sizes[level])]
-            spot = {"first": 0, "last": x.dim()}.get(where, rng.randint(0, x.dim()))
-            inputs[i] = physical(examples, spot)
-            at[i] = spot - inputs[i].dim() if where == "last" else spot
-        dims.append(tuple(at))
-    return Batch(tuple(inputs), tuple(dims), sizes)
-
-
-def choices_of(case: Case, levels: int, rng: random.Random) -> Iterator[list[tuple[int, ...]]]:
-    """For each way to batch the case, the tensors of each level."""
-    inner = list(subsets(len(case.tensors), case.written))
-    if levels == 1:
-        yield from ([one] for one in inner)
-        return
-    for one in inner:
-        others = [rng.choice(inner), inner[0]] if one is inner[0] else [rng.choice(inner)]
-        for outer in others:
-            # What is written at the inner level must not depend on what only the outer has.
-            yield [one, outer]
-
 
 TOLERANCES = {
     torch.float32: 1e-4,
@@ -218,6 +108,8 @@ TOLERANCES = {
     torch.complex32: 1e-2,
     torch.bfloat16: 5e-2,
 }
+# With so few digits, sums are right as far as their largest terms go.
+_SHORT = (torch.float16, torch.bfloat16, torch.complex32)
 
 
 def compare(got: Results, want: Results) -> str:
@@ -229,9 +121,12 @@ def compare(got: Results, want: Results) -> str:
             return f"result {k}: {type(g).__name__} {tuple(g.shape)}, not {tuple(w.shape)}"
         if g.dtype is not w.dtype or g.layout != w.layout:
             return f"result {k}: {g.dtype} {g.layout}, not {w.dtype} {w.layout}"
-        tolerance = TOLERANCES.get(w.dtype, 0)
+        rtol = atol = TOLERANCES.get(w.dtype, 0)
+        if w.dtype in _SHORT and w.numel():
+            largest = w.to(torch.complex64).abs().nan_to_num(0, 0, 0).max().item()
+            atol *= max(1, largest)
         try:
-            torch.testing.assert_close(g, w, rtol=tolerance, atol=tolerance, equal_nan=True)
+            torch.testing.assert_close(g, w, rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as error:
             return f"result {k}: {error}".replace("\n", " ")
     return ""
@@ -243,58 +138,158 @@ def shapes_differ(got: Results, want: Results) -> str:
     return "" if mine == theirs else f"{mine}, not {theirs}"
 
 
-def judge(
-    mode: Mode, case: Case, batch: Batch, what: str, differ: Callable[..., str] = compare
-) -> Outcome:
+Differ = Callable[[Results, Results], str]
+
+
+def judge(mode: Mode, case: Case, batch: Batch, differ: Differ = compare) -> Outcome:
     """Runs both sides on one batch."""
+    what = str(batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             want = mode.plain(case, batch, batch.fresh())
         except Exception as error:
             return Outcome(Verdict.NONE, what, f"{type(error).__name__}: {error}")
-        mine = batch.fresh()
-        # Warns once an operator: what was warned of before is to be seen again.
-        fallback._warned.clear()
-        warnings.simplefilter("error", SlowFallbackWarning)
-        try:
-            got = mode.ours(case, batch, mine)
-        except SlowFallbackWarning as error:
-            return Outcome(Verdict.LOOP, what, str(error))
-        except DataDependentError as error:
-            return Outcome(Verdict.DATA, what, f"{type(error).__name__}: {error}")
-        except Exception as error:
-            return Outcome(Verdict.FAIL, what, f"{type(error).__name__}: {error}")
+        verdict, message, mine, got = _ours(mode.ours, case, batch)
+        if verdict is Verdict.DATA and mode.split is not None:
+            refused = message
+            verdict, message, mine, got = _ours(mode.split, case, batch)
+            if verdict is Verdict.OK:
+                verdict, message = Verdict.SPLIT, refused
+        if verdict is Verdict.FAIL and _refused_as_it_lies(case, batch):
+            verdict = Verdict.NONE
+    if verdict > Verdict.SPLIT or verdict is Verdict.NONE:
+        return Outcome(verdict, what, message)
     difference = differ(got, want)
     if not difference and case.written and mode.writes and not case.reshapes:
-        difference = differ(*_written(case, batch, mine, want))
+        difference = differ(*written_inputs(case, batch, mine, want))
         difference = difference and f"written inputs: {difference}"
+    return Outcome(Verdict.WRONG if difference else verdict, what, difference or message)
+
+
+def _ours(run: Run, case: Case, batch: Batch) -> tuple[Verdict, str, list[Tensor], Results]:
+    """How our side fared, what it said, its inputs afterwards and its results."""
+    mine = batch.fresh()
+    # Warns once an operator: what was warned of before is to be seen again.
+    fallback._warned.clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SlowFallbackWarning)
+            return Verdict.OK, "", mine, run(case, batch, mine)
+    except SlowFallbackWarning as error:
+        return Verdict.LOOP, str(error), mine, ()
+    except DataDependentError as error:
+        return Verdict.DATA, f"{type(error).__name__}: {error}", mine, ()
+    except Exception as error:
+        return Verdict.FAIL, f"{type(error).__name__}: {error}", mine, ()
+
+
+def _refused_as_it_lies(case: Case, batch: Batch) -> bool:
+    """Whether torch refuses examples that lie in memory as they do in the batch."""
+    try:
+        looped(case.call, batch, alias=True)(*batch.fresh())
+    except Exception:
+        return True
+    return False
+
+
+class _Count(TorchDispatchMode):
+    """How many operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def loops_silently(mode: Mode, case: Case, chosen: Sequence[Sequence[int]]) -> str:
+    """Whether more operators are called for more examples: how many, or nothing.
+
+    Under data_dependent="split" there may be.
+    """
+    counts = []
+    for size in (2, 7):
+        sizes = [size] * len(chosen)
+        batch = batch_of(case, chosen, "first", False, random.Random(0), sizes)
+        inputs = batch.fresh()
+        try:
+            with warnings.catch_warnings(), _Count() as seen:
+                warnings.simplefilter("ignore")
+                mode.ours(case, batch, inputs)
+        except Exception:
+            return ""  # which is found out elsewhere
+        counts.append(seen.calls)
+    if counts[1] <= counts[0]:
+        return ""
+    return f"{counts[1]} operators for 7 examples, {counts[0]} for 2"
+
+
+def without_examples(mode: Mode, case: Case, chosen: Sequence[Sequence[int]]) -> Outcome:
+    """A batch of no examples, whose results have the shapes that those of a batch of one have."""
+    one, none = (
+        batch_of(case, chosen, "first", False, random.Random(0), [size] * len(chosen))
+        for size in (1, 0)
+    )
+    what = str(none)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            want = mode.plain(case, one, one.fresh())
+        except Exception as error:
+            return Outcome(Verdict.NONE, what, f"{type(error).__name__}: {error}")
+        verdict, message, _, got = _ours(mode.ours, case, none)
+    if verdict is Verdict.DATA:
+        return Outcome(Verdict.NONE, what, message)  # of no examples nothing can be asked
+    if verdict is not Verdict.OK:
+        return Outcome(verdict, what, message)
+    empty = tuple(x.new_empty((*[0] * len(chosen), *x.shape[len(chosen) :])) for x in want)
+    difference = shapes_differ(got, empty)
     return Outcome(Verdict.WRONG if difference else Verdict.OK, what, difference)
 
 
-def _written(
-    case: Case, batch: Batch, inputs: Sequence[Tensor], want: Results
-) -> tuple[Results, Results]:
-    """What is in the inputs that were written, and what should be.
+class _Draws(TorchDispatchMode):
+    """Whether a random operator is called."""
 
-    Operators that change the shape of a tensor (``squeeze_``) do so to an example only.
-    """
-    count = len(case.written)
-    mine, wanted = [], []
-    for i, result in zip(case.written, want[-count:], strict=True):
-        x = inputs[i]
-        for level, dims in enumerate(reversed(batch.dims)):
-            at = dims[i]
-            assert at is not None
-            x = x.movedim(at + level if at >= 0 else at, level)
-        if x.shape == result.shape:
-            mine.append(x)
-            wanted.append(result)
-    return tuple(mine), tuple(wanted)
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: bool = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
-def _describe(batch: Batch) -> str:
-    return f"{[tuple(x.shape) for x in batch.inputs]} in_dims {[list(d) for d in batch.dims]}"
+def is_drawn(case: Case) -> bool:
+    """Whether a case draws random numbers."""
+    with _Draws() as draws:
+        try:
+            case.call(*[x.clone() for x in case.tensors])
+        except Exception:
+            return False
+    return bool(draws.seen)
+
+
+def drawn_as(kind: str) -> Differ:
+    """What differs of drawn results but their values; alike or not in all examples."""
+
+    def differ(got: Results, want: Results) -> str:
+        difference = shapes_differ(got, want)
+        if difference or kind == "same":
+            return difference
+        for k, (g, w) in enumerate(zip(got, want, strict=True)):
+            # Examples of the loop draw one after another.
+            if _all_alike(g) and not _all_alike(w):
+                return f"result {k} is the same for every example"
+        return ""
+
+    return differ
+
+
+def _all_alike(x: Tensor) -> bool:
+    return x.layout is torch.strided and torch.equal(x, x[:1].expand(x.shape))
 
 
 def sweep_case(
@@ -302,7 +297,7 @@ def sweep_case(
     case: Case,
     rng: random.Random,
     wheres: Sequence[str] = ("first", "last", "anywhere"),
-    differ: Callable[..., str] = compare,
+    differ: Differ = compare,
 ) -> Iterator[Outcome]:
     """Every choice of batched tensors of one case, the batch dims lying in several ways.
 
@@ -311,18 +306,35 @@ def sweep_case(
     for levels in choices_of(case, mode.levels, rng):
         for where in wheres:
             for varied in (True, False):
-                batch = batch_of(case, levels, where, varied, rng)
-                outcome = judge(mode, case, batch, _describe(batch), differ)
+                outcome = judge(mode, case, batch_of(case, levels, where, varied, rng), differ)
                 if outcome.verdict is not Verdict.NONE:
                     break
             yield outcome
 
 
 def sweep(
-    row: Row, dtype: torch.dtype, mode: Mode, most: int | None = None, **options: Any
+    row: Row,
+    dtype: torch.dtype,
+    mode: Mode,
+    most: int | None = None,
+    wheres: Sequence[str] = ("first", "last", "anywhere"),
 ) -> Iterator[Outcome]:
-    """Every case of a row."""
+    """Every case of a row; the first ones also for no examples, and for more of them."""
     rng = random.Random(0)
-    for case in row.cases(dtype, most):
-        if case.tensors:
-            yield from sweep_case(mode, case, rng, **options)
+    wheres = ("first",) if MEMORY.search(row.name) else wheres
+    undefined = UNDEFINED.search(row.name) is not None
+    for k, case in enumerate(row.cases(dtype, most)):
+        if not any(x.layout is torch.strided for x in case.tensors):
+            continue
+        if is_drawn(case) and not undefined:
+            for drawn in mode.drawn:
+                differ = drawn_as(drawn.name.partition(", ")[2])
+                yield from sweep_case(drawn, case, rng, wheres, differ)
+            continue
+        yield from sweep_case(mode, case, rng, wheres, shapes_differ if undefined else compare)
+        if k < 3:
+            chosen = next(choices_of(case, mode.levels, random.Random(0)))
+            yield without_examples(mode, case, chosen)
+            silent = loops_silently(mode, case, chosen)
+            if silent:
+                yield Outcome(Verdict.LOOP, str(chosen), silent)

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from tests.ops.database import Case, rows
-from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Verdict, sweep, sweep_case
+from tests.ops.sweep import (
+    VMAP,
+    VMAP_VMAP,
+    Mode,
+    Verdict,
+    loops_silently,
+    sweep,
+    sweep_case,
+    without_examples,
+)
 
 ROWS = {row.name: row for row in rows()}
 CASE = Case(lambda x, y: (x + y,), (torch.randn(2, 3), torch.randn(3)))
@@ -43,5 +52,23 @@ def test_writes_are_seen() -> None:
     """An in-place call that leaves its argument alone is wrong, whatever it returns."""
     lost = Mode("lost", 1, lambda case, batch, inputs: VMAP.ours(case, batch, batch.fresh()),
                 VMAP.plain)  # fmt: skip
-    outcomes = list(sweep(ROWS["add (inplace)"], torch.float32, lost, most=1))
+    case = next(ROWS["add (inplace)"].cases(torch.float32, most=1))
+    outcomes = list(sweep_case(lost, case, random.Random(0)))
     assert outcomes and all("written inputs" in outcome.message for outcome in outcomes)
+
+
+def test_a_silent_loop_is_found() -> None:
+    """Also one that no warning tells of."""
+    case = Case(lambda x: (x.sin(),), (torch.randn(3),))
+    looping = Mode("looping", 1, VMAP.plain, VMAP.plain)
+    assert not loops_silently(VMAP, case, [(0,)])
+    assert "operators for 7 examples" in loops_silently(looping, case, [(0,)])
+
+
+def test_batches_of_no_examples_are_compared_by_their_shapes() -> None:
+    outcome = without_examples(VMAP, CASE, [(0, 1)])
+    assert outcome.verdict is Verdict.OK
+    case = Case(lambda x, y: ((x + y).sum(),), CASE.tensors)
+    broken = Mode("broken", 1, lambda *given: (VMAP.ours(*given)[0][:, 0],), VMAP.plain)
+    assert without_examples(broken, CASE, [(0, 1)]).verdict is Verdict.WRONG
+    assert without_examples(VMAP, case, [(0,)]).verdict is Verdict.OK

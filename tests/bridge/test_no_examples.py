@@ -1,0 +1,60 @@
+"""Batches of no examples: the results are empty, of the shapes that one example's would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tsfunc import grad, vmap
+
+CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "fft": (torch.fft.fft, [(4,)]),
+    "conv2d with a weight of each example": (F.conv2d, [(1, 2, 5, 5), (3, 2, 3, 3)]),
+    "lstsq": (lambda a, b: tuple(torch.linalg.lstsq(a, b)), [(3, 2), (3, 1)]),
+    "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), [(4, 3, 3)]),
+    "take": (lambda x: torch.take(x, torch.tensor([0, 3])), [(2, 3)]),
+    "histc": (lambda x: torch.histc(x, 4, 0, 1), [(5,)]),
+    "inverse": (torch.linalg.inv, [(3, 3)]),
+    "sort": (lambda x: tuple(torch.sort(x, 0)), [(3, 2)]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("at", [0, -1])
+def test_the_results_are_empty(call: str, at: int) -> None:
+    f, shapes = CALLS[call]
+    one = f(*[torch.rand(shape) for shape in shapes])
+    none = vmap(f, in_dims=at)(*[torch.rand(*s, 0) if at else torch.rand(0, *s) for s in shapes])
+    pairs = [(none, one)] if isinstance(one, Tensor) else list(zip(none, one, strict=True))
+    for mine, example in pairs:
+        assert mine.shape == (0, *example.shape) and mine.dtype is example.dtype
+
+
+def test_gradients() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return torch.fft.fft(x).abs().sum()
+
+    assert vmap(grad(loss))(torch.rand(0, 4)).shape == (0, 4)
+
+
+def test_what_is_not_batched_is_not_written() -> None:
+    """The example that is made up has a copy of it."""
+    seen = torch.zeros(3)
+
+    def f(x: Tensor) -> Tensor:
+        own = seen.clone()
+        own.index_add_(0, torch.tensor([0]), x)
+        return own
+
+    assert vmap(f)(torch.rand(0, 1)).shape == (0, 3)
+    assert seen.equal(torch.zeros(3))
+
+
+def test_what_torch_refuses_of_each_example_is_refused() -> None:
+    with pytest.raises(RuntimeError):
+        vmap(torch.mm)(torch.rand(0, 2, 3), torch.rand(0, 2, 3))

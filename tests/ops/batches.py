@@ -1,0 +1,178 @@
+"""A case's tensors as batches: which of them, where the batch dims lie, and the plain loop."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tsfunc
+from tests.ops.database import Case, Results
+from tests.ops.harness import vary
+
+SIZES = (3, 2)  # the sizes of the innermost and the next batch dim
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A case's tensors with batch dims, innermost level first.
+
+    Attributes:
+        inputs: the physical tensors.
+        dims: for each level, where the dim lies in each input as that level's vmap gets it (all
+            inner dims still there), or None.
+        sizes: the size of each level's batch dim.
+    """
+
+    inputs: tuple[Tensor, ...]
+    dims: tuple[tuple[int | None, ...], ...]
+    sizes: tuple[int, ...]
+
+    def fresh(self) -> list[Tensor]:
+        """Copies, for calls that write."""
+        return [clone(x) for x in self.inputs]
+
+    def __str__(self) -> str:
+        shapes = [tuple(x.shape) for x in self.inputs]
+        return f"{shapes} in_dims {[list(d) for d in self.dims]}"
+
+
+def clone(x: Tensor) -> Tensor:
+    """A copy in memory of its own, laid out alike."""
+    return x.detach().clone()
+
+
+def mapped(
+    f: Callable[..., Results], batch: Batch, randomness: str = "error", **options: Any
+) -> Any:
+    """``f`` under tsfunc's vmap, once for each level."""
+    for dims in batch.dims:
+        f = tsfunc.vmap(f, in_dims=dims, randomness=randomness, **options)
+    return f
+
+
+def looped(f: Callable[..., Results], batch: Batch, *, alias: bool = False) -> Any:
+    """``f`` in a Python loop for each level, and the results stacked.
+
+    Each example has memory of its own; with ``alias`` it is a view of the inputs.
+    """
+
+    def own(*examples: Tensor) -> Results:
+        return f(*[clone(x) for x in examples])
+
+    looped = f if alias else own
+    for dims, size in zip(batch.dims, batch.sizes, strict=True):
+        looped = _loop(looped, dims, size)
+    return looped
+
+
+def _loop(f: Callable[..., Results], dims: Sequence[int | None], size: int) -> Any:
+    def loop(*inputs: Tensor) -> Results:
+        outs = [
+            f(*[x if d is None else x.select(d, i) for x, d in zip(inputs, dims, strict=True)])
+            for i in range(size)
+        ]
+        return tuple(torch.stack(parts) for parts in zip(*outs, strict=True))
+
+    return loop
+
+
+def subsets(
+    places: Sequence[int], always: Sequence[int] = (), limit: int = 3
+) -> Iterator[tuple[int, ...]]:
+    """Which tensors are batched: every choice of few; of many all, each one, and all but one.
+
+    All comes first. ``always`` are in every choice.
+    """
+    seen = set()
+    count = len(places)
+    if count <= limit:
+        choices = [c for k in range(count, 0, -1) for c in itertools.combinations(places, k)]
+    else:
+        choices = [tuple(places)]
+        for i in places:
+            choices += [(i,), tuple(j for j in places if j != i)]
+    for choice in choices:
+        chosen = tuple(sorted({*choice, *always}))
+        if chosen and chosen not in seen:
+            seen.add(chosen)
+            yield chosen
+
+
+def physical(examples: Sequence[Tensor], at: int) -> Tensor:
+    """The examples stacked at a dim, each laid out in memory as it was if it fills its memory."""
+    first = examples[0]
+    steps = first.stride()
+    order = sorted(range(first.dim()), key=lambda d: (-steps[d], d))
+    stacked = torch.stack([x.permute(order) for x in examples])
+    back = [0] * (first.dim() + 1)
+    for place, dim in enumerate(order):
+        back[dim + 1] = place + 1
+    inside = stacked.permute(back).movedim(0, at)
+    if first.is_contiguous() and at:
+        inside = inside.contiguous()
+    return inside
+
+
+def batch_of(
+    case: Case,
+    levels: Sequence[Sequence[int]],
+    where: str,
+    varied: bool,
+    rng: random.Random,
+    sizes: Sequence[int] = SIZES,
+) -> Batch:
+    """Batches a case's tensors: for each level those at the places given.
+
+    ``where`` the batch dims lie: "first", "last", or "anywhere". Values are ``varied`` from example
+    to example, but where the case says that integers stay.
+    """
+    inputs = list(case.tensors)
+    dims = []
+    for level, (chosen, size) in enumerate(zip(levels, sizes, strict=False)):
+        at: list[int | None] = [None] * len(inputs)
+        for i in chosen:
+            x = inputs[i]
+            step = 5**level
+            vary_it = varied and (not case.ordered or x.is_floating_point())
+            examples = [vary(x, j * step) if vary_it else x for j in range(max(size, 1))]
+            spot = {"first": 0, "last": x.dim()}.get(where, rng.randint(0, x.dim()))
+            inputs[i] = physical(examples, spot).narrow(spot, 0, size)
+            at[i] = spot - inputs[i].dim() if where == "last" else spot
+        dims.append(tuple(at))
+    return Batch(tuple(inputs), tuple(dims), tuple(sizes[: len(levels)]))
+
+
+def choices_of(case: Case, levels: int, rng: random.Random) -> Iterator[list[tuple[int, ...]]]:
+    """For each way to batch the case, the tensors of each level. Sparse ones are for all alike."""
+    dense = [i for i, x in enumerate(case.tensors) if x.layout is torch.strided]
+    inner = list(subsets(dense, case.written))
+    if levels == 1:
+        yield from ([one] for one in inner)
+        return
+    for one in inner:
+        # All by all, and each choice with another that is drawn.
+        others = [rng.choice(inner), inner[0]] if one is inner[0] else [rng.choice(inner)]
+        for outer in others:
+            yield [one, outer]
+
+
+def written_inputs(
+    case: Case, batch: Batch, inputs: Sequence[Tensor], want: Results
+) -> tuple[Results, Results]:
+    """What is in the inputs that were written, and what should be; batch dims first."""
+    count = len(case.written)
+    mine = []
+    for i in case.written:
+        x = inputs[i]
+        for level, dims in enumerate(reversed(batch.dims)):
+            at = dims[i]
+            assert at is not None
+            x = x.movedim(at + level if at >= 0 else at, level)
+        mine.append(x)
+    return tuple(mine), tuple(want[-count:])
