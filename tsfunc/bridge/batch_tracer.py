@@ -323,6 +323,10 @@ def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
         out = rule(func, level, dims, values, NO_KWARGS)
     except BatchChanged:
         return NotImplemented  # C++ brings the tracers here again
+    except Exception:
+        if level.batch_size != 0:
+            raise
+        return NotImplemented  # NOTE [no examples]
     finally:
         tls.state = state
     if out is NotImplemented:
@@ -360,6 +364,10 @@ def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
         out = rule(op.overload, level, dims, values, NO_KWARGS)
     except BatchChanged:
         return NotImplemented  # the table brings the tracers to the same rule again
+    except Exception:
+        if level.batch_size != 0:
+            raise
+        return NotImplemented  # NOTE [no examples]
     finally:
         tls.state = state
         if want is not grad:

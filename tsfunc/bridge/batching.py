@@ -9,6 +9,7 @@ import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, rewrap, unwrap
 from tsfunc.bridge.fallback import is_outside, without_rule, write_out
+from tsfunc.bridge.no_examples import is_out_of_examples, run_without
 from tsfunc.bridge.operators import TorchOperator, functional_form
 from tsfunc.bridge.split_level import before_write
 from tsfunc.bridge.tracer import METHODS, innermost_level, into_torch
@@ -31,6 +32,11 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             return _run_rule(op, args, kwargs)
         except BatchChanged:
             pass  # the tracers stand for fewer examples now, whose answers agree
+        except Exception as error:
+            level = _running_level()
+            if not is_out_of_examples(level, error):
+                raise
+            return run_without(op, level, args, kwargs, error)
 
 
 def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

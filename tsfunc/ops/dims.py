@@ -66,6 +66,11 @@ def batched_front(x: Tensor, at: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if at is None else front(x, at)
 
 
+def lines(x: Tensor) -> Tensor:
+    """All elements of each example in one dim; the batch dim is first."""
+    return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+
+
 def batched_at(x: Tensor, at: int | None, size: int, to: int) -> Tensor:
     """The value with its batch dim at ``to``, expanded where it had none."""
     if at is None:
@@ -105,7 +110,8 @@ def align(
 
     Returns them and where the batch dim of the result will be. What is no tensor stays.
     ``right`` is how many dims are to follow the batch dim; by default as many as follow it
-    in the largest of the batched tensors, which then is not moved.
+    in the largest of the batched tensors, which then is not moved. Where one that is not batched
+    is larger yet, all dims do, so that an example of the result is laid out as it would be.
     """
     top, lead, found = 0, -1, 0
     for arg, at in zip(args, dims, strict=False):
@@ -118,8 +124,7 @@ def align(
             if rank > top:
                 top = rank
     if right is None:
-        # With nothing batched (random operators) there is no dim to keep others apart from.
-        right = found if lead >= 0 else top
+        right = found if lead == top else top
     placed = [
         place(arg, at, right) if isinstance(arg, Tensor) else arg
         for arg, at in zip(args, dims, strict=False)
@@ -175,6 +180,10 @@ def op_name(op: Any) -> str:
     """An operator's name as the catalogue has it, or a plain callable's own."""
     name = getattr(op, "name", None)
     return str(name()) if callable(name) else str(getattr(op, "__name__", op))
+
+
+class NoExamples(Exception):
+    """What a rule raises where a batch of no examples does not tell what the results look like."""
 
 
 class InplaceRefused(RuntimeError):

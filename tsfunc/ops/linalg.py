@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.dims import NoExamples, batched_front, front, logical_rank, unit_dims
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.refusal import ranks_at_least, refused
 from tsfunc.ops.registry import BatchLevel, Dims, row, rows
@@ -268,6 +268,8 @@ def lstsq(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Results that the driver does not compute are empty."""
+    if not level.batch_size:
+        raise NoExamples
     a, b, *rest = args
     if not ranks_at_least(dims, args, 2, 1):
         return refused(op, dims, args, kwargs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import (
+    NoExamples,
     batched_front,
     every_dim,
     filled,
@@ -240,7 +241,9 @@ def diagonal_scatter(
 def pixel_shuffle(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Takes any dims before its last three."""
+    """Takes any dims before its last three; without elements it does nothing."""
+    if not level.batch_size:
+        raise NoExamples
     return op(front(args[0], dims[0]), args[1]), 0
 
 

@@ -31,6 +31,8 @@ def segment_reduce(
     for name in ("lengths", "offsets"):
         if isinstance(named.get(name), Tensor):
             named[name] = batched_front(named[name], keyword_dim(dims, args, name), size)
+    if "unsafe" in named or len(tensors) == 1:  # the kernel's checks take the least length
+        named["unsafe"] = named.get("unsafe", False) or size == 0
     named["axis"] = wrap(named.get("axis", 0), rank) + 1
     return op(*batched, reduction, **named), 0
 
