@@ -95,6 +95,9 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
                     break  # its tracers lead to the level, by way of their autograd
                 with without_factory_keys():
                     return operator_of(overload).run_at(level, args, kwargs)
+        if name == "scalar_tensor":  # it writes its number into what another factory makes
+            with without_factory_keys():
+                return overload.redispatch(keys & rest, *args, **kwargs)
         # Its parts, and forward mode's lazy zeros among them, are to come here by themselves.
         return overload.redispatch(keys & rest, *args, **kwargs)
 

@@ -83,7 +83,8 @@ def _normalize(
     if updated and at is not None and (m is None or v is None):
         _refuse_update()
     flat = [_flat(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]
-    if updated:  # autograd keeps what the kernel is given, which must not be written to after
+    if training and mean is not None:
+        # What the kernel writes to is copied: autograd keeps it as it is.
         flat[2:] = [t.clone() for t in flat[2:] if t is not None]
     results = call(_channels(x, at, size), *flat)
     if updated:

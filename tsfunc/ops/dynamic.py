@@ -16,7 +16,7 @@ from torch import Tensor
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import align, front, logical_rank, logical_shape, op_name
+from tsfunc.ops.dims import align, front, lines, logical_rank, logical_shape, op_name
 from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 from tsfunc.ops.splitting import agree, agree_on_results
 
@@ -154,7 +154,7 @@ def masked_select(
         x = x.unsqueeze(1)
     x = x.expand(x.shape[0], *torch.broadcast_shapes(x.shape[1:], mask.shape))
     places = mask.expand(x.shape[1:]).reshape(-1).nonzero().squeeze(1)
-    return x.reshape(x.shape[0], -1).index_select(1, places), 0
+    return lines(x).index_select(1, places), 0
 
 
 def _masked_select(op: Any, level: BatchLevel, dims: Dims, x: Tensor, mask: Tensor) -> Any:
@@ -192,20 +192,20 @@ def nonzero_static(
     """Each place that is not zero goes to the line of its ordinal; the rest fall off the end."""
     x = front(args[0], dims[0]) != 0
     size, fill = kwargs["size"], kwargs.get("fill_value", -1)
-    flat = x.reshape(x.shape[0], -1)
+    flat = lines(x)
     order = flat.cumsum(1) - 1
     order = torch.where(flat, order, size).clamp(max=size)
-    lines = order.new_full((x.shape[0], size + 1), -1)
+    found = order.new_full((x.shape[0], size + 1), -1)
     places = torch.arange(flat.shape[1], device=x.device).expand(flat.shape)
-    lines = lines.scatter(1, order, places)[:, :size]
+    found = found.scatter(1, order, places)[:, :size]
     columns = []
-    rest = lines
+    rest = found
     for extent in reversed(x.shape[1:]):
         extent = max(extent, 1)  # without elements there are no places, but divisors
-        columns.append(torch.where(lines < 0, fill, rest % extent))
+        columns.append(torch.where(found < 0, fill, rest % extent))
         rest = rest // extent
     if not columns:
-        return lines.new_empty((x.shape[0], size, 0)), 0
+        return found.new_empty((x.shape[0], size, 0)), 0
     return torch.stack(columns[::-1], -1), 0
 
 

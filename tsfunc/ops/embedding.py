@@ -66,12 +66,10 @@ def _bag_weights(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
 def embedding_bag(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The bags of all examples follow each other, in one long table."""
+    """The bags of all examples follow each other, in one long table; gradients are dense."""
     given = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
-    weight, indices, bags, by_frequency, mode, sparse, scales, last, padding = given
+    weight, indices, bags, by_frequency, mode, _, scales, last, padding = given
     p, q, r = dims[:3]
-    if sparse:
-        return NotImplemented
     if weight.requires_grad or (scales is not None and scales.requires_grad):
         # C++ asks the tracer alone whether it will be differentiated, not the value inside.
         op = torch.ops.aten._embedding_bag
@@ -130,10 +128,10 @@ def embedding_bag_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each entry's gradient is its bag's; for the largest, each bag's goes to one entry."""
-    grad, indices, bags, _, sizes, largest, count, by_frequency, mode, sparse = args[:10]
+    grad, indices, bags, _, sizes, largest, count, by_frequency, mode = args[:9]
     scales = args[10] if len(args) > 10 else None
     padding = args[11] if len(args) > 11 else -1
-    if sparse or (by_frequency and mode != 0):
+    if by_frequency and mode != 0:
         return NotImplemented
     size = level.batch_size
     grad = batched_front(grad, dims[0], size)

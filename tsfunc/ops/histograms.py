@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, filled, front
+from tsfunc.ops.dims import batched_front, filled, front, lines
 from tsfunc.ops.factories import evenly
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.refusal import refused, require
@@ -45,7 +45,7 @@ def histc(
 ) -> Any:
     """Bins of equal width; each example's own range where none is given."""
     bins, low, high = filled(args[1:], 100, 0, 0)
-    x = front(args[0], dims[0]).reshape(level.batch_size, -1)
+    x = lines(front(args[0], dims[0]))
     lows, highs = (b.unsqueeze(1) for b in _bounds(x, low, high, 1))
     places = ((x - lows) * bins / (highs - lows)).to(torch.int64).clamp(0, bins - 1)
     places = torch.where((x >= lows) & (x <= highs), places, bins)
@@ -92,14 +92,14 @@ def _histogram(x: Tensor, edges: Sequence[Tensor], weight: Tensor | None, densit
 def _points(x: Tensor, at: int | None, size: int, rank: int) -> Tensor:
     """All elements of an example in one dim; or all its points, whose coordinates come last."""
     x = batched_front(x, at, size)
-    return x.reshape(size, -1, 1) if rank == 0 else x.reshape(size, -1, x.shape[-1])
+    return lines(x).unsqueeze(-1) if rank == 0 else x.flatten(1, -2)
 
 
 def _weight(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> Any:
     weight = kwargs.get("weight")
     if weight is None:
         return None
-    return batched_front(weight, keyword_dim(dims, args, "weight"), size).reshape(size, -1)
+    return lines(batched_front(weight, keyword_dim(dims, args, "weight"), size))
 
 
 @row("aten::histogram.bin_ct")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_at, front, place, refuse_inplace
+from tsfunc.ops.dims import align, batched_at, front, lines, place, refuse_inplace
 from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
@@ -206,7 +206,7 @@ def resize(
 
 
 def _resized(x: Tensor, size: Sequence[Any], memory_format: torch.memory_format | None) -> Tensor:
-    old = x.reshape(x.shape[0], -1)
+    old = lines(x)
     count = math.prod(size)
     if count <= old.shape[1]:
         new = old.narrow(1, 0, count)

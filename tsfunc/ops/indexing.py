@@ -12,6 +12,7 @@ from tsfunc.ops.dims import (
     batched_at,
     batched_front,
     front,
+    lines,
     logical_rank,
     physical_dim,
     place,
@@ -244,7 +245,7 @@ def take(
     if dims[1] is None:
         return x[:, index], 0
     index = front(index, dims[1])
-    flat = index.reshape(index.shape[0], -1)
+    flat = lines(index)
     flat = torch.where(flat < 0, flat + x.shape[1], flat)
     return x.gather(1, flat).view(index.shape), 0
 
@@ -260,9 +261,9 @@ def put(
         refuse_inplace(op)
     size = level.batch_size
     whole = batched_front(x, dims[0], size)
-    values = whole.reshape(size, -1)
-    flat = batched_front(index, dims[1], size).reshape(size, -1)
-    source = batched_front(source, dims[2], size).reshape(size, -1)
+    values = lines(whole)
+    flat = lines(batched_front(index, dims[1], size))
+    source = lines(batched_front(source, dims[2], size))
     examples = torch.arange(size, device=x.device).unsqueeze(1)
     out = values.index_put((examples, flat), source, accumulate=bool(rest and rest[0]))
     out = out.view(whole.shape)
@@ -294,13 +295,13 @@ def masked_scatter(
     whole = place(batched_front(x, at, size), 0, max(rank, other))
     mask = place(batched_front(mask, dims[1], size), 0, max(rank, other))
     whole_x, mask = torch.broadcast_tensors(whole, mask)
-    source = batched_front(source, dims[2], size).reshape(size, -1)
+    source = lines(batched_front(source, dims[2], size))
     if source.shape[1] == 0:
         out = whole_x.clone()
     else:
-        flat = mask.reshape(size, -1)
+        flat = lines(mask)
         order = _ordinals(flat).clamp(0, source.shape[1] - 1)
-        out = torch.where(flat, source.gather(1, order), whole_x.reshape(size, -1))
+        out = torch.where(flat, source.gather(1, order), lines(whole_x))
         out = out.view(whole_x.shape)
     if inplace:
         whole.copy_(out)
@@ -318,7 +319,7 @@ def masked_scatter_backward(
     top = max(logical_rank(grad, dims[0]), logical_rank(mask, dims[1]))
     grad = place(batched_front(grad, dims[0], size), 0, top)
     mask = place(batched_front(mask, dims[1], size), 0, top)
-    grad, mask = (v.reshape(size, -1) for v in torch.broadcast_tensors(grad, mask))
+    grad, mask = (lines(v) for v in torch.broadcast_tensors(grad, mask))
     count = 1
     for extent in sizes:
         count = count * extent

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_front, every_dim, front, logical_rank
+from tsfunc.ops.dims import align, batched_front, every_dim, front, lines, logical_rank
 from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 NONE, MEAN = 0, 1  # the reduction argument of losses; 2 is the sum
@@ -101,7 +101,7 @@ def _picked(
         counted = weight[target].masked_fill(ignored, 0)
     else:
         shape = target.shape if dims[1] is not None else (size, *target.shape)
-        flat = target.expand(shape).reshape(size, -1)
+        flat = lines(target.expand(shape))
         counted = front(weight, dims[2]).gather(1, flat).view(shape).masked_fill(ignored, 0)
     shape = x.shape[:classes] + x.shape[classes + 1 :]
     return x, classes, target.expand(shape).unsqueeze(classes), counted.expand(shape)

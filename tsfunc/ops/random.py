@@ -220,7 +220,7 @@ def keep_mask(
     if features:
         kept = 2 if at is None else 3
         like = like[(...,) + (slice(0, 1),) * (like.dim() - kept)]
-    return torch.empty_like(like).bernoulli_(keep), at
+    return torch.bernoulli(like, keep), at
 
 
 def dropping(alpha: bool, features: bool) -> Rule:
@@ -232,6 +232,8 @@ def dropping(alpha: bool, features: bool) -> Rule:
         x, p, train = args
         if not train or p == 0:
             return x, dims[0]
+        if p == 1:  # nothing is drawn
+            return op(x, p, train), dims[0]
         check_randomness(op, level, kwargs)
         mask, mask_at = keep_mask(level, x, dims[0], 1 - p, features)
         shift: Any = 0.0

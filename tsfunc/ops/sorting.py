@@ -11,7 +11,7 @@ from torch import Tensor
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import batched_front, front, logical_rank, physical_dim, wrap
+from tsfunc.ops.dims import batched_front, front, lines, logical_rank, physical_dim, wrap
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.registry import BatchLevel, Dims, row
 from tsfunc.ops.splitting import agree
@@ -67,7 +67,7 @@ def _search(
         kwargs = {**kwargs, "sorter": batched_front(sorter, s, size).contiguous()}
     shape = x.shape
     if rank == 1:
-        x = x.reshape(size, -1)
+        x = lines(x)
     out = torch.searchsorted(sequence.contiguous(), x.contiguous(), **kwargs)
     return out.view(shape), 0
 
@@ -128,7 +128,7 @@ def one_hot(
                 f"(torch.func says: vmap: It looks like you're calling .item() on a Tensor.) "
                 f"{SPLIT}."
             )
-        most = x.reshape(x.shape[0], -1).amax(1)
+        most = lines(x).amax(1)
         agree(op, level, most)
         count = int(most[0]) + 1
     return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).to(torch.int64), 0

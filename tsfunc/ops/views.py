@@ -47,7 +47,27 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, at: int) -> list[Any]:
     return out
 
 
-@row("aten::view", "aten::reshape", "aten::view_copy")
+def _sizes(op: Any, dims: Dims, args: Sequence[Any]) -> list[Any] | None:
+    """The sizes asked for, with the batch in front; None where they are not to be served."""
+    x = args[0]
+    sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+    if sum([type(size) is int and size == -1 for size in sizes]) > 1:
+        return None
+    return [x.shape[dims[0]], *known_sizes(sizes, x, dims[0])]
+
+
+@row("aten::reshape", "aten::view_copy")
+def reshape(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """With the batch dim first."""
+    sizes = _sizes(op, dims, args)
+    if sizes is None:
+        return refused(op, dims, args, kwargs)
+    return op(front(args[0], dims[0]), sizes), 0
+
+
+@row("aten::view")
 def view(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -55,15 +75,11 @@ def view(
 
     Where there is none, the tracer may have to be laid out anew: not a rule's business.
     """
-    x, at = args[0], dims[0]
-    sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
-    if sum([type(size) is int and size == -1 for size in sizes]) > 1:
+    sizes = _sizes(op, dims, args)
+    if sizes is None:
         return refused(op, dims, args, kwargs)
-    sizes = known_sizes(sizes, x, at)
-    if at:
-        x = x.movedim(at, 0)
     try:
-        return op(x, [x.shape[0], *sizes]), 0
+        return op(front(args[0], dims[0]), sizes), 0
     except RuntimeError:
         return NotImplemented
 
@@ -389,4 +405,4 @@ def flatten(
     return op(x, first + 1, last + 1), 0
 
 
-rows(view, "aten::_reshape_copy")
+rows(reshape, "aten::_reshape_copy")
