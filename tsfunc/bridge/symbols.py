@@ -143,6 +143,15 @@ def _line(frame: Any) -> str:
     return f"{frame.filename}:{frame.lineno}" if hasattr(frame, "filename") else str(frame)
 
 
+def size_text(size: Any) -> str:
+    """A size as text: a number, or an expression in the user's names."""
+    if isinstance(size, int):
+        return str(size)
+    expr, env = size.node.expr, size.node.shape_env
+    names = {symbol: type(symbol)(name) for name, symbol in env.source_to_var.items()}
+    return str(expr.xreplace(names))
+
+
 def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
     """The node for a size of a tensor."""
     return graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))

@@ -58,9 +58,9 @@ same type from each branch.
     first, *rest = map(nominal_view, branches.values())
     joined, faults = first, []
     for type_ in rest:
-        faults += [_fault(*part, exact) for part in differences(joined, type_)]
+        faults += branch_faults(joined, type_, exact=exact)
         joined = join(joined, type_)
-    found = "; ".join(dict.fromkeys(fault for fault in faults if fault))
+    found = "; ".join(dict.fromkeys(faults))
     if found:
         listed = "".join(f"  {name}: {type_}\n" for name, type_ in branches.items())
         raise TypeCheckError(
@@ -70,8 +70,22 @@ same type from each branch.
     return joined
 
 
-def _fault(path: str, one: TSType, other: TSType, exact: bool) -> str:
-    at = f"At {path}" if path else "There"
+def branch_faults(left: TSType, right: TSType, path: str = "", *, exact: bool) -> list[str]:
+    """A line for each place where the types of two branches do not go together.
+
+    Args:
+        left, right: the types.
+        path: where they stand.
+        exact: as for `join_branches`.
+    """
+    found = (
+        _fault(f"At {at}" if at else "There", one, other, exact)
+        for at, one, other in differences(left, right, path)
+    )
+    return [fault for fault in found if fault]
+
+
+def _fault(at: str, one: TSType, other: TSType, exact: bool) -> str:
     if exact:
         return f"{at} one is {one}, the other {other}"
     if join(one, other) == ANY and ANY not in (one, other):
@@ -108,11 +122,7 @@ and dtype.
     Source: the check of control-flow joins in the TorchScript type system proposal; ``lax.scan``.
     """
     one, other = nominal_view(before), nominal_view(after)
-    faults = [
-        f"At {path} {left} has become {right}" if path else f"{left} has become {right}"
-        for path, left, right in differences(one, other)
-        if not is_subtype(right, left) or not _same_sizes(left, right)
-    ]
+    faults = carry_faults(one, other)
     if faults:
         raise TypeCheckError(
             f"{where}: the type of {name} changes:\n  before the first turn: {before}\n"
@@ -120,6 +130,15 @@ and dtype.
             f"given, in type, shape and dtype."
         )
     return one
+
+
+def carry_faults(before: TSType, after: TSType, path: str = "") -> list[str]:
+    """A line for each place where what a body returns may not stand for what it was given."""
+    return [
+        f"At {at} {one} has become {other}" if at else f"{one} has become {other}"
+        for at, one, other in differences(before, after, path)
+        if not is_subtype(other, one) or not _same_sizes(one, other)
+    ]
 
 
 def _same_sizes(before: TSType, after: TSType) -> bool:

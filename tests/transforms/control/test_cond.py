@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tsfunc import cond, grad, specialize, switch, vmap
+from tsfunc import MetaTensorType, cond, grad, specialize, switch, vmap
+from tsfunc.errors import TypeCheckError
 
 
 def test_the_branch_of_a_bool_is_called() -> None:
@@ -97,12 +98,12 @@ def test_branches_of_two_types_are_refused_with_both_shown(run: Any) -> None:
     def f(x: torch.Tensor) -> Any:
         return cond((x > 0).any(), lambda: {"a": x}, lambda: {"a": x.double()})
 
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeCheckError) as error:
         run(f)(torch.tensor([[1.0], [-1.0]]))
     text = str(error.value)
     assert "what false_fun returns: {'a': f64[" in text
     assert "what true_fun returns: {'a': f32[" in text
-    assert "at result['a']: f64[" in text
+    assert "At result['a'] one is f64[" in text
     assert "x.to(dtype)" in text
 
 
@@ -112,6 +113,30 @@ def test_branches_of_two_structures_are_refused() -> None:
 
     with pytest.raises(TypeError, match=r"what true_fun returns: \(f32\[\], f32\[\]\)"):
         vmap(f)(torch.tensor([1.0, -1.0]))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "line"),
+    [
+        (lambda x: (x, 1), lambda x: (x, 1.0), r"At result\[1\] one is float, the other int"),
+        (lambda x: "mean", lambda x: "sum", "At result one is 'sum', the other 'mean'"),
+        (lambda x: [x, x[None]], lambda x: [x, x], r"result\[1\] one is f32\[\], the other f32\[1"),
+        (lambda x: x, lambda x: x.to("meta"), r"one is f32\[\] meta, the other f32\[\] cpu"),
+        (lambda x: None, lambda x: x, r"At result one is f32\[\], the other None"),
+    ],
+)
+def test_each_place_where_branches_differ_is_shown(one: Any, other: Any, line: str) -> None:
+    with pytest.raises(TypeCheckError, match=line):
+        vmap(lambda x: cond(x > 0, one, other, x))(torch.tensor([1.0, -1.0]))
+
+
+def test_sizes_of_branches_go_by_the_users_names() -> None:
+    def f(x: torch.Tensor, on: torch.Tensor) -> Any:
+        return cond(on, lambda: x.t(), lambda: torch.cat([x, x]))
+
+    s = specialize(f, {"x": MetaTensorType(shape=["n", 3])})
+    with pytest.raises(TypeCheckError, match=r"one is f32\[2 \* n, 3\], the other f32\[3, n\]"):
+        s(torch.ones(4, 3), torch.tensor(True))
 
 
 def test_what_is_no_choice_is_refused() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tsfunc import fori_loop, grad, specialize, vmap, while_loop
+from tsfunc.errors import TypeCheckError
 
 
 def collatz(n: Any) -> Any:
@@ -158,10 +159,11 @@ def test_a_carry_that_changes_its_type_is_refused(run: Any) -> None:
     def f(x: torch.Tensor) -> Any:
         return while_loop(lambda c: c["x"].sum() < 5, lambda c: {"x": c["x"].repeat(2)}, {"x": x})
 
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeCheckError) as error:
         run(f)(torch.ones(2))
     assert "the carry: {'x': f32[2]}" in str(error.value)
     assert "what the body returns: {'x': f32[4]}" in str(error.value)
+    assert "At result['x'] f32[2] has become f32[4]" in str(error.value)
 
 
 def test_what_is_no_bound_and_no_policy_is_refused() -> None:

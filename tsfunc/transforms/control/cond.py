@@ -24,7 +24,7 @@ from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
 from tsfunc.transforms.control.arguments import Batching, check_batching, operands_of
 from tsfunc.transforms.control.choice import ByExample, Traced, choice_of, read
-from tsfunc.transforms.control.outputs import BRANCH_ADVICE, check_same, together
+from tsfunc.transforms.control.outputs import check_branches, together
 from tsfunc.transforms.control.programs import record_switch
 
 Branch = Callable[..., Any]
@@ -54,7 +54,8 @@ def cond(
         What the branch that was called returns.
 
     Raises:
-        TypeError: ``pred`` is no choice; the branches' results differ in type.
+        TypeError: ``pred`` is no choice.
+        TypeCheckError: the branches' results differ in type.
 
     Example:
         >>> import torch
@@ -96,7 +97,8 @@ def switch(
 
     Raises:
         ValueError: there are no branches.
-        TypeError: ``index`` is no integer; the branches' results differ in type.
+        TypeError: ``index`` is no integer.
+        TypeCheckError: the branches' results differ in type.
 
     Example:
         >>> import torch
@@ -206,11 +208,10 @@ class _Call:
 
     def check(self, outs: Sequence[Any], taken: Sequence[int]) -> None:
         for i, out in zip(taken[1:], outs[1:], strict=True):
-            check_same(
+            check_branches(
                 self.what,
                 (f"what {self.names[taken[0]]} returns", f"what {self.names[i]} returns"),
                 (outs[0], out),
-                BRANCH_ADVICE,
             )
 
 

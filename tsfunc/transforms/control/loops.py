@@ -20,7 +20,7 @@ from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
 from tsfunc.transforms.control.arguments import takes_entries
 from tsfunc.transforms.control.choice import ByExample, Traced, choice_of, read, values_at
-from tsfunc.transforms.control.outputs import check_same, together
+from tsfunc.transforms.control.outputs import check_carried, together
 from tsfunc.transforms.control.programs import record_scan, record_while
 
 Checkpoint = Literal["sqrt", "log"] | None
@@ -53,7 +53,8 @@ def while_loop(
         The carry for which the condition does not hold.
 
     Raises:
-        TypeError: the condition is no choice; the carry changes its type.
+        TypeError: the condition is no choice.
+        TypeCheckError: the carry changes its type.
 
     Example:
         >>> import torch
@@ -102,7 +103,8 @@ def fori_loop(
         The last carry.
 
     Raises:
-        TypeError: a bound is no integer; the carry changes its type.
+        TypeError: a bound is no integer.
+        TypeCheckError: the carry changes its type.
 
     Example:
         >>> import torch
@@ -199,7 +201,7 @@ class Loop:
         """The body, once. The same body on the same types: one look at what it returns will do."""
         new = self.body_fun(carry)
         if not self.checked:
-            check_same(self.what, ("the carry", "what the body returns"), (carry, new), _ADVICE)
+            check_carried(self.what, ("the carry", "what the body returns"), (carry, new), _ADVICE)
             self.checked = True
         return new
 

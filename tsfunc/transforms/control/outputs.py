@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,19 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.types import MetaTensorType
-from tsfunc.types.meta import SHORT_DTYPES
+from tsfunc.bridge.symbols import size_text
+from tsfunc.errors import DescriptorError, TypeCheckError
+from tsfunc.types import (
+    DimSpec,
+    MetaTensorType,
+    TSCustomClass,
+    TSModuleType,
+    TSTensor,
+    TSType,
+    of_value,
+)
+from tsfunc.types.control_flow import branch_faults, carry_faults
+from tsfunc.types.dims import parse_dim, spell_dim
 
 BRANCH_ADVICE = (
     "Make the branches return the same structure of the same types, for example with x.to(dtype), "
@@ -20,12 +32,27 @@ BRANCH_ADVICE = (
 
 def describe(leaf: Any) -> str:
     """A leaf's type as messages show it: ``f32[3, 4]``, ``int``, ``'a string'``."""
+    plain = isinstance(leaf, torch.Tensor) or _is_number(leaf)
+    return str(_type(leaf)) if plain else repr(leaf)
+
+
+def _type(leaf: Any, *, device: bool = False) -> TSType:
+    """A leaf's type: of a tensor what control flow must keep, its dtype, shape and device."""
     if isinstance(leaf, torch.Tensor):
-        shape = ", ".join(str(size) for size in leaf.shape)
-        return f"{SHORT_DTYPES.get(leaf.dtype, str(leaf.dtype).removeprefix('torch.'))}[{shape}]"
-    if isinstance(leaf, bool | int | float | complex):
-        return type(leaf).__name__
-    return repr(leaf)
+        dims = [_dim(size) for size in leaf.shape]
+        at = leaf.device if device else None
+        return TSTensor(meta=MetaTensorType(dims, dtype=leaf.dtype, device=at))
+    found = of_value(leaf)
+    return TSCustomClass(found.cls) if isinstance(found, TSModuleType) else found
+
+
+def _dim(size: Any) -> DimSpec:
+    if isinstance(size, int):
+        return size
+    try:
+        return spell_dim(parse_dim(size_text(size)))
+    except DescriptorError:  # computed by more than a descriptor can say
+        return None
 
 
 def same_type(a: Any, b: Any) -> bool:
@@ -52,37 +79,68 @@ def _as(number: Any, tensor: torch.Tensor) -> torch.Tensor | None:
     return like.to(tensor.dtype) if kind == wanted else None
 
 
-def check_same(
-    what: str,
-    names: tuple[str, str],
-    trees: tuple[Any, Any],
-    advice: str,
-) -> None:
-    """Raises a TypeError that shows both where two results have no type in common.
+def check_branches(what: str, names: tuple[str, str], results: tuple[Any, Any]) -> None:
+    """Checks that two branches return values of one type: `tsfunc.types.join_branches`, exactly.
 
     Args:
         what: the operator.
         names: how the two are called.
-        trees: the results.
-        advice: what to do about it.
+        results: what they return.
+
+    Raises:
+        TypeCheckError: they don't; the message has both types, and each place where they differ.
     """
+    _check(what, names, results, functools.partial(branch_faults, exact=True), BRANCH_ADVICE)
+
+
+def check_carried(what: str, names: tuple[str, str], carries: tuple[Any, Any], advice: str) -> None:
+    """Checks that what a body returns may stand for what it was given: `check_carry` of types.
+
+    Args:
+        what: the operator.
+        names: how what is given and what is returned are called.
+        carries: the two.
+        advice: what to do about it.
+
+    Raises:
+        TypeCheckError: it may not; as for :func:`check_branches`.
+    """
+    _check(what, names, carries, carry_faults, advice)
+
+
+_Faults = Callable[[TSType, TSType, str], list[str]]
+
+
+def _check(
+    what: str, names: tuple[str, str], trees: tuple[Any, Any], faults: _Faults, advice: str
+) -> None:
     (left, left_spec), (right, right_spec) = pytrees.flatten(trees[0]), pytrees.flatten(trees[1])
+    found = ""
     if left_spec == right_spec:
+        # Most results are of one type, which is quicker to see than to spell.
         if all(same_type(a, b) for a, b in zip(left, right, strict=True)):
             return
-        paths = optree.tree_paths(trees[0], none_is_leaf=True)
+        paths = optree.tree_paths(trees[0], none_is_leaf=True, namespace=pytrees.NAMESPACE)
         lines = [
-            f"  at {_path(path)}: {describe(a)} and {describe(b)}"
+            f"  {line}"
             for path, a, b in zip(paths, left, right, strict=True)
-            if not same_type(a, b)
+            for line in _faults_of(a, b, _path(path), faults)
         ]
-        listed = "\n" + "\n".join(lines)
-    else:
-        listed = ""
-    raise TypeError(
+        found = "\n" + "\n".join(lines)
+    raise TypeCheckError(
         f"{what}: {names[0]} and {names[1]} must have one type, got\n"
-        f"  {names[0]}: {show(trees[0])}\n  {names[1]}: {show(trees[1])}{listed}\n{advice}"
+        f"  {names[0]}: {show(trees[0])}\n  {names[1]}: {show(trees[1])}{found}\n{advice}"
     )
+
+
+def _faults_of(a: Any, b: Any, path: str, faults: _Faults) -> list[str]:
+    """Lines for two leaves that are not of one type."""
+    if same_type(a, b):
+        return []
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    device = both and a.device != b.device
+    lines = faults(_type(a, device=device), _type(b, device=device), path)
+    return lines or [f"At {path} one is {a!r}, the other {b!r}"]  # values, and not of one
 
 
 def _path(path: Sequence[Any]) -> str:

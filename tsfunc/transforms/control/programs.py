@@ -31,7 +31,12 @@ from tsfunc.bridge.control_flow import (
 from tsfunc.bridge.tracer import seen_here
 from tsfunc.bridge.tracing import TraceLevel
 from tsfunc.transforms.arguments import with_places
-from tsfunc.transforms.control.outputs import BRANCH_ADVICE, check_same, none_stacked, slice_like
+from tsfunc.transforms.control.outputs import (
+    check_branches,
+    check_carried,
+    none_stacked,
+    slice_like,
+)
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.outlines import eval_shape
 from tsfunc.transforms.reverse import vjp
@@ -166,10 +171,9 @@ def record_switch(
     for branch in branches:
         bodies.append(TracedBody(trace, lambda branch=branch: branch(*_seen(operands)), ()))
     for name, body in zip(names[1:], bodies[1:], strict=True):
-        check_same(
-            what, (f"what {names[0]} returns", f"what {name} returns"), (bodies[0].out, body.out),
-            BRANCH_ADVICE,
-        )  # fmt: skip
+        check_branches(
+            what, (f"what {names[0]} returns", f"what {name} returns"), (bodies[0].out, body.out)
+        )
     columns = zip(*(body.batched() for body in bodies), strict=True)
     wrappings = [
         common(column) if isinstance(leaf, torch.Tensor) else None
@@ -308,8 +312,8 @@ def record_scan(
         inputs = carry.inputs()
         body = TracedBody(trace, run, [*inputs, *slices])
         new, ys = body.out
-        check_same(what, ("the carry", "the carry that the function returns"),
-                   (carry.tree(inputs), new), advice)  # fmt: skip
+        check_carried(what, ("the carry", "the carry that the function returns"),
+                      (carry.tree(inputs), new), advice)  # fmt: skip
         needed = body.batched()
         if not carry.widened(needed[: len(carry.leaves)]):
             break
@@ -346,7 +350,7 @@ def record_while(
         inputs = carry.inputs()
         tree = carry.tree(inputs)
         body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs)
-        check_same(what, ("the carry", "what the body returns"), (tree, body.out), advice)
+        check_carried(what, ("the carry", "what the body returns"), (tree, body.out), advice)
         condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs)
         needed = condition.batched()[0]
         if any(layer.bdim is not None for layer in needed.values()):

@@ -14,7 +14,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.bodies import current_trace
-from tsfunc.transforms.control.outputs import check_same, none_stacked, slice_like
+from tsfunc.transforms.control.outputs import check_carried, none_stacked, slice_like
 from tsfunc.transforms.control.programs import record_scan
 from tsfunc.transforms.outlines import eval_shape
 from tsfunc.transforms.vmap import vmap
@@ -52,7 +52,8 @@ def scan(
 
     Raises:
         ValueError: there is nothing to go along, or sizes differ.
-        TypeError: the carry changes its type; ``f`` does not return a pair.
+        TypeError: ``f`` does not return a pair.
+        TypeCheckError: the carry changes its type.
 
     Example:
         >>> import torch
@@ -100,7 +101,7 @@ class Step:
                     f"(None for no result), got {type(found).__name__}."
                 )
             names = ("the carry", "the carry that the function returns")
-            check_same(self.what, names, (carry, found[0]), _ADVICE)
+            check_carried(self.what, names, (carry, found[0]), _ADVICE)
             self.checked = True
         new, y = found
         return new, y
@@ -206,7 +207,7 @@ def associative_scan(
 
     Raises:
         ValueError: sizes differ.
-        TypeError: ``fn`` returns another type than it takes.
+        TypeCheckError: ``fn`` returns another type than it takes.
 
     Example:
         >>> import torch
@@ -230,7 +231,7 @@ def associative_scan(
         operands = optree.tree_unflatten(spec, left), optree.tree_unflatten(spec, right)
         found = fn(*operands)
         names = ("the elements", "what the function returns")
-        check_same("associative_scan", names, (operands[0], found), "They must have one type.")
+        check_carried("associative_scan", names, (operands[0], found), "They must have one type.")
         return pytrees.flatten(found)[0]
 
     done = _prefixes(combine, leaves, axes, size)
