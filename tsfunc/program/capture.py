@@ -92,12 +92,6 @@ def outline(
     return pytrees.tree_map(fake, out)
 
 
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An example for an input of which only the type is known; it has no data."""
-    with torch_state.outside_all_levels(), state.outside_all_levels(), Symbols({}).fake:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-
 def _traced(
     what: str,
     func: Callable[..., Any],

@@ -12,7 +12,8 @@ from tsfunc.bridge.bodies import BodyLevel, current_trace, in_body
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.errors import DescriptorError
 from tsfunc.program import Program, capture
-from tsfunc.program.capture import outline, placeholder
+from tsfunc.program.capture import outline
+from tsfunc.program.forms import placeholder
 from tsfunc.program.inputs import InputSpec
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import MetaTensorType

@@ -1,0 +1,89 @@
+"""The form of a call: all that a program takes for granted of the arguments it was made for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.bridge import torch_state
+from tsfunc.bridge.symbols import Symbols
+from tsfunc.dispatch import state
+from tsfunc.program.guards import Guard, generate_guard
+from tsfunc.program.holding import is_instance
+from tsfunc.program.inputs import InputSpec
+from tsfunc.types import Dim
+
+
+@dataclass(frozen=True, eq=False)
+class CallForm:
+    """What calls have in common that one guard lets through; it holds none of their tensors.
+
+    Attributes:
+        tree: the structure of the arguments, a tuple of (args, kwargs).
+        leaves: the flattened arguments, with None where a tensor is, and `Watched` for an object
+            whose attributes are held by the program's ``reach``.
+        inputs: the tensors among them; their examples have no data.
+        bounds: the named dims.
+        ambient: torch's settings.
+    """
+
+    tree: optree.PyTreeSpec
+    leaves: tuple[Any, ...]
+    inputs: tuple[InputSpec, ...]
+    bounds: Mapping[str, Dim]
+    ambient: tuple[Any, ...]
+
+    def guard(self) -> Guard:
+        """The guard for such calls."""
+        flat = list(self.leaves)
+        for spec in self.inputs:
+            flat[spec.position] = spec.example
+        return generate_guard(flat, self.inputs, self.bounds)
+
+
+def form_of_call(
+    flat: Sequence[Any],
+    tree: optree.PyTreeSpec,
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+    ambient: tuple[Any, ...],
+) -> CallForm:
+    """The form of a call that is being traced."""
+    leaves = tuple(_leaf(x) for x in flat)
+    fake = Symbols({}).fake
+    specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
+    return CallForm(tree, leaves, specs, dict(bounds), ambient)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Stands for an object whose attributes are watched."""
+
+    cls: type
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None
+    return Watched(type(value)) if is_instance(value) else value
+
+
+def without_data(example: torch.Tensor, fake: AbstractContextManager[Any]) -> torch.Tensor:
+    """A tensor of the same type, sizes, strides and device that has no memory."""
+    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
+        made = torch.empty_strided(
+            example.shape, example.stride(), dtype=example.dtype, device=example.device
+        )
+        return made.requires_grad_() if example.requires_grad else made
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An example for an input of which only the type is known; it has no data."""
+    with torch_state.outside_all_levels(), state.outside_all_levels(), Symbols({}).fake:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
