@@ -63,10 +63,3 @@ def test_the_generator_that_is_named_gives_the_nonce() -> None:
     assert torch.equal(before, torch.get_rng_state()) and not torch.equal(one, two)
     again = Draw(level, torch.device("cpu"), torch.Generator().manual_seed(5)).words(4)
     assert torch.equal(one, again)
-
-
-def test_shared_words_are_one_row() -> None:
-    torch.manual_seed(0)
-    shared = Draw(Level(5, "same"), torch.device("cpu"), shared=True).words(6)
-    torch.manual_seed(0)
-    assert torch.equal(shared, Draw(Level(5, "split"), torch.device("cpu")).words(6)[:1])

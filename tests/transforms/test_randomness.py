@@ -186,25 +186,35 @@ def test_out_where_no_vmap_is_active() -> None:
         torch.bernoulli,
         lambda p: torch.binomial(40 * torch.ones(6), p),
         lambda p: torch.distributions.Gamma(p, 1.0).sample(),
-        lambda p: torch.distributions.Dirichlet(p).sample(),
+        torch._sample_dirichlet,
         lambda p: torch.multinomial(p, 3),
         lambda p: torch.normal(p, p),
-        lambda p: torch.empty_like(p).bernoulli_(p),
+        lambda p: torch.zeros(6).bernoulli_(p),
+        lambda p: torch.bernoulli(p, 0.5),
     ],
-    ids="poisson bernoulli binomial gamma dirichlet multinomial normal bernoulli_".split(),
+    ids="poisson bernoulli binomial gamma dirichlet multinomial normal bernoulli_ p".split(),
 )
 def test_one_draw_for_distributions_that_differ(draw: Callable[[Tensor], Tensor]) -> None:
-    """Examples with the same parameters get the same numbers, others those of their own."""
-    p = torch.stack([X[0] + 0.2, X[2].flip(0), X[0] + 0.2, X[4], X[2].flip(0)])
-    draw_all = vmap(lambda p: torch.stack([draw(p) for _ in range(8)]), randomness="same")
-    out = draw_all(p)
-    same(out[0], out[2])
-    same(out[1], out[4])
-    assert not torch.equal(out[0], out[1])
-    torch.manual_seed(5)
-    again = draw_all(p)
-    torch.manual_seed(5)
-    same(draw_all(p), again)
+    """Refused in torch.func's words; one distribution for all is drawn from once."""
+    p = X + 0.2
+    for T in (tsfunc, torch.func):
+        with pytest.raises(RuntimeError, match="not currently support same randomness with a batc"):
+            T.vmap(draw, randomness="same")(p)
+        out = T.vmap(lambda x: draw(p[0]) + 0 * x[0], randomness="same")(X)
+        same(out, out[:1].expand_as(out))
+
+
+def test_chances_of_each_example_for_one_tensor_from_outside() -> None:
+    """What randomness refuses is said before that there is one tensor for all to write into."""
+    w = torch.zeros(6)
+    for T in (tsfunc, torch.func):
+        with pytest.raises(RuntimeError, match="not currently support same randomness with a batc"):
+            T.vmap(lambda p: w.bernoulli_(p), randomness="same")(X)
+        with pytest.raises(RuntimeError, match="randomness error mode"):
+            T.vmap(lambda p: w.bernoulli_(p))(X)
+        with pytest.raises(RuntimeError, match="has more elements than `self`"):
+            T.vmap(lambda p: w.bernoulli_(p), randomness="different")(X)
+    same(w, torch.zeros(6))
 
 
 def test_under_grad() -> None:

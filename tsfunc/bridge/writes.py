@@ -26,6 +26,7 @@ from tsfunc.bridge.operators import STATISTICS, operator_of
 from tsfunc.bridge.tracer import WRITERS, Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.turning import BornOutside, Scattered, kin_of, turn
 from tsfunc.ops.dims import InplaceRefused
+from tsfunc.ops.random import one_distribution, refuse_in_error_mode
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -199,6 +200,16 @@ def _first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     prepare_write(func.__name__, values[:1], values)
 
 
+def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Draws with the chances that the second one has. What randomness refuses is said first."""
+    values = (*args, *kwargs.values())
+    level = innermost_level(values)
+    if isinstance(level, BatchLevel) and level.alive:
+        refuse_in_error_mode(func, level)
+        one_distribution(func, level, [getattr(x, "bdim", None) for x in values[1:2]])
+    _first(func, args, kwargs)
+
+
 def _out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Writes to ``out=``."""
     prepare_write(func.__name__, kwargs["out"], (*args, *kwargs.values()))
@@ -235,6 +246,10 @@ def _writers() -> Iterator[Callable[..., Any]]:
 
 
 WRITERS |= dict.fromkeys(_writers(), _first)
-WRITERS |= {torch.Tensor.__setitem__: _first, torch.batch_norm: _statistics}
+WRITERS |= {
+    torch.Tensor.bernoulli_: _drawn,
+    torch.Tensor.__setitem__: _first,
+    torch.batch_norm: _statistics,
+}
 WRITERS |= {torch.instance_norm: _statistics, "out": _out}
 WRITERS |= {OpOverload: _operator, OpOverloadPacket: _first}

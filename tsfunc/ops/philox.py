@@ -74,8 +74,6 @@ class Draw:
         level: the vmap, which knows the index of each example.
         device: where the numbers are needed.
         generator: the one that the call was given, or None.
-        shared: whether all examples draw the same (``randomness="same"``); their results then
-            have one row for all.
     """
 
     def __init__(
@@ -83,16 +81,12 @@ class Draw:
         level: BatchLevel,
         device: torch.device,
         generator: torch.Generator | None = None,
-        shared: bool = False,
     ) -> None:
         self.device = device
-        nonce = _nonce(generator)
-        if shared:
-            self.examples = torch.zeros(1, dtype=torch.int64, device=device)
-        else:
-            self.examples = level.examples(device)
-            nonce = level.keys(nonce, generator)
-        self._key = nonce.to(device).reshape(-1, 2).mT[:, None, :, None]
+        self.examples = level.examples(device)
+        self._key = (
+            level.keys(_nonce(generator), generator).to(device).reshape(-1, 2).mT[:, None, :, None]
+        )
         self._used = 0
 
     def words(self, count: Any) -> Tensor:

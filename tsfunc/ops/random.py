@@ -6,7 +6,7 @@ result is batched in any case, and drawn by one call for the whole batch, which 
 numbers do not depend on where the examples lie, and are torch.func's. Under ``"split"`` too,
 but each example draws as if alone: the rules are in ``random_split``. Under ``"same"`` one example
 is drawn, and is not batched unless other arguments are; where each example has a distribution of
-its own, all make their numbers of the same bits. ``"error"`` refuses.
+its own it is refused, as by torch.func. ``"error"`` refuses.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 def check_randomness(op: Any, level: BatchLevel, kwargs: Mapping[str, Any]) -> None:
     """Raises unless the vmap allows for random operators, and tells it that one will draw."""
+    refuse_in_error_mode(op, level)
+    level.draws(kwargs.get("generator"))
+
+
+def refuse_in_error_mode(op: Any, level: BatchLevel) -> None:
+    """Raises unless the vmap allows for random operators."""
     if level.randomness == "error":
         raise RuntimeError(
             f"vmap: called random operation while in randomness error mode. Please either use "
@@ -40,7 +46,17 @@ def check_randomness(op: Any, level: BatchLevel, kwargs: Mapping[str, Any]) -> N
             f"example draws as if alone, or perform the randomness operation out of vmap (the "
             f"operation is {op_name(op)})"
         )
-    level.draws(kwargs.get("generator"))
+
+
+def one_distribution(op: Any, level: BatchLevel, dims: Dims) -> None:
+    """Raises where one draw is to serve examples that each have a distribution of their own."""
+    if level.randomness == "same" and any(dim is not None for dim in dims):
+        raise RuntimeError(
+            f"Vmap does not currently support same randomness with a batched tensor input: "
+            f"{op_name(op)} draws from a distribution that differs from example to example. Use "
+            f"the 'different' or 'split' randomness flags on vmap, or transform numbers of one "
+            f"distribution (for instance mean + std * torch.randn_like(std))."
+        )
 
 
 def example_of(x: Tensor, at: int | None) -> Tensor:
@@ -78,15 +94,20 @@ def sized(place_of_size: int) -> Rule:
 def randperm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The order of random numbers is a random permutation."""
+    """One after the other: the kernel draws one permutation, and torch.func's are wanted."""
     check_randomness(op, level, kwargs)
     if level.randomness == "same":
         return op(*args, **kwargs), None
     if level.randomness == "split":
         return random_split.randperm(op, level, args, kwargs)
-    options = {k: v for k, v in kwargs.items() if k in ("device", "generator")}
-    keys = torch.rand([level.batch_size, args[0]], dtype=torch.float64, **options)
-    return keys.argsort(-1).to(kwargs.get("dtype") or torch.int64), 0
+    if level.batch_size == 0:
+        return torch.empty([0, args[0]], **_without_generator(kwargs)), 0
+    return torch.stack([op(*args, **kwargs) for _ in range(level.batch_size)]), 0
+
+
+def _without_generator(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in kwargs.items() if name != "generator"}
+    return {**options, "dtype": kwargs.get("dtype") or torch.int64}
 
 
 def drawn_like(
@@ -107,8 +128,9 @@ def drawn_inplace(
 ) -> Any:
     """Overwrites the first argument."""
     check_randomness(op, level, kwargs)
+    one_distribution(op, level, dims[1:])
     x, at = args[0], dims[0]
-    if level.randomness == "same" and all(dim is None for dim in dims[1:]):
+    if level.randomness == "same":
         if at is None:
             return op(*args, **kwargs), None
         x.copy_(op(example_of(x, at), *args[1:], **kwargs).unsqueeze(at))
@@ -122,7 +144,7 @@ def drawn_inplace(
             f"batched: use its out-of-place form, or make the tensor from a batched one (for "
             f"instance x.new_empty)."
         )
-    if level.randomness != "different":
+    if level.randomness == "split":
         random_split.drawn_inplace(op, level, dims, args, kwargs)
         return x, at
     rest = [
@@ -138,9 +160,10 @@ def drawn_from(
 ) -> Any:
     """Tensors are the distribution's parameters."""
     check_randomness(op, level, kwargs)
-    if level.randomness == "same" and all(dim is None for dim in dims):
+    one_distribution(op, level, dims)
+    if level.randomness == "same":
         return op(*args, **kwargs), None
-    if level.randomness != "different":
+    if level.randomness == "split":
         return random_split.drawn_from(op, level, dims, args, kwargs)
     size = level.batch_size
     whole = [
@@ -156,22 +179,28 @@ def drawn_from(
 def bernoulli(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Under "same", one uniform number for all examples is held against each one's chance."""
+    """The chances come last; of another tensor before them only the shape and type count."""
     check_randomness(op, level, kwargs)
+    one_distribution(op, level, dims)
     if level.randomness == "split":
         return random_split.bernoulli(op, level, dims, args, kwargs), 0
     chance, at = args[0], dims[0]
     if len(args) == 2:
-        # Of the first argument only the shape and type count.
         aligned, where = align(args, dims)
         chance = torch.broadcast_tensors(*aligned)[1]
         at = None if all(dim is None for dim in dims) else where
-    if level.randomness != "same" or at is None:
-        out, at = drawn_from(torch.bernoulli, level, [at], [chance], kwargs)
-    else:
-        uniform = torch.rand_like(example_of(chance, at), **kwargs)
-        out = uniform.unsqueeze(at) < chance
+    out, at = drawn_from(torch.bernoulli, level, [at], [chance], kwargs)
     return out.to(args[0].dtype), at
+
+
+@row("aten::bernoulli.p")
+def bernoulli_p(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As torch.func has it, the tensor counts as one of chances, though they are a number."""
+    check_randomness(op, level, kwargs)
+    one_distribution(op, level, dims)
+    return drawn_like(op, level, dims, args, kwargs)
 
 
 @row(
@@ -182,15 +211,11 @@ def bernoulli(
 def normal(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Under "same", one standard normal number is scaled and shifted for each example."""
+    """Alone a normal number can be made of a standard one, so "split" has a way of its own."""
     check_randomness(op, level, kwargs)
     if level.randomness == "split":
         return random_split.normal(op, level, dims, args, kwargs)
-    if level.randomness != "same" or all(dim is None for dim in dims):
-        return drawn_from(op, level, dims, args, kwargs)
-    (mean, std), at = align((*args, 1.0)[:2], dims)
-    noise = torch.randn_like(example_of(mean + std, at), **kwargs)
-    return mean + std * noise.unsqueeze(at), at
+    return drawn_from(op, level, dims, args, kwargs)
 
 
 @row("aten::multinomial")
@@ -199,9 +224,10 @@ def multinomial(
 ) -> Any:
     """The kernel takes a matrix of rows to draw from."""
     check_randomness(op, level, kwargs)
-    if level.randomness == "same" and dims[0] is None:
+    one_distribution(op, level, dims)
+    if level.randomness == "same":
         return op(*args, **kwargs), None
-    if level.randomness != "different":
+    if level.randomness == "split":
         return random_split.multinomial(op, level, dims, args, kwargs)
     x = batched_front(args[0], dims[0], level.batch_size)
     if x.dim() == 2:
@@ -353,7 +379,6 @@ rows(
     "aten::randint_like.generator",
     "aten::randint_like.low_dtype",
     "aten::randint_like.low_generator_dtype",
-    "aten::bernoulli.p",
     "aten::normal_functional",
     "aten::uniform",
     "aten::exponential",

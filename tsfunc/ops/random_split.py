@@ -1,8 +1,7 @@
 """Random operators where each example draws as if alone: the rules for ``randomness="split"``.
 
 See NOTE [draws of an example] in ``philox``. The rules here take the same arguments as those of
-``random``, which call them. With ``level.randomness`` "same" they serve what has a distribution for
-each example: all examples then draw the same bits.
+``random``, which call them.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ Sampler = Callable[..., Tensor]
 
 def draw_for(level: BatchLevel, device: Any, kwargs: Mapping[str, Any]) -> Draw:
     """The random words of a call with these keyword arguments."""
-    shared = level.randomness == "same"
-    return Draw(level, torch.device(device), kwargs.get("generator"), shared)
+    return Draw(level, torch.device(device), kwargs.get("generator"))
 
 
 def _require(condition: bool, op: Any, message: str) -> None:
