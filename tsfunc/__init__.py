@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tsfunc import dispatch, errors
+from tsfunc import dispatch, errors, ops
 from tsfunc.bridge.tracer import Tracer, TracerLevel
 from tsfunc.transforms.collectives import (
     all_gather,
@@ -66,6 +66,7 @@ __all__ = [
     "linear_transpose",
     "linearize",
     "make_graph",
+    "ops",
     "pmax",
     "pmean",
     "pmin",

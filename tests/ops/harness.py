@@ -203,7 +203,7 @@ def check(
     op: Any,
     *args: Any,
     choices: Sequence[tuple[int, ...]] | None = None,
-    size: int = SIZE,
+    batch_size: int = SIZE,
     seed: int = 0,
     **kwargs: Any,
 ) -> int:
@@ -225,7 +225,7 @@ def check(
         ranks = [_at(args, p).dim() for p in chosen]
         layouts = [[0] * len(ranks), ranks, [rng.randint(0, r) for r in ranks]]
         for ats in {tuple(a): a for a in layouts}.values():
-            made = plan(args, dict(zip(chosen, ats, strict=True)), size)
+            made = plan(args, dict(zip(chosen, ats, strict=True)), batch_size)
             shapes = [tuple(_at(args, p).shape) for p in paths]
             what = f"{op.name()} {shapes} dims {made.dims} {kwargs or ''}"
             ran += run_plan(row, op, made, kwargs, what)

@@ -144,9 +144,24 @@ def together(*ranks: int, broadcast: bool = False) -> Any:
     return rule
 
 
-rows(together(2, 1), "aten::lu_unpack", "aten::linalg_householder_product")
+rows(together(2, 1), "aten::linalg_householder_product")
 rows(together(2, 1, 2), "aten::ormqr")
 rows(together(2, 1, 2, broadcast=True), "aten::linalg_ldl_solve")
+
+
+_unpacked = together(2, 1)
+
+
+@row("aten::lu_unpack")
+def lu_unpack(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What is not asked for comes back empty, with no dim for the batch."""
+    found = _unpacked(op, level, dims, args, kwargs)
+    if found is NotImplemented:
+        return found
+    outs, at = found
+    return outs, tuple(None if out.numel() == 0 and out.dim() == 1 else at for out in outs)
 
 
 @row("aten::linalg_cross")

@@ -21,7 +21,7 @@ def weight_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A weight of the direction of ``v`` and the length ``g``, and the norms of ``v``."""
-    v, g, dim = filled(args, 0)
+    v, g, dim = filled(args, None, None, 0)
     v, g = batched_front(v, dims[0], level.batch_size), batched_front(g, dims[1], level.batch_size)
     norms = v.norm(2, _except_dim(v, dim), keepdim=True)
     return (v * (g / norms), norms), 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +122,12 @@ def test_the_counts_of_2020() -> None:
 
 
 @pytest.fixture
-def another_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that has overloads of which the table knows nothing."""
     gone = ("aten::sin", "aten::sin.out", "aten::mm", "aten::nonzero", "aten::frac", "aten::sgn_")
     table = {name: line for name, line in read_table().items() if name not in gone}
     monkeypatch.setattr(module, "read_table", lambda: table)
-    module._outside_of_the_table.cache_clear()
-    yield
-    module._outside_of_the_table.cache_clear()
+    monkeypatch.setattr(module, "_found", {})
 
 
 @pytest.mark.usefixtures("another_torch")

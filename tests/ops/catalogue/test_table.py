@@ -120,12 +120,10 @@ def tried() -> list[str]:
 
 
 @same_torch
-@pytest.mark.parametrize("start", range(3))
-def test_a_sample_tried_again_gives_the_same(start: int) -> None:
-    # Values and not ranks are where trying can come out otherwise: left to the generator's test.
-    names = sorted(random.Random(start).sample(tried(), 15))
+def test_a_sample_tried_again_gives_the_same() -> None:
+    names = sorted(random.Random(0).sample(tried(), 40))
     for name, evidence in try_all(names).items():
-        assert evidence.ranks == TABLE[name].evidence.ranks, name
+        assert evidence == TABLE[name].evidence, name
 
 
 @same_torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -86,17 +85,24 @@ def lookup(operator: Any) -> OperatorEntry:
     return OperatorEntry(name, category, source, line.facts, line.evidence, rule, file, number)
 
 
-@functools.lru_cache(maxsize=4096)
+_found: dict[str, Line] = {}
+
+
 def _outside_of_the_table(name: str) -> Line | None:
     """By the rules, here and now: for custom operators, and another torch's than the table's."""
-    signature = reader().signature(name)
-    if signature is None:
-        return None
-    evidence = {}
-    if reader().fake(name):
-        evidence[name] = Trial(signature, "meta").evidence()
-    table = {known: line.evidence for known, line in read_table().items()}
-    return Classifier({**table, **evidence}).line(name)
+    if name not in _found:
+        signature = reader().signature(name)
+        if signature is None:
+            return None
+        evidence = {known: line.evidence for known, line in read_table().items()}
+        fake = reader().fake(name)
+        if fake:
+            evidence[name] = Trial(signature, "meta").evidence()
+        line = Classifier(evidence).line(name)
+        if line is None or (fake and not line.evidence.tried):
+            return line  # its fake kernel may still come
+        _found[name] = line
+    return _found[name]
 
 
 def _unknown(operator: Any, name: str) -> str:
