@@ -33,6 +33,13 @@ UNDEFINED = {"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 RESHAPING = {
     "aten::t_", "aten::squeeze_", "aten::squeeze_.dim", "aten::squeeze_.dims", "aten::detach_",
 }  # fmt: skip
+# They draw from what their arguments say: there is no number that all examples could share.
+OF_ITS_ARGUMENTS = {
+    "aten::_sample_dirichlet", "aten::_standard_gamma", "aten::bernoulli",
+    "aten::bernoulli.Tensor", "aten::bernoulli.p", "aten::bernoulli_.Tensor", "aten::binomial",
+    "aten::multinomial", "aten::normal.Tensor_Tensor", "aten::normal.Tensor_float",
+    "aten::normal.float_Tensor", "aten::poisson",
+}  # fmt: skip
 
 ROWS = {name for name, row in all_rows().items() if row.rule is not None}
 RANDOM = {name for name in ROWS if lookup(name).facts.random} | UNDEFINED
@@ -85,6 +92,10 @@ def outlines(out: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
 @each("name", sorted(RANDOM - {*ELSEWHERE, *UNTRIED, *RUN_BY_HAND}))
 def test_a_draw_has_the_shapes_of_the_loop(name: str, randomness: str) -> None:
     for args, kwargs in seeded_calls(name):
+        if randomness == "same" and name in OF_ITS_ARGUMENTS:
+            with pytest.raises(RuntimeError, match="same randomness with a batched tensor"):
+                mapped(name, args, kwargs, randomness=randomness)
+            continue
         out = mapped(name, args, kwargs, randomness=randomness)
         one = overload(name)(*next(examples_of(args)), **kwargs)
         batched = [((SIZE, *shape), dtype) for shape, dtype in outlines(one)]
