@@ -34,6 +34,12 @@ _LEAVES: set[type] = {
     torch.dtype, torch.device, torch.Size,
 }  # fmt: skip
 
+
+def add_leaf(kind: type) -> None:
+    """Has the instances of a class be leaves for good; nothing is asked of them."""
+    _LEAVES.add(kind)
+
+
 # Whether a class was taken in: what is known elsewhere, asked for each unknown leaf.
 Adopt = Callable[[type], bool]
 _adopters: list[Adopt] = []

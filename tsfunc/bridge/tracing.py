@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import METHODS, Tracer, TracerLevel, metadata, written
+from tsfunc.bridge.untyped import AnyValue
 from tsfunc.dispatch import (
     DispatchKey,
     Operator,
@@ -283,6 +284,8 @@ class Lifting(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if AnyValue in types:
+            return AnyValue.__torch_function__(func, types, args, kwargs)
         if func not in METHODS or func in (torch.detach, torch.Tensor.detach):
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}

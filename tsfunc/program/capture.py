@@ -15,6 +15,7 @@ from tsfunc.bridge import torch_state
 from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.symbols import Symbols, size_node
 from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
+from tsfunc.bridge.untyped import without_stand_ins
 from tsfunc.dispatch import state
 from tsfunc.errors import ConstraintViolation
 from tsfunc.program.codegen import generate
@@ -22,6 +23,7 @@ from tsfunc.program.inputs import InputSpec
 from tsfunc.program.instances import Instances
 from tsfunc.program.passes import simplify
 from tsfunc.program.program import Program
+from tsfunc.program.untyped import StandIn
 from tsfunc.types import Dim, DimExpr, DimForm
 
 
@@ -34,6 +36,7 @@ def capture(
     bounds: Mapping[str, Dim],
     what: str = "specialize",
     instances: Instances | None = None,
+    untyped: Mapping[int, StandIn] | None = None,
 ) -> Program:
     """Traces a function.
 
@@ -47,6 +50,7 @@ def capture(
         what: which transform it is traced for.
         instances: the objects whose attributes are watched. The tensors among what is read of
             arguments are inputs of the program that come after the flattened arguments.
+        untyped: the arguments of type ``Any``, with which nothing may be computed.
 
     Raises:
         ConstraintViolation: the function's course depends on the size of a named dim.
@@ -55,9 +59,11 @@ def capture(
     """
     symbols = Symbols({dim: (d.min, d.max) for dim, d in bounds.items()})
     instances = instances or Instances(name)
-    level, out = _traced(f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances)
+    level, out = _traced(
+        f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances, untyped or {}
+    )
     instances.finish()
-    leaves, out_tree = pytrees.flatten(out)
+    leaves, out_tree = pytrees.flatten(without_stand_ins(out))
     level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
     _check_needs(name, symbols)
     reached = {id(x): len(flat) + i for i, (x, _) in enumerate(instances.held.inputs)}
@@ -80,7 +86,7 @@ def outline(
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
     """
-    level, out = _traced(what, func, flat, tree, inputs, {}, Symbols({}), Instances(what))
+    level, out = _traced(what, func, flat, tree, inputs, {}, Symbols({}), Instances(what), {})
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -101,12 +107,13 @@ def _traced(
     bounds: Mapping[str, Dim],
     symbols: Symbols,
     instances: Instances,
+    untyped: Mapping[int, StandIn],
 ) -> tuple[TraceLevel, Any]:
     """Traces a function outside of all levels; the trace's level, and what it returns."""
     with torch_state.outside_all_levels(), state.outside_all_levels():
         level = TraceLevel(what, symbols.fake, lambda value: None)
         try:
-            return level, _run(level, func, flat, tree, inputs, bounds, symbols, instances)
+            return level, _run(level, func, flat, tree, inputs, bounds, symbols, instances, untyped)
         except BaseException:
             instances.put_back()
             raise
@@ -121,6 +128,7 @@ def _run(
     bounds: Mapping[str, Dim],
     symbols: Symbols,
     instances: Instances,
+    untyped: Mapping[int, StandIn],
 ) -> Any:
     """Runs the function on traced tensors; what it returns."""
     traced = list(flat)
@@ -129,6 +137,8 @@ def _run(
         level.sizes = symbols.as_nodes(level.graph, _size_nodes(level, inputs, tracers, bounds))
         for spec, tracer in zip(inputs, tracers, strict=True):
             traced[spec.position] = tracer
+        for position, stand_in in untyped.items():
+            traced[position] = stand_in(traced[position])
         args, kwargs = pytrees.unflatten(tree, traced)
         with Lifting(level), instances:
             return func(*args, **kwargs)

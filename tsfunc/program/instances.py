@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.tracing import is_traced
+from tsfunc.bridge.untyped import AnyValue
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.holding import Held, Place, put_back
 from tsfunc.program.watching import Watching
 from tsfunc.types import check
-from tsfunc.types.annotation import attribute_types
+from tsfunc.types.annotation import attribute_types, says_any
 
 _STATE = ("_parameters", "_buffers", "_modules")
 _MISSING: Any = object()
@@ -187,7 +188,15 @@ class Instance:
                     variable = facts.bind(variable + step)
                 place = Place(variable, f"{self.place.text}.{name}", owner, self.place.own)
                 self.instances.held.take(value, place)
-        return value
+        return self._typed(name, value)
+
+    def _typed(self, name: str, value: Any) -> Any:
+        """The value, or what stands for one that its class calls ``Any``."""
+        cls = type(self.value)
+        if value is None or is_traced(value) or _is_installed(cls) or not says_any(cls, name):
+            return value
+        mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
+        return AnyValue(value, f"{self.place.text}.{name}", mend)
 
     def _check(self, name: str, value: Any, owner: str) -> None:
         """What the class says of the attribute holds; an installed one's is not the user's."""

@@ -340,3 +340,14 @@ def attribute_types(cls: type) -> Mapping[str, TSType]:
     if clear:
         _known[cls] = found
     return found
+
+
+def says_any(cls: type, name: str) -> bool:
+    """Whether an attribute is annotated as ``Any``, and not merely as what is no type."""
+    if attribute_types(cls).get(name) != ANY:
+        return False
+    annotation = dict(raw_annotations(cls))[name]
+    try:
+        return from_annotation(annotation, class_scope(cls)) == ANY
+    except AnnotationError:
+        return False

@@ -143,6 +143,26 @@ def _parameter_type(parameter: inspect.Parameter, scope: Scope, name: str) -> TS
     return optional(type_) if default is None and type_ != NONE else type_
 
 
+def annotated_types(func: Any) -> dict[str, TSType]:
+    """The types of the parameters of a function that have an annotation which is a type.
+
+    ``*args`` and ``**kwargs`` are left out: ``Any`` there is what functions write that pass on
+    whatever comes.
+    """
+    target = func.forward if isinstance(func, torch.nn.Module) else func
+    inner = _function(target)
+    scope = _scope(inner, _owner(inner))
+    found: dict[str, TSType] = {}
+    for name, parameter in inspect.signature(target).parameters.items():
+        if parameter.annotation is _EMPTY or parameter.kind in (_ONE, _MANY):
+            continue
+        try:
+            found[name] = from_annotation(parameter.annotation, scope)
+        except AnnotationError:  # it says nothing to us
+            continue
+    return found
+
+
 # --- where a function comes from
 
 

@@ -1,0 +1,100 @@
+"""Values of type ``Any`` in a trace: they may be passed on and returned, and nothing else.
+
+A type that says nothing gives a program nothing to be checked by. So what an annotation or a
+descriptor calls ``Any`` is handed to the traced function behind a stand-in, which answers every
+use of it with an error that says where the concrete type is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from tsfunc import pytrees
+from tsfunc.dispatch.places import users_place
+from tsfunc.errors import TypeCheckError
+
+
+class AnyValue:
+    """Stands for a value of type ``Any`` while a function is traced.
+
+    Args:
+        value: the value.
+        text: how a user would write it: ``x``, ``params['w']``, ``Model.scale``.
+        mend: where its type is said, and how to say another.
+    """
+
+    __slots__ = ("_mend", "_text", "_value")
+
+    @property
+    def __class__(self) -> NoReturn:
+        """What ``isinstance`` asks for, of everything that is not plainly of the class."""
+        _refuse(self, "its class is asked for")
+
+    def __init__(self, value: Any, text: str, mend: str) -> None:
+        object.__setattr__(self, "_value", value)
+        object.__setattr__(self, "_text", text)
+        object.__setattr__(self, "_mend", mend)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        leaves = pytrees.leaves_of((tuple(args), dict(kwargs or {})))
+        value = next(leaf for leaf in leaves if type(leaf) is AnyValue)
+        _refuse(value, f"{getattr(func, '__name__', func)}(...)")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(self, f".{name}")
+
+    def __repr__(self) -> str:
+        return f"<{_of(self, '_text')}, of type Any>"
+
+    def __hash__(self) -> int:
+        _refuse(self, "hash(...)")
+
+
+def _of(value: AnyValue, name: str) -> Any:
+    return object.__getattribute__(value, name)
+
+
+def _refuse(value: AnyValue, use: str) -> NoReturn:
+    text = _of(value, "_text")
+    raise TypeCheckError(
+        f"{text} is of type Any, of which nothing is known, so that nothing can be computed with "
+        f"it: {use} at {users_place()}. {_of(value, '_mend')}"
+    )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def method(self: AnyValue, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self, name)
+
+    method.__name__ = name
+    return method
+
+
+pytrees.add_leaf(AnyValue)
+
+# Python looks operators up in the class, past __getattr__.
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor"
+_OTHERS = (
+    "eq ne lt le gt ge neg pos abs invert bool int float complex index round trunc floor ceil len "
+    "iter next reversed contains getitem setitem delitem call enter exit setattr delattr"
+)
+for _name in (
+    *(f"__{prefix}{word}__" for word in _BINARY.split() for prefix in ("", "r", "i")),
+    *(f"__{word}__" for word in _OTHERS.split()),
+):
+    setattr(AnyValue, _name, _refusing(_name))
+
+
+def without_stand_ins(tree: Any) -> Any:
+    """A pytree with what stands for values of type ``Any`` replaced by the values."""
+    if not any(type(leaf) is AnyValue for leaf in pytrees.leaves_of(tree)):
+        return tree
+    return pytrees.tree_map(lambda x: _of(x, "_value") if type(x) is AnyValue else x, tree)
