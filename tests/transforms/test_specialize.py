@@ -50,6 +50,14 @@ class Pair(NamedTuple):
     b: Tensor
 
 
+def test_a_function_may_be_called_as_an_operator_is() -> None:
+    def add(x: Tensor) -> Tensor:
+        return x + x
+
+    s = specialize(add)
+    torch.testing.assert_close(s(torch.ones(2)), torch.full((2,), 2.0))
+
+
 class TestProgramsAreFunctions:
     def test_plain_case(self) -> None:
         x = torch.randn(3, 4)

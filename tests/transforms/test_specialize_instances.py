@@ -64,7 +64,7 @@ class Net(nn.Module):
         return (x + self.shift) * self.gain
 
 
-def apply(model: Any, x: Tensor) -> Any:
+def apply(model: Callable[[Tensor], Any], x: Tensor) -> Any:
     return model(x)
 
 

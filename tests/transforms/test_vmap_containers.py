@@ -224,7 +224,7 @@ def test_deeper_ones_say_so_when_they_are_used() -> None:
 def test_specialized_functions_take_and_return_dataclasses() -> None:
     @dataclasses.dataclass
     class Fresh:
-        x: Any
+        x: Tensor
         name: str = "a"
 
     def f(s: Fresh) -> Fresh:

@@ -27,9 +27,13 @@ class AnyValue:
     __slots__ = ("_mend", "_text", "_value")
 
     @property
-    def __class__(self) -> NoReturn:
+    def __class__(self) -> type[Any]:
         """What ``isinstance`` asks for, of everything that is not plainly of the class."""
         _refuse(self, "its class is asked for")
+
+    @__class__.setter
+    def __class__(self, cls: type[Any]) -> None:
+        _refuse(self, "its class is assigned")
 
     def __init__(self, value: Any, text: str, mend: str) -> None:
         object.__setattr__(self, "_value", value)

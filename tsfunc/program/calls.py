@@ -27,6 +27,7 @@ from tsfunc.program.inputs import (
 from tsfunc.program.instances import Instances
 from tsfunc.program.program import Program
 from tsfunc.program.reads import reads_of
+from tsfunc.program.untyped import any_arguments
 from tsfunc.types import Bindings, CompiledDescriptors, Dim
 from tsfunc.types.meta import tensor_text
 
@@ -131,9 +132,11 @@ class FirstCall:
     ) -> tuple[Entry, Sequence[Any]]:
         """A program for such calls, and the tensors that it reads of objects in the arguments."""
         instances = self._instances()
+        described = {} if self.contract is None else self.contract.descriptors
         program = capture(
-            self.func, self.name, self.flat, self.tree, inputs, bounds, instances=instances
-        )
+            self.func, self.name, self.flat, self.tree, inputs, bounds, instances=instances,
+            untyped=any_arguments(self.func, described, self.places, _spell),
+        )  # fmt: skip
         guard = generate_guard(self.flat, inputs, bounds)
         held = instances.held
         reach = held.facts.function() if held.facts else None

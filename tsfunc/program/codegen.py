@@ -119,7 +119,9 @@ def generate(
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
             _write_bodies(node.target)
-    names = _Names(lifted, (node.name for node in graph.nodes))
+    safe = name if name.isidentifier() else "program"
+    # The function may be called as an operator is.
+    names = _Names(lifted, (safe, *(node.name for node in graph.nodes)))
     body: list[str] = []
     places = iter(inputs)
     dropped = _last_uses(graph)
@@ -142,7 +144,6 @@ def generate(
             body.append(f"{indent}{node.name} = {_expression(node, names)}{comment}")
             if dropped[node]:
                 body.append(f"{indent}del {', '.join(dropped[node])}")
-    safe = name if name.isidentifier() else "program"
     source = f"def {safe}(args):\n" + "".join(f"    {line}\n" for line in body)
     scope = dict(names.scope)
     exec(compile(source, f"<program {safe}>", "exec"), scope)

@@ -1,0 +1,209 @@
+"""``Any`` in specialized functions: legal in a signature, and illegal to compute with."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, Dict, NamedTuple  # noqa: UP035
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tsfunc import MetaTensorType, grad, specialize, vmap
+from tsfunc.errors import TypeCheckError
+
+X = torch.tensor([1.0, -2.0])
+
+
+def add(x: Any, y: Tensor) -> Any:
+    return x + y
+
+
+def as_second_argument(x: Any, y: Tensor) -> Tensor:
+    return torch.add(y, x)
+
+
+def method(x: Any, y: Tensor) -> Any:
+    return x.sin()
+
+
+def in_a_list(x: Any, y: Tensor) -> Tensor:
+    return torch.cat([y, x])
+
+
+def shape(x: Any, y: Tensor) -> Any:
+    return x.shape
+
+
+def mapped(x: Any, y: Tensor) -> Any:
+    return vmap(torch.sin)(x)
+
+
+def differentiated(x: Any, y: Tensor) -> Any:
+    return grad(torch.sum)(x)
+
+
+def by_string(x: Any, y: Tensor) -> Any:
+    return -x
+
+
+def as_object(x: object, y: Tensor) -> Any:
+    return y * x  # type: ignore[operator]
+
+
+def asked(x: Any, y: Tensor) -> Tensor:
+    return y if isinstance(x, Tensor) else -y
+
+
+def decided(x: Any, y: Tensor) -> Tensor:
+    return y if x else -y
+
+
+def called(x: Any, y: Tensor) -> Any:
+    return x(y)
+
+
+def compared(x: Any, y: Tensor) -> Any:
+    return y if x == "sum" else -y
+
+
+def indexed(x: Any, y: Tensor) -> Any:
+    return y[x]
+
+
+def keyed(x: Dict[str, Any], y: Tensor) -> Any:  # noqa: UP006
+    return x["a"] * 2
+
+
+USES: list[tuple[Callable[..., Any], Any, str]] = [
+    (add, X, "__add__"),
+    (as_second_argument, X, r"add\(...\)"),
+    (method, X, ".sin"),
+    (in_a_list, X, r"cat\(...\)"),
+    (shape, X, ".shape"),
+    (mapped, X, "its class is asked for"),
+    (differentiated, X, "its class is asked for"),
+    (by_string, 2.0, "__neg__"),
+    (as_object, 2.0, "__rmul__"),
+    (asked, X, "its class is asked for"),
+    (decided, True, "__bool__"),
+    (called, torch.sin, "__call__"),
+    (called, nn.Identity(), "__call__"),
+    (compared, "sum", "__eq__"),
+    (indexed, 0, "getitem"),
+]
+
+
+@pytest.mark.parametrize(("func", "value", "use"), USES)
+def test_nothing_is_computed_with_any(func: Callable[..., Any], value: Any, use: str) -> None:
+    _, first = inspect.getsourcelines(func)
+    with pytest.raises(TypeCheckError, match=use) as error:
+        specialize(func)(value, X)
+    text = str(error.value)
+    assert text.startswith("x is of type Any, of which nothing is known")
+    assert f"test_specialize_any.py:{first + 1}, in {func.__name__}" in text
+    assert f"The annotation of 'x' at {__file__}:{first} says so" in text
+
+
+def test_the_path_of_a_leaf() -> None:
+    with pytest.raises(TypeCheckError, match=r"^x\['a'\] is of type Any"):
+        specialize(keyed)({"a": X}, X)
+
+
+@pytest.mark.parametrize("value", [X, 3, "sum", None, {"a": X, "b": 1}, [X, X]])
+def test_any_is_passed_on_and_returned(value: Any) -> None:
+    def f(x: Any, y: Tensor) -> Any:
+        return {"x": x, "pair": (x, y + 1)}
+
+    found = specialize(f)(value, X)
+    assert str(found["x"]) == str(value) == str(found["pair"][0])
+    torch.testing.assert_close(found["pair"][1], X + 1)
+
+
+def test_none_is_a_concrete_type() -> None:
+    def f(y: Tensor, x: Any = None) -> Tensor:
+        return y if x is None else -y
+
+    s = specialize(f)
+    assert s(X).equal(X) and s(X, None).equal(X) and s(X, 3).equal(-X)
+
+
+def test_a_descriptor_says_what_the_annotation_does_not() -> None:
+    s = specialize(add, {"x": MetaTensorType(["n"]), "y": MetaTensorType(["n"])})
+    assert s(X, X).equal(2 * X)
+    assert specialize(keyed, {"x": {"a": Tensor}})({"a": X}, X).equal(2 * X)
+    assert specialize(add, {"x": 3})(3, X).equal(X + 3)
+
+
+def test_a_descriptor_may_say_any() -> None:
+    def f(x, y):  # type: ignore[no-untyped-def]
+        return x + y
+
+    assert specialize(f)(X, X).equal(2 * X)
+    with pytest.raises(TypeCheckError, match="Its descriptor says so: describe 'y' with"):
+        specialize(f, {"y": Any})(X, X)
+    with pytest.raises(TypeCheckError, match=r"x\['b'\] is of type Any"):
+        specialize(lambda x: x["a"] + x["b"], {"x": {"a": Tensor, "b": Any}})({"a": X, "b": X})
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Any
+
+
+@dataclasses.dataclass
+class Record:
+    w: Tensor
+    b: Any
+    act: Callable[[Tensor], Tensor] = torch.sin
+
+
+def test_fields_of_type_any() -> None:
+    def whole(d: Record, p: Pair) -> Any:
+        return d.act(d.w) + p.a, d.b, p.b
+
+    total, b, three = specialize(whole)(Record(X, X + 5), Pair(X, 3))
+    assert total.equal(torch.sin(X) + X) and b.equal(X + 5) and three == 3
+    for f, path in (
+        (lambda d, p: d.w + d.b, r"d\['b'\]"),
+        (lambda d, p: p.a + p.b, r"p\[1\]"),
+    ):
+        f.__annotations__ = {"d": Record, "p": Pair}
+        with pytest.raises(TypeCheckError, match=f"^{path} is of type Any"):
+            specialize(f)(Record(X, X), Pair(X, X))
+
+
+class Scaled(nn.Module):
+    scale: Any
+    shift: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.shift = None
+
+    def forward(self, x: Tensor) -> Any:
+        return x * self.scale
+
+
+class Returning(Scaled):
+    def forward(self, x: Tensor) -> Any:
+        return x + 1, self.scale
+
+
+def test_attributes_of_type_any() -> None:
+    with pytest.raises(TypeCheckError, match=r"self\.scale is of type Any.*Scaled declares it so"):
+        specialize(Scaled())(X)
+    with pytest.raises(TypeCheckError, match=r"m\.scale is of type Any.*Scaled declares it so"):
+        specialize(lambda m, x: m(x))(Scaled(), X)
+    y, scale = specialize(Returning())(X)
+    assert y.equal(X + 1) and scale == 2.0
+
+
+def test_what_takes_whatever_comes_is_not_asked_for_types() -> None:
+    def f(*args: Any, **kwargs: Any) -> Any:
+        return args[0] + kwargs["y"]
+
+    assert specialize(f)(X, y=X).equal(2 * X)
