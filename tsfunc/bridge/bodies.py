@@ -31,7 +31,7 @@ from tsfunc.dispatch.state import Level, tls, using
 
 _SHARED = (
     "key", "depth", "bits", "outer", "name", "_site", "_restores", "autograd", "forward",
-    "torch_state", "functorch_depth", "_entered", "fake",
+    "torch_state", "functorch_depth", "_entered", "fake", "lines",
 )  # fmt: skip
 
 

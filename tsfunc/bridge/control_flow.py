@@ -264,7 +264,7 @@ class _Call:
         """As a node of the trace."""
         trace = self.trace
         nodes = [x.node for x in inputs]
-        node = trace.graph.call_function(self.op, (*nodes, *self.numbers))
+        node = trace.record(self.op, (*nodes, *self.numbers))
         tracks = torch.is_grad_enabled() and any(x.tracks for x in inputs)
         if trace.torch_state.grad_mode and not torch.is_grad_enabled():
             node.meta["no_grad"] = True

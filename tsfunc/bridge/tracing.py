@@ -32,6 +32,7 @@ from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import METHODS, Tracer, TracerLevel, metadata, written
 from tsfunc.bridge.untyped import AnyValue
+from tsfunc.bridge.watching import Lines
 from tsfunc.dispatch import (
     DispatchKey,
     Operator,
@@ -52,16 +53,18 @@ class TraceLevel(TracerLevel):
         graph: the torch.fx graph so far.
         fake: the mode that works out results.
         sizes: records a symbolic number as a node of the graph.
+        lines: the user's line of what is called.
         lifted: the tensors from outside that the function reads, each with its node.
     """
 
-    __slots__ = ("fake", "graph", "lifted", "sizes")
+    __slots__ = ("fake", "graph", "lifted", "lines", "sizes")
 
     def __init__(self, name: str, fake: FakeTensorMode, sizes: Callable[[Any], Any]) -> None:
         super().__init__(DispatchKey.Trace, name)
         self.graph = torch.fx.Graph()
         self.fake = fake
         self.sizes = sizes
+        self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
 
     def sees_factory(self, name: str, random: bool) -> bool:
@@ -73,6 +76,14 @@ class TraceLevel(TracerLevel):
         """A fake tensor of the example's type and device."""
         with without_factory_keys(), self.fake:
             return torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+
+    def record(
+        self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None
+    ) -> torch.fx.Node:
+        """A new call in the graph, with the user's line that makes it."""
+        node = self.graph.call_function(target, tuple(args), kwargs)
+        node.meta["place"] = self.lines.here()[0]
+        return node
 
     def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
         """A new input of the graph that looks like the fake value."""
@@ -105,7 +116,7 @@ class TraceTracer(Tracer):
     def cut(self) -> TraceTracer:
         level = self.dispatch_level
         detach = torch.ops.aten.detach.default
-        node = level.graph.call_function(detach, (self.node,))
+        node = level.record(detach, (self.node,))
         node.meta["op"] = operator_of(detach)
         return traced_as(self.value, node, level, False)
 
@@ -131,6 +142,7 @@ def traced_as(
     tracer.node = node
     tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())
     node.meta["val"] = value
+    node.meta["requires_grad"] = tracer.tracks
     return tracer
 
 
@@ -224,7 +236,7 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return level.sizes(arg) if isinstance(arg, _SYMBOLIC) else arg
 
     nodes, named = optree.tree_map(node_of, (tuple(args), dict(kwargs)), none_is_leaf=True)
-    node = level.graph.call_function(op.overload, _as_lists(nodes), named)
+    node = level.record(op.overload, _as_lists(nodes), named)
     node.meta["op"] = op
     if level.torch_state.grad_mode and not tracks:
         node.meta["no_grad"] = True
@@ -248,6 +260,7 @@ def _record_results(
     if op.inplace and isinstance(results, torch.Tensor):
         first = args[0]
         first.tracks = first.tracks or tracks
+        node.meta["val"], node.meta["requires_grad"] = first.value, first.tracks
         return written(op, args, kwargs)
     if isinstance(results, torch.Tensor):
         return traced_as(results, node, level, tracks)

@@ -6,9 +6,11 @@ same arguments faster than the overload itself; results are dropped as soon as t
 
 from __future__ import annotations
 
+import keyword
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +20,10 @@ from tsfunc.bridge.control_flow import ControlFlow
 from tsfunc.bridge.operators import TorchOperator, fast_function
 
 
-class _Names:
+class Names:
     """The names that the source uses for objects: operators, lifted tensors, odd constants."""
 
-    def __init__(self, lifted: dict[str, torch.Tensor], locals_: Iterable[str]) -> None:
+    def __init__(self, lifted: Mapping[str, torch.Tensor], locals_: Iterable[str]) -> None:
         self.scope: dict[str, Any] = {"inf": math.inf, "nan": math.nan, "torch": torch, **lifted}
         self._taken = set(locals_)
         self._known: dict[int, str] = {}
@@ -43,7 +45,7 @@ _LITERALS = (int, float, bool, str, type(None), complex)
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def _spell(value: Any, names: _Names) -> str:
+def _spell(value: Any, names: Names) -> str:
     """An argument as Python."""
     if isinstance(value, torch.fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
@@ -70,7 +72,7 @@ _OPERATORS = {
 }  # fmt: skip
 
 
-def _expression(node: torch.fx.Node, names: _Names) -> str:
+def _expression(node: torch.fx.Node, names: Names) -> str:
     """The right-hand side of a node's line."""
     target: Any = node.target
     if target is operator.getitem:
@@ -105,8 +107,60 @@ def _last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[str]]:
     return dropped
 
 
+@dataclass(frozen=True)
+class Statement:
+    """A statement of the source.
+
+    Attributes:
+        text: the Python of it, indented within the function's body.
+        node: what it computes, None for what only drops or surrounds.
+    """
+
+    text: str
+    node: torch.fx.Node | None = None
+
+
+def statements(graph: torch.fx.Graph, inputs: Sequence[int], names: Names) -> Iterator[Statement]:
+    """A graph as the statements of a function's body.
+
+    Args:
+        graph: what it computes.
+        inputs: where each input stands in the list that the function is called with.
+        names: what the statements call the objects that they use.
+    """
+    places = iter(inputs)
+    dropped = _last_uses(graph)
+    quiet = False
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            yield Statement(f"{node.name} = args[{next(places)}]", node)
+        elif node.op == "output":
+            yield Statement(f"return {_spell(tuple(node.args[0]), names)}", node)
+        elif node.op == "call_function":
+            if node.meta.get("no_grad"):
+                if not quiet:
+                    yield Statement("with torch.no_grad():")
+                indent, quiet = "    ", True
+            else:
+                indent, quiet = "", False
+            yield Statement(f"{indent}{node.name} = {_expression(node, names)}", node)
+            if dropped[node]:
+                yield Statement(f"{indent}del {', '.join(dropped[node])}")
+
+
+def names_of(name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor]) -> Names:
+    """Names for the objects of a graph's source: not the function's own, nor one of a value."""
+    # The function may be called as an operator is.
+    return Names(lifted, (function_name(name), *(node.name for node in graph.nodes)))
+
+
+def function_name(name: str) -> str:
+    """What the source calls a function."""
+    return name if name.isidentifier() and not keyword.iskeyword(name) else "program"
+
+
 def generate(
-    name: str, graph: torch.fx.Graph, inputs: Sequence[int], lifted: dict[str, torch.Tensor]
+    name: str, graph: torch.fx.Graph, inputs: Sequence[int], lifted: Mapping[str, torch.Tensor]
 ) -> tuple[str, Callable[[Sequence[Any]], Sequence[Any]]]:
     """The source of a graph, and the function that it defines.
 
@@ -119,35 +173,13 @@ def generate(
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
             _write_bodies(node.target)
-    safe = name if name.isidentifier() else "program"
-    # The function may be called as an operator is.
-    names = _Names(lifted, (safe, *(node.name for node in graph.nodes)))
-    body: list[str] = []
-    places = iter(inputs)
-    dropped = _last_uses(graph)
-    quiet = False
-    for node in graph.nodes:
-        comment = _comment(node)
-        if node.op == "placeholder":
-            body.append(f"{node.name} = args[{next(places)}]{comment}")
-        elif node.op == "get_attr":
-            continue
-        elif node.op == "output":
-            body.append(f"return {_spell(tuple(node.args[0]), names)}")
-        else:
-            if node.meta.get("no_grad"):
-                if not quiet:
-                    body.append("with torch.no_grad():")
-                indent, quiet = "    ", True
-            else:
-                indent, quiet = "", False
-            body.append(f"{indent}{node.name} = {_expression(node, names)}{comment}")
-            if dropped[node]:
-                body.append(f"{indent}del {', '.join(dropped[node])}")
-    source = f"def {safe}(args):\n" + "".join(f"    {line}\n" for line in body)
+    names = names_of(name, graph, lifted)
+    called = function_name(name)
+    lines = [f"    {each.text}\n" for each in statements(graph, inputs, names)]
+    source = f"def {called}(args):\n{''.join(lines)}"
     scope = dict(names.scope)
-    exec(compile(source, f"<program {safe}>", "exec"), scope)
-    function: Callable[[Sequence[Any]], Sequence[Any]] = scope[safe]
+    exec(compile(source, f"<program {called}>", "exec"), scope)
+    function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
     return source, function
 
 
@@ -156,12 +188,3 @@ def _write_bodies(op: ControlFlow) -> None:
     for body in op.bodies:
         if body.function is None:
             body.source, body.function = generate(body.name, body.graph, body.inputs, {})
-
-
-def _comment(node: torch.fx.Node) -> str:
-    """What is known of a node's value."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return f"  # {node.meta['expr']}" if "expr" in node.meta else ""
-    dims = ", ".join(node.meta.get("dims", ()) or (str(size) for size in value.shape))
-    return f"  # {str(value.dtype).removeprefix('torch.')}[{dims}] {value.device}"

@@ -10,6 +10,9 @@ import optree
 import torch
 import torch.fx
 
+from tsfunc.program.printing import printed
+from tsfunc.program.properties import ProgramProperties, properties_of
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -28,7 +31,7 @@ class Program:
         lifted: the tensors from outside of the function that it reads, at every call anew, by
             the names that the graph and the source have for them.
         out_tree: the structure of what it returns.
-        source: the Python it runs as.
+        source: the Python that it runs as; ``str`` gives that with comments.
         run: takes the flattened arguments and returns the flattened results.
     """
 
@@ -48,5 +51,25 @@ class Program:
         """The tensor from outside that a ``get_attr`` node stands for."""
         return self.lifted[str(node.target)]
 
+    def properties(self) -> ProgramProperties:
+        """What is known of each value: type, sizes, device, layout, whether autograd records.
+
+        Returns:
+            A mapping from the name that the value has in the printed program to its
+            :class:`~tsfunc.program.properties.Properties`; ``print`` shows it as a table.
+
+        Example:
+            >>> import torch
+            >>> from tsfunc import MetaTensorType, specialize
+            >>> f = specialize(lambda x: x.sum(1) > 0, {"x": MetaTensorType(["n", 3])})
+            >>> _ = f(torch.ones(4, 3))
+            >>> print(f.program.properties())
+            value            dtype    shape   device  layout   requires_grad  constant  expression
+            x                float32  [n, 3]  cpu     strided  False
+            sum_dim_int_list float32  [n]     cpu     strided  False
+            gt_scalar        bool     [n]     cpu     strided  False
+        """
+        return properties_of(self.graph)
+
     def __str__(self) -> str:
-        return self.source
+        return printed(self.name, self.graph, self.inputs, self.lifted)

@@ -4,36 +4,49 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.fx
 
+from tsfunc.program.passes.aliases import Aliases, written
 from tsfunc.program.passes.effects import is_pure, writes
 
 
 def merge_common(graph: torch.fx.Graph) -> None:
     """Merges equal pure nodes.
 
-    A graph that writes into tensors is left alone: equal calls before and after a write differ,
-    and two equal results may be written to apart.
+    Equal calls with a write into one of their arguments between them differ, and are kept. So
+    are two results of which one is written to, and two that the caller gets: these are tensors
+    apart from each other.
     """
-    if any(writes(node) for node in graph.nodes):
-        return
+    aliases = Aliases(graph)
+    changes: dict[Any, int] = {}
     seen: dict[Any, torch.fx.Node] = {}
     for node in graph.nodes:
-        if not is_pure(node):
+        if writes(node):
+            for target in written(node):
+                memory = aliases.memory(target)
+                changes[memory] = changes.get(memory, 0) + 1
+        if not is_pure(node) or aliases.is_written(node):
             continue
-        key = _key(node)
+        key = _key(node, tuple(changes.get(aliases.memory(x), 0) for x in node.all_input_nodes))
         known = seen.setdefault(key, node) if key is not None else node
-        if known is not node:
-            node.replace_all_uses_with(known)
-            graph.erase_node(node)
+        if known is node or (aliases.escapes(known) and aliases.escapes(node)):
+            continue
+        node.replace_all_uses_with(known)
+        graph.erase_node(node)
+        if aliases.escapes(node):
+            aliases.leaves(known)
 
 
-def _key(node: torch.fx.Node) -> Any:
-    """What makes a call equal to another; None where an argument can't be compared."""
+def _key(node: torch.fx.Node, changes: tuple[int, ...]) -> Any:
+    """What makes a call equal to another; None where an argument can't be compared.
+
+    Args:
+        node: the call.
+        changes: how often the memory of each of its arguments has been written to before.
+    """
     try:
         quiet = node.meta.get("no_grad", False)
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs), quiet)
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), quiet, changes)
         hash(key)
     except TypeError:
         return None

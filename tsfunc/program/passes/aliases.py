@@ -1,0 +1,109 @@
+"""Which values of a graph may share memory, which of that is written to, and what leaves it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch.fx
+
+from tsfunc.bridge.arguments import arguments_of, matched
+from tsfunc.bridge.control_flow import ControlFlow
+from tsfunc.bridge.operators import TorchOperator
+from tsfunc.program.passes.effects import writes
+
+
+class Aliases:
+    """The memory of a graph's values, as sets of values that may share it.
+
+    What comes from outside (inputs, lifted tensors) may all be one memory.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._parent: dict[Any, Any] = {}
+        self._escaping: set[torch.fx.Node] = set()
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._join(node, _OUTSIDE)
+            for source in aliased(node):
+                self._join(node, source)
+        self._written = {
+            self.memory(target) for node in graph.nodes if writes(node) for target in written(node)
+        }
+        for node in reversed(graph.nodes):
+            if node.op == "output":
+                self._escaping.update(node.all_input_nodes)
+            elif node in self._escaping:
+                self._escaping.update(aliased(node))
+
+    def memory(self, node: Any) -> Any:
+        """The same for values that may share memory."""
+        found = node
+        while found in self._parent:
+            found = self._parent[found]
+        return found
+
+    def is_written(self, node: torch.fx.Node) -> bool:
+        """Whether anything writes into what may be the value's memory."""
+        return self.memory(node) in self._written
+
+    def escapes(self, node: torch.fx.Node) -> bool:
+        """Whether the caller may get the value's memory as a result."""
+        return node in self._escaping
+
+    def leaves(self, node: torch.fx.Node) -> None:
+        """Takes note that the caller will get a value, and what it may share memory with."""
+        self._escaping.add(node)
+        for source in aliased(node):
+            self.leaves(source)
+
+    def _join(self, one: Any, other: Any) -> None:
+        left, right = self.memory(one), self.memory(other)
+        if left is not right:
+            self._parent[left] = right
+
+
+_OUTSIDE = "outside"
+
+
+def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Those of a call's arguments whose memory its results may have."""
+    if node.op != "call_function" or "expr" in node.meta:
+        return
+    op = node.meta.get("op")
+    if not isinstance(op, TorchOperator):
+        if isinstance(node.target, ControlFlow) or node.target is operator.getitem:
+            yield from node.all_input_nodes
+        return
+    declared = arguments_of(op)
+    if not any(argument.shares for argument in declared) and op.composite:
+        # Written in other operators, it may return its argument and does not say so (dropout).
+        yield from node.all_input_nodes
+        return
+    for argument, value in matched(op, node.args, node.kwargs):
+        if argument.shares:
+            yield from nodes_in(value)
+
+
+def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """The arguments that a call writes into; of control flow, any."""
+    op = node.meta.get("op")
+    if not isinstance(op, TorchOperator):
+        yield from node.all_input_nodes
+        return
+    for i in op.written:
+        if i < len(node.args):
+            yield from nodes_in(node.args[i])
+    for argument, value in matched(op, (), node.kwargs):
+        if argument.written:
+            yield from nodes_in(value)
+
+
+def nodes_in(value: Any) -> Iterator[torch.fx.Node]:
+    """The nodes in an argument."""
+    if isinstance(value, torch.fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from nodes_in(item)

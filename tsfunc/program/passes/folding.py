@@ -1,0 +1,101 @@
+"""Constant folding: what depends on no input is computed once, while the program is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge import torch_state
+from tsfunc.bridge.operators import TorchOperator
+from tsfunc.dispatch import state
+from tsfunc.program.passes.aliases import Aliases
+from tsfunc.program.passes.effects import is_pure
+
+MOST_ELEMENTS = 1 << 16  # of a constant that a program keeps
+
+# What their results hold is whatever was in memory.
+_UNDEFINED = frozenset({
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+})  # fmt: skip
+
+
+def fold_constants(
+    graph: torch.fx.Graph, known: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Computes what depends on constants alone; such a node becomes a constant of the program.
+
+    What the caller gets, or something writes into, is made anew by every call, and large results
+    are: a program is no place to keep them.
+
+    Args:
+        graph: what the program computes.
+        known: tensors of ``get_attr`` nodes whose data can't change.
+
+    Returns:
+        The new constants, by the names that ``get_attr`` nodes have for them.
+    """
+    if torch_state.in_dispatch_modes():
+        return {}  # these would see the operators, and may make something else of them
+    aliases = Aliases(graph)
+    values = {
+        node: known[str(node.target)]
+        for node in graph.nodes
+        if node.op == "get_attr" and str(node.target) in known
+    }
+    folded: list[torch.fx.Node] = []
+    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+        for node in graph.nodes:
+            if _foldable(node, aliases, values):
+                result = _computed(node, values)
+                if result is not None:
+                    values[node] = result
+                    folded.append(node)
+    return {
+        str(made.target): values[node]
+        for i, node in enumerate(folded)
+        if any(user not in values for user in node.users)
+        for made in [_as_constant(graph, node, f"constant_{i}")]
+    }
+
+
+def _foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) -> bool:
+    op = node.meta.get("op")
+    value = node.meta.get("val")
+    return (
+        isinstance(op, TorchOperator)
+        and isinstance(value, torch.Tensor)
+        and is_pure(node)
+        and op.overload.overloadpacket.__name__ not in _UNDEFINED
+        and all(arg in values for arg in node.all_input_nodes)
+        and all(isinstance(size, int) for size in value.shape)
+        and 0 < value.numel() <= MOST_ELEMENTS
+        and not aliases.escapes(node)
+        and not aliases.is_written(node)
+    )
+
+
+def _computed(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
+    """The result, None where it is not what the trace expects."""
+    args = torch.fx.map_arg(node.args, values.__getitem__)
+    kwargs = torch.fx.map_arg(node.kwargs, values.__getitem__)
+    result = node.meta["op"].overload(*args, **kwargs)
+    expected = node.meta["val"]
+    alike = isinstance(result, torch.Tensor) and (
+        (result.dtype, result.device, result.shape, result.stride())
+        == (expected.dtype, expected.device, expected.shape, expected.stride())
+    )
+    return result if alike else None
+
+
+def _as_constant(graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> torch.fx.Node:
+    with graph.inserting_before(node):
+        made = graph.create_node("get_attr", name, name=name)
+    made.meta = {key: node.meta[key] for key in ("val", "requires_grad", "place") if key in node.meta}
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+    return made
+
+

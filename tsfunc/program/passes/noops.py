@@ -1,0 +1,128 @@
+"""Operators that do nothing: their result is their argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.arguments import matched
+from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.symbols import same_size
+from tsfunc.program.passes.aliases import Aliases
+
+Arguments = dict[str, Any]
+
+
+def remove_noops(graph: torch.fx.Graph) -> None:
+    """Replaces results that are equal to an argument by the argument.
+
+    An operator that itself returns its argument is removed wherever it stands. One that makes a
+    copy, or another tensor for the same memory, is removed where nobody can tell: neither is
+    written to, and the caller does not get the result.
+    """
+    aliases = Aliases(graph)
+    for node in graph.nodes:
+        op = node.meta.get("op")
+        if not isinstance(op, TorchOperator) or op.writes:
+            continue
+        name = op.overload.overloadpacket.__name__
+        if name not in _ITSELF and name not in _EQUAL:
+            continue
+        arguments = {argument.name: value for argument, value in matched(op, node.args, node.kwargs)}
+        source = next(iter(arguments.values()), None)
+        if not isinstance(source, torch.fx.Node) or not _look_alike(source, node):
+            continue
+        if name in _ITSELF:
+            if _ITSELF[name](arguments, source):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+        elif _EQUAL[name](arguments, source) and not (
+            aliases.escapes(node) or aliases.is_written(node) or aliases.is_written(source)
+        ):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _look_alike(source: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether two values are of one type, shape and layout of memory."""
+    a, b = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return (
+        (a.dtype, a.device, a.layout, a.dim()) == (b.dtype, b.device, b.layout, b.dim())
+        and all(same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+        and all(same_size(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
+    )
+
+
+def _always(arguments: Arguments, source: torch.fx.Node) -> bool:
+    return True
+
+
+def _no_copy(arguments: Arguments, source: torch.fx.Node) -> bool:
+    """``to``: of the same type and device it returns its argument, if no copy is asked for."""
+    copies = arguments.get("copy", False)
+    return copies is False and arguments.get("memory_format") in (None, torch.preserve_format)
+
+
+def _drops_nothing(arguments: Arguments, source: torch.fx.Node) -> bool:
+    return arguments.get("train") is False or arguments.get("p") == 0
+
+
+def _is(name: str, neutral: float) -> Callable[[Arguments, torch.fx.Node], bool]:
+    def check(arguments: Arguments, source: torch.fx.Node) -> bool:
+        other = arguments.get(name)
+        plain = isinstance(other, int | float) and not isinstance(other, bool)
+        return plain and other == neutral and not arguments.get("rounding_mode")
+
+    return check
+
+
+def _in_order(arguments: Arguments, source: torch.fx.Node) -> bool:
+    dims = arguments.get("dims")
+    rank = source.meta["val"].dim()
+    return isinstance(dims, list | tuple) and [d % rank for d in dims] == list(range(rank))
+
+
+def _same_dim(arguments: Arguments, source: torch.fx.Node) -> bool:
+    rank = source.meta["val"].dim()
+    one, other = arguments.get("dim0"), arguments.get("dim1")
+    return bool(rank and isinstance(one, int) and isinstance(other, int)
+                and one % rank == other % rank)  # fmt: skip
+
+
+def _whole(arguments: Arguments, source: torch.fx.Node) -> bool:
+    """A slice of the size of the whole that goes forward by one is all of it."""
+    return arguments.get("step", 1) == 1
+
+
+# Operators that return their argument, under a condition beside equal types and shapes.
+_ITSELF: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
+    "to": _no_copy,
+    "type_as": _always,
+    "dropout": _drops_nothing,
+    "alpha_dropout": _drops_nothing,
+    "feature_dropout": _drops_nothing,
+    "feature_alpha_dropout": _drops_nothing,
+}
+# Those that make another tensor with the same elements.
+_EQUAL: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
+    "_to_copy": _always,
+    "alias": _always,
+    "clone": _always,
+    "expand": _always,
+    "expand_as": _always,
+    "view": _always,
+    "view_as": _always,
+    "reshape": _always,
+    "slice": _whole,
+    "permute": _in_order,
+    "transpose": _same_dim,
+    "div": _is("other", 1),
+    "mul": _is("other", 1),
+    "pow": _is("exponent", 1),
+    "sub": _is("other", 0),
+}

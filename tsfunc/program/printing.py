@@ -1,0 +1,59 @@
+"""A program as text: its Python, with what is known of each value and the user's own lines."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.control_flow import ControlFlow
+from tsfunc.dispatch.places import Place
+from tsfunc.program.codegen import function_name, names_of, statements
+from tsfunc.program.properties import properties_of
+
+
+def printed(
+    name: str, graph: torch.fx.Graph, inputs: Sequence[int], lifted: Mapping[str, torch.Tensor]
+) -> str:
+    """The source of a graph, with comments.
+
+    Each value has its type at the end of its line. Before the values of one of the user's lines
+    stands that line. The bodies of control flow come first, as functions of their own.
+    """
+    bodies = [
+        printed(body.name, body.graph, body.inputs, {}) + "\n"
+        for node in graph.nodes
+        if isinstance(node.target, ControlFlow)
+        for body in node.target.bodies
+    ]
+    lines = [f"def {function_name(name)}(args):"]
+    lines += [f"    {line}" for line in _lines(graph, inputs, lifted)]
+    return "".join(bodies) + "".join(f"{line}\n" for line in lines)
+
+
+def _lines(
+    graph: torch.fx.Graph, inputs: Sequence[int], lifted: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    known = properties_of(graph)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            yield f"# {node.target}: {known[node.name]}"
+    last: Place | None = None
+    for statement in statements(graph, inputs, names_of(graph, lifted)):
+        node = statement.node
+        place = node.meta.get("place") if node is not None else None
+        if place is not None and place != last:
+            last = place
+            indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
+            yield f"{indent}# {_line(place)}"
+        comment = f"  # {known[node.name]}" if node is not None and node.name in known else ""
+        yield statement.text + comment
+
+
+def _line(place: Place) -> str:
+    """One of the user's lines: the file, its number and its text, as far as there is one."""
+    text = linecache.getline(place.file, place.line).strip()
+    return f"{Path(place.file).name}:{place.line}" + (f"  {text}" if text else "")

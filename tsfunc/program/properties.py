@@ -1,0 +1,126 @@
+"""What is known of a program's values before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+import torch.fx
+
+Number = int | float | bool
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What is known of one value of a program.
+
+    Attributes:
+        dtype: of a tensor; the Python type of a number.
+        shape: of a tensor: a number, or the expression that it is in the named dims, for each dim.
+        device: of a tensor.
+        layout: of a tensor.
+        requires_grad: whether autograd records there, as the program itself is called.
+        constant: its value, if the program has that: one that is computed from constants alone.
+        expression: of a number: what it is in the named dims.
+    """
+
+    dtype: torch.dtype | type[Number]
+    shape: tuple[int | str, ...] = ()
+    device: torch.device | None = None
+    layout: torch.layout | None = None
+    requires_grad: bool = False
+    constant: torch.Tensor | Number | None = None
+    expression: str | None = None
+
+    def __str__(self) -> str:
+        if isinstance(self.dtype, type):
+            return self.expression or self.dtype.__name__
+        words = [f"{_plain(self.dtype)}[{', '.join(map(str, self.shape))}]", str(self.device)]
+        if self.layout is not torch.strided:
+            words.append(_plain(self.layout))
+        if self.requires_grad:
+            words.append("requires_grad")
+        if self.constant is not None:
+            words.append("constant")
+        return " ".join(words)
+
+
+class ProgramProperties(Mapping[str, Properties]):
+    """Name to :class:`Properties`, in the program's order; ``print`` shows a table."""
+
+    def __init__(self, values: Mapping[str, Properties]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Properties:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"ProgramProperties({dict(self._values)!r})"
+
+    def __str__(self) -> str:
+        columns = [field.name for field in fields(Properties)]
+        rows = [("value", *columns)]
+        rows += [(name, *_row(value, columns)) for name, value in self._values.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+
+def _row(value: Properties, columns: list[str]) -> Iterator[str]:
+    for column in columns:
+        cell = getattr(value, column)
+        if column == "shape":
+            yield f"[{', '.join(map(str, cell))}]" if isinstance(value.dtype, torch.dtype) else ""
+        elif isinstance(cell, torch.Tensor):
+            yield str(cell.tolist()) if cell.numel() <= _SHOWN else f"{cell.numel()} elements"
+        else:
+            yield "" if cell is None else _plain(cell)
+
+
+def _plain(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else str(value).removeprefix("torch.")
+
+
+_SHOWN = 8  # elements of a constant that a table shows
+
+
+def properties_of(
+    graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor] | None = None
+) -> ProgramProperties:
+    """The properties of every value of a graph.
+
+    Args:
+        graph: as it was traced.
+        constants: the tensors of ``get_attr`` nodes whose data can't change.
+    """
+    found = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if "expr" in node.meta:
+            kind = float if isinstance(node.meta.get("number"), torch.SymFloat) else int
+            found[node.name] = Properties(kind, expression=str(node.meta["expr"]))
+        elif isinstance(value, torch.Tensor):
+            found[node.name] = Properties(
+                value.dtype,
+                dims_of(node),
+                value.device,
+                value.layout,
+                bool(node.meta.get("requires_grad")),
+                (constants or {}).get(str(node.target)) if node.op == "get_attr" else None,
+            )
+    return ProgramProperties(found)
+
+
+def dims_of(node: torch.fx.Node) -> tuple[int | str, ...]:
+    """The sizes of a node's tensor: numbers, and expressions in the named dims as text."""
+    dims = node.meta.get("dims") or node.meta["val"].shape
+    return tuple(int(dim) if str(dim).isdigit() else str(dim) for dim in dims)
