@@ -15,6 +15,9 @@ HYPOTHESIS_SEED = "hypothesis_seed"
 
 torch.set_num_threads(1)
 
+# Every program that a test makes is verified as it was traced and after each pass.
+os.environ["TSFUNC_VERIFY"] = "1"
+
 # Generated examples differ from run to run; a failure prints what repeats it.
 settings.register_profile("tsfunc", deadline=None, print_blob=True)
 settings.load_profile("tsfunc")

@@ -11,6 +11,7 @@
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
     ├── UnknownOperatorError (LookupError)    torch has no operator of a name
+    ├── MalformedProgramError (RuntimeError)  a program's graph is not well formed
     ├── UnboundAxisError (NameError)          a collective names an axis that no vmap binds
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
@@ -72,6 +73,10 @@ class UnboundAxisError(TsfuncError, NameError):
     def __init__(self, message: str, axis_name: object) -> None:
         super().__init__(message)
         self.axis_name = axis_name
+
+
+class MalformedProgramError(TsfuncError, RuntimeError):
+    """A program's graph uses what is not there, or is not what it is said to be."""
 
 
 class FileFormatError(TsfuncError, ValueError):

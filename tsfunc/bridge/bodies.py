@@ -149,7 +149,7 @@ class BodyLevel(TraceLevel, StandIn):
         node = self._numbers.get(outer)
         if node is None:
             node = self._numbers[outer] = self.graph.placeholder(f"n{len(self.numbers)}")
-            for key in ("expr", "value"):
+            for key in ("expr", "number", "value"):
                 if key in outer.meta:
                     node.meta[key] = outer.meta[key]
             self.numbers.append(outer)

@@ -110,6 +110,7 @@ class Symbols:
                 return int(expr) if isinstance(value, torch.SymInt) else float(expr)
             if expr not in cache:
                 cache[expr] = self._node(expr, graph, inputs)
+                cache[expr].meta["number"] = value
             return cache[expr]
 
         return record
@@ -155,3 +156,10 @@ def size_text(size: Any) -> str:
 def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
     """The node for a size of a tensor."""
     return graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
+
+
+def same_size(left: Any, right: Any) -> bool:
+    """Whether two sizes are known to be equal; that they are found out adds no guard."""
+    if isinstance(left, int) or isinstance(right, int):
+        return isinstance(left, int) and isinstance(right, int) and left == right
+    return bool(left.node.expr == right.node.expr)

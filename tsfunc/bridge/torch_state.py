@@ -11,6 +11,7 @@ fails by name when one goes):
 - ``_IncludeDispatchKeyGuard``: adds a key to the include set for a block;
 - ``_parse_dispatch_key``, ``DispatchKeySet``, ``DispatchKey``;
 - ``_dispatch_keyset_full_after``: all keys of a lower priority than one;
+- ``_len_torch_dispatch_stack``: how many dispatch modes are active on this thread;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
 
@@ -31,6 +32,7 @@ from torch._C import (
     _ExcludeDispatchKeyGuard,
     _ForceDispatchKeyGuard,
     _IncludeDispatchKeyGuard,
+    _len_torch_dispatch_stack,
     _parse_dispatch_key,
 )
 
@@ -112,6 +114,11 @@ class RestoredTorchState:
         if self.previous is not None:
             torch.set_grad_enabled(self.previous)
         self.guard.__exit__(kind, value, trace)
+
+
+def in_dispatch_modes() -> bool:
+    """Whether dispatch modes (``TorchDispatchMode``) are active on this thread."""
+    return _len_torch_dispatch_stack() > 0
 
 
 def below_autograd() -> bool:

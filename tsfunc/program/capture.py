@@ -214,9 +214,10 @@ def _finish(
 ) -> Program:
     """The program of a recorded graph; `reached` has the positions of tensors of arguments."""
     graph = level.graph
-    simplify(graph)
+    outside = [str(tracer.node.target) for _, tracer in level.lifted.values()]
+    constants = simplify(name, graph, outside)
     used = {node for node in graph.nodes if node.op == "get_attr"}
-    lifted: dict[str, torch.Tensor] = {}
+    lifted: dict[str, torch.Tensor] = {node: constants[node] for node in constants}
     positions = [spec.position for spec in inputs]
     for tensor, tracer in level.lifted.values():
         if tracer.node not in used:
@@ -231,7 +232,9 @@ def _finish(
         if isinstance(value, torch.Tensor):
             node.meta["dims"] = tuple(symbols.spell_size(size) for size in value.shape)
     source, run = generate(name, graph, positions, lifted)
-    return Program(name, graph, tuple(positions), lifted, out_tree, source, run)
+    return Program(
+        name, graph, tuple(positions), lifted, out_tree, source, run, frozenset(constants)
+    )
 
 
 def _make_input(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

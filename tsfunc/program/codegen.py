@@ -133,7 +133,9 @@ def statements(graph: torch.fx.Graph, inputs: Sequence[int], names: Names) -> It
     quiet = False
     for node in graph.nodes:
         if node.op == "placeholder":
-            yield Statement(f"{node.name} = args[{next(places)}]", node)
+            place = next(places)
+            if node.users:
+                yield Statement(f"{node.name} = args[{place}]", node)
         elif node.op == "output":
             yield Statement(f"return {_spell(tuple(node.args[0]), names)}", node)
         elif node.op == "call_function":

@@ -30,12 +30,20 @@ def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, int]) ->
         quiet = a.meta.get("no_grad") == b.meta.get("no_grad")
         if a.op != b.op or not quiet or (a.op == "call_function" and a.target is not b.target):
             return False
-        if a.op == "get_attr" and symbolic.tensor(a) is not fixed.tensor(b):
+        if a.op == "get_attr" and not _same_tensor(symbolic, a, fixed, b):
             return False
         if not _same((a.args, a.kwargs), (b.args, b.kwargs), matched, sizes):
             return False
         matched[a] = b
     return True
+
+
+def _same_tensor(symbolic: Program, a: torch.fx.Node, fixed: Program, b: torch.fx.Node) -> bool:
+    """Whether two nodes stand for one tensor from outside, or for equal constants."""
+    one, other = symbolic.tensor(a), fixed.tensor(b)
+    if str(a.target) in symbolic.constants and str(b.target) in fixed.constants:
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return one is other
 
 
 def _steps(graph: torch.fx.Graph) -> list[torch.fx.Node]:

@@ -10,8 +10,10 @@ import optree
 import torch
 import torch.fx
 
+from tsfunc.errors import MalformedProgramError
 from tsfunc.program.printing import printed
 from tsfunc.program.properties import ProgramProperties, properties_of
+from tsfunc.program.verify import verify
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,7 @@ class Program:
         out_tree: the structure of what it returns.
         source: the Python that it runs as; ``str`` gives that with comments.
         run: takes the flattened arguments and returns the flattened results.
+        constants: those of the lifted tensors that the program has computed itself.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Program:
     out_tree: optree.PyTreeSpec
     source: str
     run: Callable[[Sequence[Any]], Sequence[Any]]
+    constants: frozenset[str] = frozenset()
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Runs it on flattened arguments, and gives the results their structure."""
@@ -69,7 +73,23 @@ class Program:
             sum_dim_int_list float32  [n]     cpu     strided  False
             gt_scalar        bool     [n]     cpu     strided  False
         """
-        return properties_of(self.graph)
+        return properties_of(self.graph, {name: self.lifted[name] for name in self.constants})
+
+    def verify(self) -> None:
+        """Checks that the program is well formed.
+
+        Every value is defined before it is used, every operator is given what its schema asks
+        for, and returns what is known of its result.
+
+        Raises:
+            MalformedProgramError: something is wrong; the message names the value.
+        """
+        placeholders = sum(node.op == "placeholder" for node in self.graph.nodes)
+        if placeholders != len(self.inputs):
+            raise MalformedProgramError(
+                f"{self.name}: its graph has {placeholders} inputs, the program {len(self.inputs)}."
+            )
+        verify(self.graph, self.lifted, self.name)
 
     def __str__(self) -> str:
         return printed(self.name, self.graph, self.inputs, self.lifted)

@@ -3,17 +3,53 @@ well formed; ``simplify`` runs all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
+import torch
 import torch.fx
 
+from tsfunc.program import verify
 from tsfunc.program.passes.common import merge_common
 from tsfunc.program.passes.dead import remove_dead
+from tsfunc.program.passes.folding import fold_constants
+from tsfunc.program.passes.noops import remove_noops
 
 
-def simplify(graph: torch.fx.Graph) -> None:
-    """Runs every pass and checks the result."""
-    merge_common(graph)
-    remove_dead(graph)
-    graph.lint()
+def simplify(name: str, graph: torch.fx.Graph, lifted: Collection[str]) -> dict[str, torch.Tensor]:
+    """Runs every pass.
+
+    Args:
+        name: the program's, for errors.
+        graph: it was traced.
+        lifted: the names of its tensors from outside.
+
+    Returns:
+        The constants that were computed, by the names that ``get_attr`` nodes have for them.
+
+    Raises:
+        MalformedProgramError: a pass has broken the graph, if that is looked for
+            (``verify.asked_for``).
+    """
+    constants: dict[str, torch.Tensor] = {}
+
+    def run(step: Callable[[torch.fx.Graph], dict[str, torch.Tensor] | None]) -> None:
+        before = list(graph.nodes) if verify.asked_for() else None
+        constants.update(step(graph) or {})
+        if before is not None and before != list(graph.nodes):
+            verify.verify(graph, {*lifted, *constants}, f"{name} after {step.__name__}")
+
+    if verify.asked_for():
+        verify.verify(graph, lifted, f"{name} as traced")
+    for step in _PASSES:
+        run(step)
+    return constants
 
 
-__all__ = ["merge_common", "remove_dead", "simplify"]
+_PASSES: tuple[Callable[[torch.fx.Graph], dict[str, torch.Tensor] | None], ...] = (
+    remove_noops,
+    merge_common,
+    fold_constants,
+    remove_dead,
+)
+
+__all__ = ["fold_constants", "merge_common", "remove_dead", "remove_noops", "simplify"]

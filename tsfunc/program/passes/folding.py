@@ -22,17 +22,11 @@ _UNDEFINED = frozenset({
 })  # fmt: skip
 
 
-def fold_constants(
-    graph: torch.fx.Graph, known: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def fold_constants(graph: torch.fx.Graph) -> dict[str, torch.Tensor]:
     """Computes what depends on constants alone; such a node becomes a constant of the program.
 
     What the caller gets, or something writes into, is made anew by every call, and large results
     are: a program is no place to keep them.
-
-    Args:
-        graph: what the program computes.
-        known: tensors of ``get_attr`` nodes whose data can't change.
 
     Returns:
         The new constants, by the names that ``get_attr`` nodes have for them.
@@ -40,11 +34,7 @@ def fold_constants(
     if torch_state.in_dispatch_modes():
         return {}  # these would see the operators, and may make something else of them
     aliases = Aliases(graph)
-    values = {
-        node: known[str(node.target)]
-        for node in graph.nodes
-        if node.op == "get_attr" and str(node.target) in known
-    }
+    values: dict[torch.fx.Node, torch.Tensor] = {}
     folded: list[torch.fx.Node] = []
     with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
         for node in graph.nodes:
@@ -93,9 +83,9 @@ def _computed(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor])
 def _as_constant(graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> torch.fx.Node:
     with graph.inserting_before(node):
         made = graph.create_node("get_attr", name, name=name)
-    made.meta = {key: node.meta[key] for key in ("val", "requires_grad", "place") if key in node.meta}
+    made.meta = {
+        key: node.meta[key] for key in ("val", "requires_grad", "place") if key in node.meta
+    }
     node.replace_all_uses_with(made)
     graph.erase_node(node)
     return made
-
-

@@ -31,7 +31,9 @@ def remove_noops(graph: torch.fx.Graph) -> None:
         name = op.overload.overloadpacket.__name__
         if name not in _ITSELF and name not in _EQUAL:
             continue
-        arguments = {argument.name: value for argument, value in matched(op, node.args, node.kwargs)}
+        arguments = {
+            argument.name: value for argument, value in matched(op, node.args, node.kwargs)
+        }
         source = next(iter(arguments.values()), None)
         if not isinstance(source, torch.fx.Node) or not _look_alike(source, node):
             continue
@@ -75,8 +77,9 @@ def _drops_nothing(arguments: Arguments, source: torch.fx.Node) -> bool:
 def _is(name: str, neutral: float) -> Callable[[Arguments, torch.fx.Node], bool]:
     def check(arguments: Arguments, source: torch.fx.Node) -> bool:
         other = arguments.get(name)
-        plain = isinstance(other, int | float) and not isinstance(other, bool)
-        return plain and other == neutral and not arguments.get("rounding_mode")
+        if not isinstance(other, int | float) or isinstance(other, bool):
+            return False
+        return bool(other == neutral) and arguments.get("rounding_mode") is None
 
     return check
 
@@ -96,7 +99,7 @@ def _same_dim(arguments: Arguments, source: torch.fx.Node) -> bool:
 
 def _whole(arguments: Arguments, source: torch.fx.Node) -> bool:
     """A slice of the size of the whole that goes forward by one is all of it."""
-    return arguments.get("step", 1) == 1
+    return bool(arguments.get("step", 1) == 1)
 
 
 # Operators that return their argument, under a condition beside equal types and shapes.

@@ -1,0 +1,326 @@
+"""Passes: a program does less than its function was written to do, and the same comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from torch import Tensor
+
+from tsfunc import MetaTensorType as Meta
+from tsfunc import specialize, vmap
+from tsfunc.program import Program
+
+X = torch.arange(6.0).view(2, 3) - 2.5
+W = torch.arange(3.0)
+
+
+def calls(program: Program) -> list[str]:
+    """The names of the operators that a program calls."""
+    return [
+        str(node.target).removeprefix("aten.").partition(".")[0]
+        for node in program.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+def program_of(func: Callable[..., Any], *args: Any) -> Program:
+    """A function's program; what it computes is what the function does."""
+    f = specialize(func)
+    torch.testing.assert_close(f(*args), func(*args))
+    program: Program = f.program
+    return program
+
+
+class TestCommon:
+    def test_plain_case(self) -> None:
+        assert calls(program_of(lambda x: x.sin() + x.sin(), X)) == ["sin", "add"]
+
+    def test_numbers_that_are_equal_but_not_the_same(self) -> None:
+        both = program_of(lambda x: x.bool() * 1 + x.bool() * 1.0, X)
+        assert calls(both).count("mul") == 2
+        zeros = program_of(lambda x: torch.atan2(x, x * 0.0) + torch.atan2(x, x * -0.0), X)
+        assert calls(zeros).count("mul") == 2
+
+    def test_calls_around_a_write_are_kept_apart(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            x = x.clone()
+            before = x.sin()
+            x.add_(1)
+            return before + x.sin()
+
+        assert calls(program_of(f, X)).count("sin") == 2
+
+    def test_calls_that_no_write_concerns_are_merged(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            y = x.exp()
+            first = x.sin()
+            y.add_(1)
+            return first + x.sin() + y
+
+        assert calls(program_of(f, X)).count("sin") == 1
+
+    def test_a_write_through_a_view(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            y = x.exp()
+            first = y.sin()
+            y[0].zero_()
+            return first + y.sin()
+
+        assert calls(program_of(f, X)).count("sin") == 2
+
+    def test_inputs_may_be_one_memory(self) -> None:
+        def f(x: Tensor, y: Tensor) -> Tensor:
+            before = y.sin()
+            x.zero_()
+            return before - y.sin()
+
+        a, b = torch.ones(3), torch.ones(3)
+        torch.testing.assert_close(specialize(f)(a, a), f(b, b))
+
+    def test_a_result_that_is_written_to_is_its_own(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            a, b = x.sin(), x.sin()
+            return a.add_(1) + b
+
+        program_of(f, X)
+
+    def test_results_of_the_caller_are_tensors_of_their_own(self) -> None:
+        def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return x.sin(), x.sin(), x.sin().view(-1)
+
+        a, b, c = specialize(f)(X)
+        a.zero_()
+        torch.testing.assert_close([b, c], [X.sin(), X.sin().view(-1)])
+
+    def test_random_numbers_are_drawn_each(self) -> None:
+        f = specialize(lambda x: torch.rand_like(x) - torch.rand_like(x))
+        assert f(X).abs().sum() > 0 and calls(f.program).count("rand_like") == 2
+
+    def test_a_block_without_gradients_is_another_place(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                quiet = x.sin()
+            return quiet * x.sin()
+
+        x = X.clone().requires_grad_()
+        specialize(f)(x).sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, x.detach().sin() * x.detach().cos())
+
+
+class TestNoOps:
+    DOES_NOTHING: Sequence[tuple[str, Callable[[Tensor], Tensor]]] = (
+        ("to", lambda x: x.to(torch.float32)),
+        ("float", Tensor.float),
+        ("type_as", lambda x: x.type_as(W)),
+        ("dropout", lambda x: F.dropout(x, 0.5, training=False)),
+        ("clone", Tensor.clone),
+        ("view", lambda x: x.view(2, 3)),
+        ("reshape", lambda x: x.reshape(2, 3)),
+        ("expand", lambda x: x.expand(2, -1)),
+        ("permute", lambda x: x.permute(0, -1)),
+        ("transpose", lambda x: x.transpose(1, -1)),
+        ("slice", lambda x: x[:]),
+        ("mul", lambda x: x * 1),
+        ("div", lambda x: x / 1.0),
+        ("sub", lambda x: x - 0),
+        ("pow", lambda x: x**1),
+    )
+
+    @pytest.mark.parametrize("name, nothing", DOES_NOTHING, ids=[n for n, _ in DOES_NOTHING])
+    def test_what_does_nothing_goes(self, name: str, nothing: Callable[[Tensor], Tensor]) -> None:
+        assert calls(program_of(lambda x: nothing(x).sin(), X)) == ["sin"]
+
+    DOES_SOMETHING: Sequence[tuple[str, Callable[[Tensor], Tensor]]] = (
+        ("another type", lambda x: x.to(torch.float64)),
+        ("an integer division", lambda x: torch.div(x, 1, rounding_mode="floor")),
+        ("a sum makes -0.0 0.0", lambda x: x + 0),
+        ("integers become floats", lambda x: x.long() / 1),
+        ("a slice from the end", lambda x: x[1:]),
+        ("dims in another order", lambda x: x.permute(1, 0)),
+        ("dropout of everything", lambda x: F.dropout(x, 1.0)),
+        ("detach", Tensor.detach),
+    )
+
+    @pytest.mark.parametrize("name, use", DOES_SOMETHING, ids=[n for n, _ in DOES_SOMETHING])
+    def test_what_does_something_stays(self, name: str, use: Callable[[Tensor], Tensor]) -> None:
+        assert len(calls(program_of(lambda x: use(x).sin(), X))) > 1
+
+    def test_copies_that_are_written_to_or_returned_stay(self) -> None:
+        x = X.clone()
+        out = specialize(lambda x: (x.clone(), x * 1))(x)
+        assert out[0] is not x and out[1] is not x
+        specialize(lambda x: x.clone().zero_())(x)
+        torch.testing.assert_close(x, X)
+
+    def test_what_returns_its_argument_returns_it(self) -> None:
+        x = X.clone()
+        assert specialize(lambda x: x.float())(x) is x
+
+    def test_sizes_that_are_named(self) -> None:
+        f = specialize(lambda x: x.view(x.shape[0], 3).sin(), {"x": Meta(["n", 3])})
+        f(X)
+        assert calls(f.program)[-1] == "sin" and "view" not in calls(f.program)
+
+
+class TestFolding:
+    def test_plain_case(self) -> None:
+        program = program_of(lambda x: x * (torch.arange(3) * 2 + 1), X)
+        assert calls(program) == ["mul"]
+        (name,) = program.constants
+        assert program.lifted[name].tolist() == [1, 3, 5]
+        known = program.properties()[name].constant
+        assert isinstance(known, Tensor) and known.tolist() == [1, 3, 5]
+
+    def test_a_mask_is_made_once(self) -> None:
+        def masked(x: Tensor) -> Tensor:
+            return x.masked_fill(torch.ones(3, 3).tril().logical_not(), -torch.inf).softmax(-1)
+
+        assert calls(program_of(masked, torch.randn(3, 3))) == ["masked_fill", "softmax"]
+
+    def test_what_the_caller_gets_is_made_anew(self) -> None:
+        f = specialize(lambda x: (x, torch.zeros(2)))
+        f(X)[1].add_(1)
+        assert f(X)[1].tolist() == [0, 0]
+
+    def test_what_is_written_to_is_made_anew(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            total = torch.zeros(3)
+            for row in x:
+                total += row
+            return total * 1.5
+
+        g = specialize(f)
+        for _ in range(2):
+            torch.testing.assert_close(g(X), f(X))
+
+    def test_tensors_from_outside_are_no_constants(self) -> None:
+        scale = torch.ones(3)
+        f = specialize(lambda x: x * (scale * 2))
+        f(X)
+        scale.fill_(4.0)
+        torch.testing.assert_close(f(X), X * 8)
+
+    def test_random_numbers_and_large_results_stay(self) -> None:
+        program = program_of(lambda x: x + (torch.zeros(300, 300) + 1).sum(), X)
+        assert "zeros" in calls(program)
+        f = specialize(lambda x: x + torch.rand(3) * 2)
+        assert not torch.equal(f(X), f(X))
+
+    def test_one_program_for_small_sizes_too(self) -> None:
+        f = specialize(lambda x: x + torch.arange(3).sum(), {"x": Meta(["n"])})
+        for n in (4, 1, 0):
+            f(torch.zeros(n))
+        assert f.cache_info().programs == 1
+
+
+class TestDeadCode:
+    def test_plain_case(self) -> None:
+        def f(x: Tensor, unused: Tensor) -> Tensor:
+            x.cos()
+            unused.sin().sum()
+            return x.sin()
+
+        program = program_of(f, X, X)
+        assert calls(program) == ["sin"] and "unused" not in program.source
+
+    def test_what_is_drawn_moves_the_generator(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            torch.rand(3)
+            return x + torch.rand(3)
+
+        torch.manual_seed(3)
+        want = f(X)
+        torch.manual_seed(3)
+        torch.testing.assert_close(specialize(f)(X), want)
+
+
+class TestPropagation:
+    """What is known of values serves: of what depends on it nothing is left at run time."""
+
+    def test_control_flow_on_static_properties_disappears(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            if x.dtype is torch.float32 and x.dim() == 2 and x.shape[1] == 3:
+                return x.sin()
+            return x.cos()
+
+        assert calls(program_of(f, X)) == ["sin"]
+
+    def test_casts_of_autocast_are_explicit(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return x @ x.t()
+
+        f_program = specialize(f)
+        assert f_program(X).dtype is torch.bfloat16
+        assert "bfloat16[2, 3]" in str(f_program.program)
+        torch.testing.assert_close(f_program(X), f(X))
+
+    def test_casts_of_autocast_around_the_call(self) -> None:
+        f = specialize(lambda x: x @ x.t())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert f(X).dtype is torch.bfloat16
+            assert "bfloat16[2, 3]" in str(f.program)
+        assert f(X).dtype is torch.float32
+
+
+@st.composite
+def functions(draw: st.DrawFn) -> Callable[[Tensor], Any]:
+    """Straight-line functions with views, writes, constants, copies and repeated work."""
+    steps = draw(
+        st.lists(st.tuples(st.integers(0, 11), st.integers(0, 9), st.integers(0, 9)), max_size=14)
+    )
+    kept = draw(st.lists(st.integers(0, 20), min_size=1, max_size=3))
+
+    def run(x: Tensor) -> Any:
+        values = [x * 1, x.sin()]
+        for kind, i, j in steps:
+            a, b = values[i % len(values)], values[j % len(values)]
+            if kind < 2:
+                values.append(a + b)
+            elif kind == 2:
+                a.mul_(0.5)
+            elif kind == 3:
+                a[0].add_(b[1])
+            elif kind == 4:
+                values.append(a.t().t())
+            elif kind == 5:
+                values.append(a.clone())
+            elif kind == 6:
+                values.append(torch.full((2, 3), 0.5) * 2)
+            elif kind == 7:
+                values.append(a.view(2, 3))
+            elif kind == 8:
+                values.append(a.float() - 0)
+            elif kind == 9:
+                values.append(b.expand(2, 3))
+            else:
+                values.append(a.sin() * b)
+        return [values[k % len(values)] for k in kept]
+
+    return run
+
+
+@given(func=functions())
+def test_a_program_is_its_function(func: Callable[[Tensor], Any]) -> None:
+    """Also after the caller has written into its results: who shares memory is the same."""
+    x, y = X.clone(), X.clone()
+    got, want = specialize(func)(x), func(y)
+    torch.testing.assert_close([x, *got], [y, *want])
+    got[0].add_(1)
+    want[0].add_(1)
+    torch.testing.assert_close([x, *got], [y, *want])
+
+
+@given(func=functions())
+def test_a_program_in_vmap_is_its_function(func: Callable[[Tensor], Any]) -> None:
+    xs = torch.stack([X, X + 1, X.cos()])
+    want = [func(x) for x in xs.clone()]
+    got = vmap(specialize(func))(xs.clone())
+    torch.testing.assert_close(got, [torch.stack(each) for each in zip(*want, strict=True)])
