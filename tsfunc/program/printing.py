@@ -30,19 +30,19 @@ def printed(
         for body in node.target.bodies
     ]
     lines = [f"def {function_name(name)}(args):"]
-    lines += [f"    {line}" for line in _lines(graph, inputs, lifted)]
+    lines += [f"    {line}" for line in _lines(name, graph, inputs, lifted)]
     return "".join(bodies) + "".join(f"{line}\n" for line in lines)
 
 
 def _lines(
-    graph: torch.fx.Graph, inputs: Sequence[int], lifted: Mapping[str, torch.Tensor]
+    name: str, graph: torch.fx.Graph, inputs: Sequence[int], lifted: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
     known = properties_of(graph)
     for node in graph.nodes:
         if node.op == "get_attr":
             yield f"# {node.target}: {known[node.name]}"
     last: Place | None = None
-    for statement in statements(graph, inputs, names_of(graph, lifted)):
+    for statement in statements(graph, inputs, names_of(name, graph, lifted)):
         node = statement.node
         place = node.meta.get("place") if node is not None else None
         if place is not None and place != last:
