@@ -217,6 +217,56 @@ def test_chances_of_each_example_for_one_tensor_from_outside() -> None:
     same(w, torch.zeros(6))
 
 
+@pytest.mark.parametrize("randomness", ["different", "split"])
+def test_out_of_each_example(randomness: str) -> None:
+    """Batched tensors take what each example draws."""
+
+    def draw(x: Tensor) -> tuple[Tensor, ...]:
+        out = torch.zeros_like(x)
+        places = torch.zeros_like(x[:3], dtype=torch.int64)
+        return (
+            torch.randn(6, out=out.clone()),
+            torch.rand(6, out=out.clone()),
+            torch.normal(x, 1.0, out=out.clone()),
+            torch.multinomial(x, 3, out=places),
+        )
+
+    for out in tsfunc.vmap(draw, randomness=randomness)(X + 0.1):
+        assert len(out.unique(dim=0)) > 2
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        tsfunc.vmap(draw)(X)
+
+
+@pytest.mark.parametrize("randomness", ["different", "split"])
+def test_bounds_of_each_example(randomness: str) -> None:
+    high = torch.tensor([1, 2, 1 << 40])
+    x = torch.zeros(3, 200, dtype=torch.int64)
+    out = vmap(torch.randint_like, randomness=randomness)(x, high)
+    assert not out[0].any()
+    assert out[1].unique().tolist() == [0, 1]
+    assert out[2].unique().numel() == 200 and int(out[2].max()) > 1 << 38
+    shared = vmap(torch.randint_like, (0, None), randomness=randomness)(x, high[1])
+    assert shared.unique().tolist() == [0, 1] and len(shared.unique(dim=0)) == 3
+    drawn = vmap(lambda h: torch.randint_like(x[0], h), randomness=randomness)(high)
+    assert drawn.shape == (3, 200) and bool((drawn < high[:, None]).all())
+    with pytest.raises(RuntimeError, match="a high above 0"):
+        vmap(torch.randint_like, randomness=randomness)(x, -high)
+    with pytest.raises(RuntimeError, match="same randomness with a batched"):
+        vmap(torch.randint_like, randomness="same")(x, high)
+
+
+@pytest.mark.parametrize(
+    "dropout", [nnf.dropout, lambda x: nnf.alpha_dropout(x, training=True), nnf.dropout2d]
+)
+def test_one_mask_for_all_of_nested_batches(dropout: Callable[[Tensor], Tensor]) -> None:
+    x = torch.ones(3, 2, 1, 9, 5, 5)
+    outer = vmap(vmap(dropout, randomness="different"), randomness="same")(x)
+    same(outer, outer[:1].expand(x.shape))
+    assert not torch.equal(outer[:, 0], outer[:, 1])
+    both = vmap(vmap(dropout, randomness="same"), randomness="same")(x)
+    same(both, both[:1, :1].expand(x.shape))
+
+
 def test_under_grad() -> None:
     """The same mask in the forward and the backward pass."""
 

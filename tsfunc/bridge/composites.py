@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tsfunc.bridge.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.fallback import PARTS
 from tsfunc.bridge.tracer import METHODS, Tracer
+from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require
 
 
@@ -270,6 +272,15 @@ def _histogramdd(
     return torch.return_types.histogramdd((counts, tuple(edges)))
 
 
+@_instead(torch.bernoulli, Tensor.bernoulli)
+def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """As torch.func has it, the tensor counts as one of chances also where they are a number."""
+    if isinstance(x, BatchTracer) and p is not None and not isinstance(p, Tensor):
+        one_distribution(torch.bernoulli, x.dispatch_level, [x.bdim])
+    return NotImplemented
+
+
+@_instead(Tensor.resize_as_)
 def _resize_as(
     x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None
 ) -> Tensor:
@@ -287,3 +298,13 @@ def _resize_as(
 
 
 PARTS["aten::resize_as_"] = _resize_as
+
+
+@_instead(Tensor.coalesce)
+def _coalesce(x: Tensor) -> Any:
+    """Of a batch of sparse tensors as of one. What it is made of differs between examples."""
+    if not isinstance(x, BatchTracer) or x.value.layout is not torch.sparse_coo:
+        return NotImplemented
+    with x.dispatch_level.restored():
+        value = x.value.coalesce()
+    return wrap(value, x.bdim, x.dispatch_level)

@@ -34,12 +34,12 @@ RANDOM = (
     "rand rand.generator randn randn.generator randint randint.generator randint.low "
     "randint.low_generator randperm randperm.generator rand_like rand_like.generator randn_like "
     "randn_like.generator randint_like randint_like.generator randint_like.low_dtype "
-    "randint_like.low_generator_dtype normal.float_float normal.Tensor_float "
-    "normal.float_Tensor normal.Tensor_Tensor normal_ uniform_ exponential_ geometric_ cauchy_ "
-    "log_normal_ random_ random_.to random_.from bernoulli bernoulli.p bernoulli_.float "
-    "bernoulli_.Tensor multinomial poisson binomial dropout native_dropout feature_dropout "
-    "alpha_dropout feature_alpha_dropout rrelu rrelu_with_noise _standard_gamma "
-    "_sample_dirichlet"
+    "randint_like.low_generator_dtype randint_like.Tensor randint_like.Tensor_generator "
+    "normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor normal_ "
+    "uniform_ exponential_ geometric_ cauchy_ log_normal_ random_ random_.to random_.from "
+    "bernoulli bernoulli.p bernoulli_.float bernoulli_.Tensor multinomial poisson binomial dropout "
+    "native_dropout feature_dropout alpha_dropout feature_alpha_dropout rrelu rrelu_with_noise "
+    "_standard_gamma _sample_dirichlet"
 ).split()
 
 FACTORIES = (
@@ -69,7 +69,7 @@ def _install(key: str, names: Sequence[str]) -> None:
                 library.impl("_efficientzerotensor", _zero_tangent, key, with_keyset=True)
                 for overload in _out_variants():
                     name = overload.name().removeprefix("aten::")
-                    library.impl(name, _refused(overload, key), key, with_keyset=True)
+                    library.impl(name, _into(overload, key), key, with_keyset=True)
             else:
                 every.fallback(torch.library.fallthrough_kernel, key)
             for name in names:
@@ -114,21 +114,27 @@ def _out_variants() -> Iterator[Any]:
                 yield found
 
 
-def _refused(overload: Any, key: str) -> Callable[..., Any]:
-    """What a random function with ``out=`` does while a level is active."""
-    rest = after(key)
+def _into(overload: Any, key: str) -> Callable[..., Any]:
+    """What a random function with ``out=`` does while a level is active.
 
-    def refuse(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    Only tensors of the level can take what it draws for each example.
+    """
+    rest = after(key)
+    outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
+
+    def into(keys: Any, *args: Any, **kwargs: Any) -> Any:
         for level in reversed(current_levels()):
             if isinstance(level, TracerLevel) and level.sees_factory(overload.name(), True):
+                if all(getattr(kwargs.get(n), "dispatch_level", None) is level for n in outs):
+                    break  # which lead to the level
                 raise RuntimeError(
                     f"{level.name}: calling out variants of random functions is not supported "
-                    f"({overload.name()} was called with out=). Call it without, and copy the "
-                    f"result into the tensor."
+                    f"({overload.name()} was called with out=, a tensor that is not batched). "
+                    f"Call it without, and copy the result into the tensor."
                 )
         return overload.redispatch(keys & rest, *args, **kwargs)
 
-    return refuse
+    return into
 
 
 def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:

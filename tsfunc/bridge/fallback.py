@@ -87,7 +87,8 @@ def is_outside(value: Any, level: BatchLevel) -> bool:
     """Whether it is a tensor that the level has no tracer for yet."""
     if isinstance(value, Tracer):
         return value.dispatch_level.depth < level.depth
-    return type(value) in PLAIN_TENSORS
+    # A tracer stands for a strided tensor, and C++ asks sparse ones for what they are made of.
+    return type(value) in PLAIN_TENSORS and value.layout is torch.strided
 
 
 def way_of(name: str) -> str:
@@ -141,8 +142,11 @@ def write_out(
     outs = [kwargs[name] for name in op.out_names]
     if made:  # a factory makes what out= says
         rest |= {name: getattr(outs[0], name) for name in made}
+    form = operator_of(functional)
+    results = form.run_at(level, args, rest) if form.random else None
     with level.at_own_level():
-        results = functional(*args, **rest)
+        if results is None:
+            results = functional(*args, **rest)
         results = [results] if isinstance(results, torch.Tensor) else results
         given = outs[0] if isinstance(outs[0], list | tuple) else outs
         for out, result in zip(given, results, strict=True):

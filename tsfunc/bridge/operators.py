@@ -31,11 +31,12 @@ from tsfunc.ops import Row, find
 from tsfunc.ops.catalogue.reader import install
 from tsfunc.ops.registry import Rule, on_declare
 
-# Their fourth and fifth arguments are running statistics, which they write to where the sixth
-# says so; most of their schemas do not.
+# Their fourth and fifth arguments are running statistics, which they write to in training; most of
+# their schemas do not say so.
 STATISTICS = frozenset({
     "aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
     "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::instance_norm",
+    "aten::_batch_norm_with_update",
 })  # fmt: skip
 
 

@@ -227,11 +227,18 @@ def _operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
 
 
 def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """``f(x, weight, bias, running_mean, running_var, training, momentum, ...)``."""
-    training = len(args) > 6 and args[5] and args[6] != 0  # with a momentum of 0 nothing changes
-    for running in args[3:5] if training else ():
-        values, words = (args[0], running), _STATISTICS_IN_TORCH_FUNC
-        prepare_write(func.__name__, running, values, recorded=False, words=words)
+    """``f(x, weight, bias, running_mean, running_var, training, momentum, ...)``.
+
+    Each is decided by ``x`` and what it was. Where nothing is in them nothing is written.
+    """
+    always = isinstance(func, OpOverload) and func.name() == "aten::_batch_norm_with_update"
+    decisive = [True, *args[5:6]] if always else args[5:7]
+    if len(decisive) < 2 or not decisive[0] or decisive[1] == 0:
+        return  # with a momentum of 0 nothing changes
+    for running in args[3:5]:
+        if isinstance(running, torch.Tensor) and running.numel() > 0:
+            values, words = (args[0], running), _STATISTICS_IN_TORCH_FUNC
+            prepare_write(func.__name__, running, values, recorded=False, words=words)
 
 
 def _writers() -> Iterator[Callable[..., Any]]:

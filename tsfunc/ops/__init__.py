@@ -31,6 +31,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     reductions,
     segments,
     sorting,
+    sparse,
     spectral,
     tensor_iterator,
     variadic,

@@ -79,7 +79,7 @@ def _normalize(
         return (out, *stats), (to, *[None] * n)
     if not training and p is None and q is None and m is None and v is None:
         return _results(call(front(x, at).flatten(0, 1), weight, bias, mean, var), size, 0)
-    updated = training and mean is not None and momentum != 0
+    updated = training and mean is not None and momentum != 0 and mean.numel() != 0
     if updated and at is not None and (m is None or v is None):
         _refuse_update()
     flat = [_flat(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]

@@ -89,17 +89,21 @@ def geometric(draw: Draw, count: Any, chance: float) -> Tensor:
     return tries.ceil().clamp_min(1.0)
 
 
-def integers(draw: Draw, count: Any, low: int, span: int) -> Tensor:
-    """From ``low`` on, ``span`` different ones: of 64 random bits times the span, the upper 64."""
+def integers(draw: Draw, count: Any, low: int, span: Any) -> Tensor:
+    """From ``low`` on, ``span`` different ones: of 64 random bits times the span, the upper 64.
+
+    The span is an int, or a column of one for each example.
+    """
     high_word, low_word = _pairs(draw, count)
-    if span == 1 << 64:
+    if isinstance(span, int) and span == 1 << 64:
         return (high_word << 32) + low_word + low
     span_high, span_low = span >> 32, span & _WORD
     first = low_word * span_low
     second, third = high_word * span_low, low_word * span_high
     middle = ((first >> 32) & _WORD) + (second & _WORD) + (third & _WORD)
     carried = ((second >> 32) & _WORD) + ((third >> 32) & _WORD) + (middle >> 32)
-    return high_word * span_high + carried + low
+    out: Tensor = high_word * span_high + carried + low
+    return out
 
 
 def permutation(draw: Draw, count: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsfunc.ops import sparse
 from tsfunc.ops.dims import (
     align,
     batched_front,
@@ -104,7 +105,10 @@ def of_ranks(first: int, second: int) -> Rule:
         p, q = dims
         if x.dim() - (p is not None) != first or y.dim() - (q is not None) != second:
             return refused(op, dims, args, kwargs)
-        return product(x, p, y, q)
+        try:
+            return product(x, p, y, q)
+        except RuntimeError:
+            return sparse.product_instead(x, p, y, q)
 
     return rule
 
@@ -141,7 +145,10 @@ def matmul(
     p, q = dims
     if x.dim() == (p is not None) or y.dim() == (q is not None):
         return refused(op, dims, args, kwargs)
-    return product(x, p, y, q)
+    try:
+        return product(x, p, y, q)
+    except RuntimeError:
+        return sparse.product_instead(x, p, y, q)
 
 
 @row("aten::vdot")

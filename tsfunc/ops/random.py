@@ -26,8 +26,9 @@ from tsfunc.ops.dims import (
     op_name,
     place,
     refuse_inplace,
+    unit_dims,
 )
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.refusal import refused, require
 from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
@@ -123,6 +124,30 @@ def drawn_like(
     return op(x, *args[1:], **kwargs), at
 
 
+@row("aten::randint_like.Tensor", "aten::randint_like.Tensor_generator")
+def randint_like(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The upper bound is a tensor of one number: of all examples, or of each its own."""
+    x, high = args
+    if dims[1] is None:
+        bound = int(high) if level.randomness == "split" else high
+        return drawn_like(op, level, dims, [x, bound], kwargs)
+    check_randomness(op, level, kwargs)
+    one_distribution(op, level, dims[1:])
+    if high.dim() != 1:
+        return refused(op, dims, args, kwargs)
+    require(high > 0, f"{op_name(op)} expected a high above 0")
+    if level.randomness == "split":
+        return random_split.randint_like(op, level, dims, args, kwargs)
+    x = batched_front(x, dims[0], level.batch_size)
+    # Of so many numbers the remainders are as good as alike.
+    generator = kwargs.get("generator")
+    drawn = torch.randint(0, 1 << 62, x.shape, device=x.device, generator=generator)
+    drawn = drawn % unit_dims(high, 1, x.dim() - 1)
+    return drawn.to(kwargs.get("dtype") or x.dtype), 0
+
+
 def drawn_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -193,16 +218,6 @@ def bernoulli(
     return out.to(args[0].dtype), at
 
 
-@row("aten::bernoulli.p")
-def bernoulli_p(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """As torch.func has it, the tensor counts as one of chances, though they are a number."""
-    check_randomness(op, level, kwargs)
-    one_distribution(op, level, dims)
-    return drawn_like(op, level, dims, args, kwargs)
-
-
 @row(
     "aten::normal.Tensor_Tensor",
     "aten::normal.Tensor_float",
@@ -246,7 +261,7 @@ def keep_mask(
     if features:
         kept = 2 if at is None else 3
         like = like[(...,) + (slice(0, 1),) * (like.dim() - kept)]
-    return torch.bernoulli(like, keep), at
+    return torch.ops.aten.bernoulli.p(like, keep), at
 
 
 def dropping(alpha: bool, features: bool) -> Rule:
@@ -379,6 +394,7 @@ rows(
     "aten::randint_like.generator",
     "aten::randint_like.low_dtype",
     "aten::randint_like.low_generator_dtype",
+    "aten::bernoulli.p",
     "aten::normal_functional",
     "aten::uniform",
     "aten::exponential",

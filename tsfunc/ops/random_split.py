@@ -173,6 +173,17 @@ def drawn_inplace(
     x.copy_(out.movedim(0, dims[0]))
 
 
+def randint_like(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Integers below each example's own bound."""
+    x, high = args
+    shape = logical_shape(x, dims[0])
+    draw = draw_for(level, x.device, kwargs)
+    drawn = distributions.integers(draw, math.prod(shape), 0, high.to(torch.int64).unsqueeze(1))
+    return drawn.to(kwargs.get("dtype") or x.dtype).reshape(-1, *shape), 0
+
+
 def _rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
     """A parameter as a row of float64 numbers for each example, or one for all."""
     x = x.detach()

@@ -1,0 +1,118 @@
+"""Sparse tensors: batches of them, and those that are the same for all examples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import vmap
+from tsfunc.errors import SlowFallbackWarning
+
+# torch says so of compressed layouts.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+
+_R = torch.Generator().manual_seed(0)
+DENSE = torch.randn(4, 2, 3, generator=_R) * (torch.rand(4, 2, 3, generator=_R) > 0.4)
+Y = torch.randn(4, 3, 5, generator=_R)
+V = torch.randn(4, 3, generator=_R)
+W = torch.randn(4, 6, 2, generator=_R)
+
+
+def dense(x: Tensor) -> Tensor:
+    return x if x.layout is torch.strided else x.to_dense()
+
+
+def check(f: Callable[..., Tensor], *args: Tensor, in_dims: Sequence[int | None]) -> None:
+    """Against the loop, without one of ours."""
+    pairs = list(zip(args, in_dims, strict=True))
+    want = [dense(f(*[x if d is None else x.select(d, i) for x, d in pairs])) for i in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowFallbackWarning)
+        got: Any = vmap(f, in_dims=tuple(in_dims))(*args)
+    torch.testing.assert_close(dense(got), torch.stack(want))
+
+
+BATCHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "arithmetic": lambda x: x * 2 + x,
+    "sin": lambda x: x.sin(),
+    "sum": lambda x: x.sum(),
+    "sum over one dim": lambda x: torch.sparse.sum(x, 0),
+    "sum over the last dim": lambda x: torch.sparse.sum(x, -1),
+    "sum over all dims": lambda x: torch.sparse.sum(x, (0, 1)),
+    "softmax": lambda x: torch.sparse.softmax(x, 1),
+    "log_softmax": lambda x: torch.sparse.log_softmax(x, 0),
+    "to_dense": lambda x: x.to_dense(),
+    "coalesce": lambda x: (x + x).coalesce(),
+    "t": lambda x: x.t(),
+    "mm": lambda x: torch.sparse.mm(x, Y[0]),
+    "matmul": lambda x: x @ Y[0],
+    "mv": lambda x: x @ V[0],
+    "addmm": lambda x: torch.sparse.addmm(torch.ones(2, 5), x, Y[0], beta=2.0, alpha=0.5),
+    "dense times sparse": lambda x: W[0] @ x,
+    "vector times sparse": lambda x: V[0, :2] @ x,
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_batch_of_sparse_tensors(name: str) -> None:
+    check(BATCHED[name], DENSE.to_sparse(), in_dims=(0,))
+
+
+SHARED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "mm": (lambda y, x: torch.sparse.mm(x, y), Y),
+    "torch.mm": (lambda y, x: torch.mm(x, y), Y),
+    "matmul": (lambda y, x: x @ y, Y),
+    "mv": (lambda y, x: x @ y, V),
+    "addmm": (lambda y, x: torch.sparse.addmm(torch.ones(2, 5), x, y), Y),
+    "dense times sparse": (lambda y, x: y @ x, W),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("at", [0, -1])
+def test_one_sparse_tensor_for_all(name: str, layout: torch.layout, at: int) -> None:
+    f, y = SHARED[name]
+    x = DENSE[0].to_sparse(layout=layout)
+    check(f, y.movedim(0, at), x, in_dims=(at, None))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
+def test_products_reduced(reduce: str) -> None:
+    x = DENSE[0].to_sparse_csr()
+    check(lambda y: torch.sparse.mm(x, y, reduce), Y, in_dims=(0,))
+
+
+def test_both_batched() -> None:
+    x = DENSE.to_sparse()
+    check(lambda x, y: x @ y, x, Y, in_dims=(0, 0))
+    check(lambda x, y: torch.sparse.mm(x, y), x, Y.movedim(0, -1), in_dims=(0, -1))
+    check(lambda x, v: x @ v, x, V, in_dims=(0, 0))
+
+
+def test_to_sparse() -> None:
+    check(lambda x: x.to_sparse(), DENSE, in_dims=(0,))
+    check(lambda x: x.to_sparse(1), DENSE.movedim(0, 1), in_dims=(1,))
+
+
+@pytest.mark.parametrize("times", [torch.matmul, torch.sparse.mm])
+def test_gradients_by_a_shared_matrix(times: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """That of ``sparse.mm`` is sparse as the matrix is."""
+    x = DENSE[0].to_sparse().requires_grad_()
+    vmap(lambda y: times(x, y))(Y).square().sum().backward()
+    other = DENSE[0].to_sparse().requires_grad_()
+    torch.stack([times(other, y) for y in Y]).square().sum().backward()
+    assert x.grad is not None and other.grad is not None
+    torch.testing.assert_close(dense(x.grad), dense(other.grad))
+
+
+def test_what_is_refused_of_dense_values_is_refused() -> None:
+    with pytest.raises(RuntimeError):
+        vmap(torch.mm)(Y, Y)
+    with pytest.raises(RuntimeError):
+        vmap(lambda y: DENSE[0].T.to_sparse() @ y)(Y)
