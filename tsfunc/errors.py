@@ -7,6 +7,7 @@
     ├── TypeCheckError (TypeError)            types do not go together, or lack what is used of them
     ├── DescriptorViolation (ValueError)      a call breaks the contract of a descriptor
     ├── ConstraintViolation (ValueError)      a trace needs more of a dim than is promised
+    ├── ClosureError (RuntimeError)           a function reads what is no argument, and may not
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
@@ -49,6 +50,10 @@ class DescriptorViolation(TsfuncError, ValueError):
 
 class ConstraintViolation(TsfuncError, ValueError):
     """Tracing relied on a fact about a named dim that its descriptor does not state."""
+
+
+class ClosureError(TsfuncError, RuntimeError):
+    """A function reads what is not among its arguments, which ``closure="error"`` forbids."""
 
 
 class DataDependentError(TsfuncError, RuntimeError):

@@ -461,36 +461,43 @@ class TestAttributes:
 
 class TestAssignment:
     @pytest.mark.parametrize("own", [True, False], ids=["self", "argument"])
-    def test_is_undone_and_refused(self, own: bool) -> None:
-        class Counter(nn.Module):
-            total: Tensor
-
+    def test_what_a_module_may_not_is_undone_and_refused(self, own: bool) -> None:
+        class Net(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.register_buffer("total", torch.zeros(2))
+                self.weight = nn.Parameter(torch.zeros(2))
                 self.calls = 0
 
             def forward(self, x: Tensor) -> Tensor:
                 self.calls += 1
-                self.total = self.total + x
+                self.weight = nn.Parameter(self.weight + 1)
                 self.last = x
+                self.register_buffer("new", x)
+                self.inner = nn.Identity()
                 return x
 
-        module, x = Counter(), torch.ones(2)
-        total = module.total
+        module, x = Net(), torch.ones(2)
+        weight = module.weight
         f = specialize(module) if own else specialize(lambda m, x: m(x))
         with pytest.raises(TypeCheckError) as caught:
             f(x) if own else f(module, x)
-        text = str(caught.value)
-        for name in ("calls", "total", "last"):
-            assert f"  Counter.{name} at {__file__}:" in text
-        assert module.calls == 0 and module.total is total and not hasattr(module, "last")
+        text, it = str(caught.value), "self" if own else "m"
+        for name, problem in (("weight", "a parameter"), ("last", "register it as a buffer"),
+                              ("inner", "a submodule"), ("new", "a new buffer")):  # fmt: skip
+            found = next(line for line in text.splitlines() if f"  {it}.{name}" in line)
+            assert problem in found and (name == "new" or f" at {__file__}:" in found)
+        assert module.calls == 0 and module.weight is weight
+        assert not hasattr(module, "last") and not hasattr(module, "new")
 
     def test_a_container_that_changes(self) -> None:
-        holder = Holder([1])
-        with pytest.raises(TypeCheckError, match=r"  Holder\.value\n"):
-            specialize(lambda h, x: h.value.append(x))(holder, torch.ones(1))
-        assert holder.value == [1]
+        def f(h: Holder, x: Tensor) -> Tensor:
+            h.value.append(x * 2)
+            return x
+
+        g, one, other = specialize(f), Holder([1]), Holder([1])
+        for holder in (one, other, one):
+            g(holder, torch.ones(1))
+        assert one.value == [1, torch.tensor([2.0]), torch.tensor([2.0])] and len(other.value) == 2
 
     def test_what_is_put_back_by_the_function_itself(self) -> None:
         def silent(net: nn.Module, x: Tensor) -> Tensor:

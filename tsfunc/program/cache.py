@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
-import torch
 
 from tsfunc.bridge.tracer import Tracer
-from tsfunc.program.guards import Guard
 from tsfunc.program.program import Program
 from tsfunc.program.reach import Reach
-from tsfunc.program.reads import Read, unchanged
 
 
 class CacheInfo(NamedTuple):
@@ -33,32 +30,19 @@ class Entry:
     Attributes:
         program: what runs.
         tree: the structure of the arguments.
-        guard: looks at the flattened arguments.
-        reach: looks at the objects among them, and gives the tensors that are read of these.
-        ambient: torch's settings, see :func:`ambient`.
-        reads: what the function reads from outside.
+        accepts: whether it may answer a call: None, or what to run it on after the flattened
+            arguments.
+        reach: the same without a look at the arguments that are no objects.
         reason: the call that it was made for.
         signature: what that has in common with calls of other sizes.
     """
 
     program: Program
     tree: optree.PyTreeSpec
-    guard: Guard
-    reach: Reach | None
-    ambient: tuple[Any, ...]
-    reads: list[Read]
+    accepts: Reach
+    reach: Reach
     reason: str
     signature: Any
-
-
-def ambient() -> tuple[Any, ...]:
-    """torch's settings that decide what operators do, beside their arguments."""
-    return (
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-    )
 
 
 class Cache:
@@ -73,18 +57,11 @@ class Cache:
         self.entries: list[Entry] = []
         self.hits = self.misses = 0
 
-    def find(
-        self, flat: list[Any], tree: optree.PyTreeSpec, settings: tuple[Any, ...]
-    ) -> tuple[Program, list[Any]] | None:
+    def find(self, flat: list[Any], tree: optree.PyTreeSpec) -> tuple[Program, list[Any]] | None:
         """The program for a call, and what it is to run on."""
         for i, entry in enumerate(self.entries):
-            if (
-                entry.ambient == settings
-                and entry.tree == tree
-                and entry.guard(flat)
-                and unchanged(entry.reads)
-            ):
-                reached = entry.reach(flat) if entry.reach is not None else ()
+            if entry.tree == tree:
+                reached = entry.accepts(flat)
                 if reached is None:
                     continue
                 self.hits += 1
@@ -96,8 +73,8 @@ class Cache:
     def known(self, signature: Any, flat: Sequence[Any]) -> tuple[Entry, Sequence[Any]] | None:
         """The symbolic program for a call, if another size of it was seen before."""
         for entry in self.entries:
-            if entry.signature == signature and unchanged(entry.reads):
-                reached = () if entry.reach is None else entry.reach(flat)
+            if entry.signature == signature:
+                reached = entry.reach(flat)
                 if reached is not None:
                     return entry, reached
         return None

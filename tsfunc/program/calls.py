@@ -11,12 +11,13 @@ from typing import Any
 import optree
 
 from tsfunc import pytrees
+from tsfunc.bridge.settings import settings
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.cache import Cache, Entry
 from tsfunc.program.capture import capture
 from tsfunc.program.equal import same_program
-from tsfunc.program.guards import generate_guard
-from tsfunc.program.holding import is_instance
+from tsfunc.program.guards import guard_lines
+from tsfunc.program.holding import Closure, is_instance
 from tsfunc.program.inputs import (
     InputSpec,
     call_signature,
@@ -26,7 +27,7 @@ from tsfunc.program.inputs import (
 )
 from tsfunc.program.instances import Instances
 from tsfunc.program.program import Program
-from tsfunc.program.reads import reads_of
+from tsfunc.program.surroundings import FUNCTIONS, Surroundings
 from tsfunc.program.untyped import any_arguments
 from tsfunc.types import Bindings, CompiledDescriptors, Dim
 from tsfunc.types.meta import tensor_text
@@ -41,12 +42,14 @@ class Target:
         name: how errors and programs call it.
         signature: its parameters.
         contracts: the descriptors that a call may keep, tried in order.
+        closure: what becomes of what it reads and is no argument: NOTE [closures].
     """
 
     func: Callable[..., Any]
     name: str
     signature: inspect.Signature
     contracts: tuple[CompiledDescriptors, ...]
+    closure: Closure = "guard"
 
     def contract(
         self, arguments: Mapping[str, Any]
@@ -81,7 +84,6 @@ class FirstCall:
         arguments: positional and keyword arguments.
         flat: these, flattened.
         tree: their structure.
-        ambient: torch's settings.
 
     Raises:
         DescriptorViolation: it breaks the contract.
@@ -93,10 +95,9 @@ class FirstCall:
         arguments: tuple[Sequence[Any], Mapping[str, Any]],
         flat: list[Any],
         tree: optree.PyTreeSpec,
-        ambient: Any,
     ) -> None:
-        self.func, self.name = target.func, target.name
-        self.flat, self.tree, self.ambient = flat, tree, ambient
+        self.func, self.name, self.closure = target.func, target.name, target.closure
+        self.flat, self.tree, self.ambient = flat, tree, settings()
         args, kwargs = arguments
         self.places = _places(target.signature, len(flat), tree)
         bound = target.signature.bind(*args, **kwargs).arguments
@@ -104,7 +105,6 @@ class FirstCall:
 
     def program(self, cache: Cache) -> tuple[Program, Sequence[Any]]:
         """A program for the call, which is kept, and what it reads of objects in the arguments."""
-        self.reads, self.objects = reads_of(self.func)
         inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
         known = cache.known(self.signature(inputs), self.flat)
         entry, reached = known or self.trace(inputs, bounds)
@@ -137,30 +137,30 @@ class FirstCall:
             self.func, self.name, self.flat, self.tree, inputs, bounds, instances=instances,
             untyped=any_arguments(self.func, described, self.places, _spell),
         )  # fmt: skip
-        guard = generate_guard(self.flat, inputs, bounds)
         held = instances.held
-        reach = held.facts.function() if held.facts else None
+        accepts = held.facts.function(self.ambient, *guard_lines(self.flat, inputs, bounds))
+        reach = held.facts.function(self.ambient)
         reason = "; ".join(
             [f"{spec.name}: {short_text(spec)}" for spec in inputs]
             + [f"{place.text}: {tensor_text(x.dtype, x.shape)}" for x, place in held.inputs]
         )
-        entry = Entry(
-            program, self.tree, guard, reach, self.ambient, self.reads, reason,
-            self.signature(inputs),
-        )  # fmt: skip
-        return entry, tuple(x for x, _ in held.inputs)
+        entry = Entry(program, self.tree, accepts, reach, reason, self.signature(inputs))
+        return entry, held.facts.values
 
     def signature(self, inputs: Sequence[InputSpec]) -> Any:
         """What calls have in common that differ in nothing but the sizes of named dims."""
         return call_signature(self.flat, self.tree, self.ambient, inputs)
 
     def _instances(self) -> Instances:
-        instances = Instances(self.name)
+        instances = Instances(self.name, self.closure)
         for i, value in enumerate(self.flat):
             if is_instance(value):
                 instances.add(value, _spell(self.places[i]), f"args[{i}]")
-        for name, value in self.objects.items():
-            instances.add(value, name, None)
+        surroundings = Surroundings(instances)
+        surroundings.add(self.func)
+        for value in self.flat:
+            if isinstance(value, FUNCTIONS):
+                surroundings.scan(value)
         return instances
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -17,13 +19,14 @@ from tsfunc.bridge.symbols import Symbols, size_node
 from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.untyped import without_stand_ins
 from tsfunc.dispatch import state
-from tsfunc.errors import ConstraintViolation
+from tsfunc.errors import ClosureError, ConstraintViolation, TypeCheckError
 from tsfunc.program.codegen import generate
 from tsfunc.program.inputs import InputSpec
 from tsfunc.program.instances import Instances
 from tsfunc.program.passes import simplify
 from tsfunc.program.program import Program
 from tsfunc.program.untyped import StandIn
+from tsfunc.program.updates import Update
 from tsfunc.types import Dim, DimExpr, DimForm
 
 
@@ -62,12 +65,16 @@ def capture(
     level, out = _traced(
         f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances, untyped or {}
     )
-    instances.finish()
+    updates = instances.finish()
     leaves, out_tree = pytrees.flatten(without_stand_ins(out))
-    level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
+    level.graph.output(tuple(node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)))
     _check_needs(name, symbols)
-    reached = {id(x): len(flat) + i for i, (x, _) in enumerate(instances.held.inputs)}
-    return _finish(name, level, inputs, reached, out_tree, symbols)
+    reached = {id(x): len(flat) + i for i, x in enumerate(instances.held.facts.values)}
+    assigned = tuple(replace(each, owner=len(flat) + each.owner) for each in updates.updates)
+    frozen = instances.held.closure == "freeze"
+    if frozen:
+        _check_frozen(name, level, reached)
+    return _finish(name, level, inputs, reached, out_tree, symbols, assigned, frozen)
 
 
 def outline(
@@ -113,13 +120,16 @@ def _traced(
     with torch_state.outside_all_levels(), state.outside_all_levels():
         level = TraceLevel(what, symbols.fake, lambda value: None)
         try:
-            return level, _run(level, func, flat, tree, inputs, bounds, symbols, instances, untyped)
+            return level, _run(
+                what, level, func, flat, tree, inputs, bounds, symbols, instances, untyped
+            )
         except BaseException:
             instances.put_back()
             raise
 
 
 def _run(
+    what: str,
     level: TraceLevel,
     func: Callable[..., Any],
     flat: Sequence[Any],
@@ -141,7 +151,41 @@ def _run(
             traced[position] = stand_in(traced[position])
         args, kwargs = pytrees.unflatten(tree, traced)
         with Lifting(level), instances:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+        _check_containers(what, func, args, kwargs, traced, tree)
+        return out
+
+
+def _check_containers(
+    what: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    leaves: Sequence[Any],
+    tree: optree.PyTreeSpec,
+) -> None:
+    """Refuses a function that changes a list or dict that it was given, which a program can't.
+
+    Raises:
+        TypeCheckError: it did.
+    """
+    now, structure = pytrees.flatten((args, kwargs))
+    if structure == tree and all(a is b for a, b in zip(now, leaves, strict=True)):
+        return
+    given_args, given_kwargs = pytrees.unflatten(tree, leaves)
+    pairs = [(str(i), given_args[i], each) for i, each in enumerate(args)]
+    pairs += [(name, given_kwargs[name], each) for name, each in kwargs.items()]
+    names = list(inspect.signature(func).parameters)
+    for name, before, after in pairs:
+        (some, one), (others, other) = pytrees.flatten(before), pytrees.flatten(after)
+        if one != other or any(a is not b for a, b in zip(some, others, strict=True)):
+            at = int(name) if name.isdigit() else -1
+            name = names[at] if 0 <= at < len(names) else name
+            raise TypeCheckError(
+                f"{what}: the function changes the {type(after).__name__} that it is given as "
+                f"`{name}`, or one inside of it. A program is given its elements alone, and can't "
+                f"change the caller's: return what is new, or change a copy."
+            )
 
 
 def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
@@ -191,6 +235,30 @@ def _size_nodes(
     return nodes
 
 
+def _check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> None:
+    """Refuses a program that writes into tensors that it has copies of.
+
+    Raises:
+        ClosureError: it does.
+    """
+    memory = {
+        tracer.value.untyped_storage()._cdata
+        for tensor, tracer in level.lifted.values()
+        if id(tensor) not in reached
+    }
+    for node in level.graph.nodes:
+        op = node.meta.get("op")
+        for i in op.written if op is not None else ():
+            target = node.args[i] if i < len(node.args) else None
+            value = target.meta.get("val") if isinstance(target, torch.fx.Node) else None
+            if value is not None and value.untyped_storage()._cdata in memory:
+                raise ClosureError(
+                    f'specialize({name}, closure="freeze"): {op.name} writes into a tensor that '
+                    f"is no argument, and is burnt in. Make it an argument, or use "
+                    f'closure="guard".'
+                )
+
+
 def _check_needs(name: str, symbols: Symbols) -> None:
     needs = symbols.needs()
     if not needs:
@@ -211,6 +279,8 @@ def _finish(
     reached: Mapping[int, int],
     out_tree: optree.PyTreeSpec,
     symbols: Symbols,
+    updates: tuple[Update, ...],
+    frozen: bool,
 ) -> Program:
     """The program of a recorded graph; `reached` has the positions of tensors of arguments."""
     graph = level.graph
@@ -226,14 +296,14 @@ def _finish(
             _make_input(graph, tracer.node)
             positions.append(reached[id(tensor)])
         else:
-            lifted[str(tracer.node.target)] = tensor
+            lifted[str(tracer.node.target)] = tensor.detach().clone() if frozen else tensor
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             node.meta["dims"] = tuple(symbols.spell_size(size) for size in value.shape)
-    source, run = generate(name, graph, positions, lifted)
+    source, run = generate(name, graph, positions, lifted, updates)
     return Program(
-        name, graph, tuple(positions), lifted, out_tree, source, run, frozenset(constants)
+        name, graph, tuple(positions), lifted, out_tree, source, run, frozenset(constants), updates
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import keyword
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import torch.fx
 
 from tsfunc.bridge.control_flow import ControlFlow
 from tsfunc.bridge.operators import TorchOperator, fast_function
+from tsfunc.program.updates import Update, fill
 
 
 class Names:
@@ -49,12 +51,20 @@ def _spell(value: Any, names: Names) -> str:
     """An argument as Python."""
     if isinstance(value, torch.fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
+    if isinstance(value, deque):
+        return f"{names.of(deque, 'deque')}({_spell(list(value), names)})"
+    if isinstance(value, set):
+        return f"{names.of(value, 'elements')}.copy()"
     if isinstance(value, list):
         return "[" + ", ".join(_spell(item, names) for item in value) + "]"
     if isinstance(value, tuple):
         return "(" + "".join(_spell(item, names) + ", " for item in value) + ")"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {_spell(v, names)}" for k, v in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_spell(k, names)}: {_spell(v, names)}" for k, v in value.items())
+            + "}"
+        )
     if isinstance(value, slice):
         return f"slice({value.start!r}, {value.stop!r}, {value.step!r})"
     if isinstance(value, _TORCH_CONSTANTS):
@@ -120,13 +130,16 @@ class Statement:
     node: torch.fx.Node | None = None
 
 
-def statements(graph: torch.fx.Graph, inputs: Sequence[int], names: Names) -> Iterator[Statement]:
+def statements(
+    graph: torch.fx.Graph, inputs: Sequence[int], names: Names, updates: Sequence[Update] = ()
+) -> Iterator[Statement]:
     """A graph as the statements of a function's body.
 
     Args:
         graph: what it computes.
         inputs: where each input stands in the list that the function is called with.
         names: what the statements call the objects that they use.
+        updates: the assignments that it ends with.
     """
     places = iter(inputs)
     dropped = _last_uses(graph)
@@ -137,7 +150,7 @@ def statements(graph: torch.fx.Graph, inputs: Sequence[int], names: Names) -> It
             if node.users:
                 yield Statement(f"{node.name} = args[{place}]", node)
         elif node.op == "output":
-            yield Statement(f"return {_spell(tuple(node.args[0]), names)}", node)
+            yield from _ending(node, updates, names)
         elif node.op == "call_function":
             if node.meta.get("no_grad"):
                 if not quiet:
@@ -162,7 +175,11 @@ def function_name(name: str) -> str:
 
 
 def generate(
-    name: str, graph: torch.fx.Graph, inputs: Sequence[int], lifted: Mapping[str, torch.Tensor]
+    name: str,
+    graph: torch.fx.Graph,
+    inputs: Sequence[int],
+    lifted: Mapping[str, torch.Tensor],
+    updates: Sequence[Update] = (),
 ) -> tuple[str, Callable[[Sequence[Any]], Sequence[Any]]]:
     """The source of a graph, and the function that it defines.
 
@@ -171,18 +188,33 @@ def generate(
         graph: what it computes.
         inputs: where each input stands in the list that it is called with.
         lifted: the tensors that the graph's ``get_attr`` nodes name.
+        updates: the assignments that it ends with.
     """
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
             _write_bodies(node.target)
     names = names_of(name, graph, lifted)
     called = function_name(name)
-    lines = [f"    {each.text}\n" for each in statements(graph, inputs, names)]
+    lines = [f"    {each.text}\n" for each in statements(graph, inputs, names, updates)]
     source = f"def {called}(args):\n{''.join(lines)}"
     scope = dict(names.scope)
     exec(compile(source, f"<program {called}>", "exec"), scope)
     function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
     return source, function
+
+
+def _ending(output: torch.fx.Node, updates: Sequence[Update], names: Names) -> Iterator[Statement]:
+    """The updates, whose tensors are the last of the graph's results, and the return."""
+    results: Any = output.args[0]
+    count = len(results) - sum(len(each.slots()) for each in updates)
+
+    def spell(value: Any) -> str:
+        return _spell(fill(value, results[count:]), names)
+
+    for each in updates:
+        for text in each.statements(f"args[{each.owner}]", spell):
+            yield Statement(f"{text}  # {each.text}")
+    yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)
 
 
 def _write_bodies(op: ControlFlow) -> None:

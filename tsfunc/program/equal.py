@@ -16,11 +16,14 @@ import torch
 import torch.fx
 
 from tsfunc.program.program import Program
+from tsfunc.program.updates import same_updates
 
 
 def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, int]) -> bool:
     """Whether the symbolic program does for these sizes what the fixed one does."""
     if symbolic.out_tree != fixed.out_tree or symbolic.inputs != fixed.inputs:
+        return False
+    if not same_updates(symbolic.updates, fixed.updates):
         return False
     left, right = _steps(symbolic.graph), _steps(fixed.graph)
     if len(left) != len(right):

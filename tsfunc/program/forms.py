@@ -14,7 +14,7 @@ import torch
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.symbols import Symbols
 from tsfunc.dispatch import state
-from tsfunc.program.guards import Guard, generate_guard
+from tsfunc.program.guards import guard_lines
 from tsfunc.program.holding import is_instance
 from tsfunc.program.inputs import InputSpec
 from tsfunc.types import Dim
@@ -39,12 +39,12 @@ class CallForm:
     bounds: Mapping[str, Dim]
     ambient: tuple[Any, ...]
 
-    def guard(self) -> Guard:
-        """The guard for such calls."""
+    def guard(self) -> tuple[list[str], dict[str, Any]]:
+        """The guard for such calls, see ``guard_lines``."""
         flat = list(self.leaves)
         for spec in self.inputs:
             flat[spec.position] = spec.example
-        return generate_guard(flat, self.inputs, self.bounds)
+        return guard_lines(flat, self.inputs, self.bounds)
 
 
 def form_of_call(

@@ -6,26 +6,28 @@ sizes of named dims, and these it checks itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from tsfunc.program.holding import is_instance
 from tsfunc.program.inputs import InputSpec
-from tsfunc.program.reach import same_float
 from tsfunc.types import Dim, DimExpr
 
-Guard = Callable[[Sequence[Any]], bool]
 _PLAIN = (int, bool, str, type(None))
 
 
-def generate_guard(flat: Sequence[Any], inputs: Sequence[InputSpec], bounds: Any) -> Guard:
+def guard_lines(
+    flat: Sequence[Any], inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+) -> tuple[list[str], dict[str, Any]]:
     """The guard for calls that look like the one whose flattened arguments are given.
 
     Objects whose attributes are watched are left to what was read of them (``reach.py``).
+
+    Returns:
+        Lines that return None where the guard does not hold, and what they name.
     """
-    scope: dict[str, Any] = {"Tensor": torch.Tensor, "same_float": same_float}
+    scope: dict[str, Any] = {}
     specs = {spec.position: spec for spec in inputs}
     lines: list[str] = []
     bound: set[str] = set()
@@ -42,61 +44,67 @@ def generate_guard(flat: Sequence[Any], inputs: Sequence[InputSpec], bounds: Any
     for spec in inputs:
         for k, dim in enumerate(spec.dims):
             if isinstance(dim, DimExpr):
-                lines.append(f"if args[{spec.position}].shape[{k}] != ({dim}): return False")
-    source = "def guard(args):\n" + "".join(f"    {line}\n" for line in [*lines, "return True"])
-    exec(compile(source, "<guard>", "exec"), scope)
-    guard: Guard = scope["guard"]
-    return guard
+                size = re.sub(r"[^\W\d]\w*", lambda found: _size(found[0]), str(dim))
+                lines.append(f"if args[{spec.position}].shape[{k}] != ({size}): return None")
+    return lines, scope
+
+
+def _size(name: str) -> str:
+    """The variable for a named dim: a user may call one as we call ours."""
+    return f"size_{name}"
 
 
 def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
     """An argument that is burnt in: the same number or string, or the same object."""
-    scope[f"v{i}"] = value
+    scope[f"value_{i}"] = value
     if type(value) in _PLAIN:
-        scope[f"t{i}"] = type(value)
-        return f"if type(a) is not t{i} or a != v{i}: return False"
+        scope[f"type_{i}"] = type(value)
+        return f"if type(a) is not type_{i} or a != value_{i}: return None"
     if type(value) is float:
-        return f"if not same_float(a, v{i}): return False"
-    return f"if a is not v{i}: return False"
+        return f"if not same_float(a, value_{i}): return None"
+    return f"if a is not value_{i}: return None"
 
 
-def _tensor(spec: InputSpec, scope: dict[str, Any], bound: set[str], bounds: Any) -> list[str]:
+def _tensor(
+    spec: InputSpec, scope: dict[str, Any], bound: set[str], bounds: Mapping[str, Dim]
+) -> list[str]:
     """A tensor: type, device, layout of memory, and each size that is not a named dim's."""
     i, example = spec.position, spec.example
-    scope[f"dtype{i}"], scope[f"device{i}"] = example.dtype, example.device
+    scope[f"dtype_{i}"], scope[f"device_{i}"] = example.dtype, example.device
     lines = [
-        "if not isinstance(a, Tensor): return False",
-        f"if a.dtype is not dtype{i} or a.device != device{i}: return False",
-        f"if a.requires_grad is not {example.requires_grad}: return False",
+        f"if not isinstance(a, Tensor) or a.dtype is not dtype_{i} or a.device != device_{i} "
+        f"or a.requires_grad is not {example.requires_grad}: return None",
     ]
     if all(isinstance(dim, int) for dim in spec.dims):
-        lines.append(f"if a.shape != {tuple(spec.dims)!r}: return False")
+        lines.append(f"if a.shape != {tuple(spec.dims)!r}: return None")
         if not example.is_contiguous():
-            lines.append(f"if a.stride() != {tuple(example.stride())!r}: return False")
+            lines.append(f"if a.stride() != {tuple(example.stride())!r}: return None")
             return lines
     else:
-        lines.append(f"s = a.shape\n    if len(s) != {len(spec.dims)}: return False")
+        lines += ["s = a.shape", f"if len(s) != {len(spec.dims)}: return None"]
         for k, dim in enumerate(spec.dims):
             lines.extend(_dim(k, dim, bound, bounds))
         if not example.is_contiguous():
             order = sorted(range(example.dim()), key=lambda k: (example.stride(k), -k))
-            lines.append(f"t = a.stride()\n    if sorted(range(len(t)), "
-                         f"key=lambda k: (t[k], -k)) != {order!r}: return False")  # fmt: skip
+            lines += ["t = a.stride()",
+                      f"if sorted(range(len(t)), key=lambda k: (t[k], -k)) != {order!r}: "
+                      f"return None"]  # fmt: skip
             return lines
-    lines.append("if not a.is_contiguous(): return False")
+    lines.append("if not a.is_contiguous(): return None")
     return lines
 
 
-def _dim(k: int, dim: Any, bound: set[str], bounds: Any) -> list[str]:
+def _dim(k: int, dim: Any, bound: set[str], bounds: Mapping[str, Dim]) -> list[str]:
     if isinstance(dim, int):
-        return [f"if s[{k}] != {dim}: return False"]
+        return [f"if s[{k}] != {dim}: return None"]
     if not isinstance(dim, Dim):
         return []
+    size = _size(dim.name)
     if dim.name in bound:
-        return [f"if s[{k}] != {dim.name}: return False"]
+        return [f"if s[{k}] != {size}: return None"]
     bound.add(dim.name)
     limits = bounds[dim.name]
-    lines = [f"{dim.name} = s[{k}]", f"if {dim.name} < {max(2, limits.min or 0)}: return False"]
+    lines = [f"{size} = s[{k}]", f"if {size} < {max(2, limits.min or 0)}: return None"]
     if limits.max is not None:
-        lines.append(f"if {dim.name} > {limits.max}: return False")
+        lines.append(f"if {size} > {limits.max}: return None")
     return lines

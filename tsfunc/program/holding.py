@@ -6,7 +6,8 @@ where it reaches for it. The one traced run is watched (``watching.py``), and ea
 known object that is read becomes a line of generated Python (``reach.py``) for later calls:
 
 - a tensor of an argument is an input of the program, read anew at every call; a tensor of an
-  object that is the function's own (its module, one that it closes over) must be the same one;
+  object that is the function's own (its module, one that it closes over) must be the same one,
+  unless the function itself puts another in its place (NOTE [updates] in ``updates.py``);
 - a number, string, dtype, enum member, and what else has a value, must be equal; a function, a
   class, and what else is compared by identity, must be the same;
 - a list, tuple or dict must hold such values in the same places;
@@ -15,6 +16,11 @@ known object that is read becomes a line of generated Python (``reach.py``) for 
 
 So a program that was traced for one instance runs for any other of whose class and attributes
 the same is true. An instance that differs has a program of its own.
+
+NOTE [closures]
+``closure`` says what becomes of what is not an argument: variables, defaults, the function's own
+objects. ``"guard"`` holds later calls to it as said above. ``"freeze"`` burns in what the first
+call found, data of tensors included, and looks at nothing later. ``"error"`` refuses to read it.
 """
 
 from __future__ import annotations
@@ -27,12 +33,12 @@ import types
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tsfunc.dispatch.places import users_place
-from tsfunc.errors import TypeCheckError
+from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.reach import Facts
 from tsfunc.program.watching import can_watch
 
@@ -70,54 +76,113 @@ class Copied(NamedTuple):
     place: Place
 
 
+Closure = Literal["guard", "freeze", "error"]
+
+
 class Held:
     """What a trace has read.
 
     Args:
         name: the specialized function's, for errors.
         enter: has an object watched.
+        met: is told of functions among the values.
+        closure: what becomes of what is the function's own.
+
+    Attributes:
+        facts: what later calls are held to.
+        inputs: the tensors among it that are read anew at every call.
+        containers: what the function may change the elements of.
     """
 
-    def __init__(self, name: str, enter: Callable[[Any, Place], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        enter: Callable[[Any, Place], None],
+        met: Callable[[Any], None],
+        closure: Closure = "guard",
+    ) -> None:
         self.name = name
+        self.closure = closure
         self.facts = Facts()
+        self._own = Facts() if closure == "freeze" else self.facts  # which then nobody looks at
         self.inputs: list[tuple[torch.Tensor, Place]] = []
         self.containers: list[Copied] = []
         self._enter = enter
+        self._met = met
         self._known: dict[int, tuple[Any, Place]] = {}  # kept alive, so that ids stay theirs
+
+    def facts_of(self, own: bool) -> Facts:
+        """Where facts belong about what is the function's own, or an argument's."""
+        return self._own if own else self.facts
+
+    def is_known(self, value: Any) -> bool:
+        """Whether the trace has met an object outside."""
+        return id(value) in self._known
+
+    def place_of(self, value: Any) -> Place | None:
+        """Where the trace has met an object."""
+        known = self._known.get(id(value))
+        return None if known is None else known[1]
 
     def take(self, value: Any, place: Place) -> None:
         """Holds later calls to a value."""
         known = self._known.get(id(value))
+        facts = self.facts_of(place.own)
         if known is not None:
-            if place.variable != known[1].variable:
-                self.facts.require(f"{place.variable} is {known[1].variable}")
+            if facts is not self.facts_of(known[1].own):
+                facts.require_same(place.variable, value)
+            elif place.variable != known[1].variable:
+                facts.require(f"{place.variable} is {known[1].variable}")
         elif isinstance(value, torch.Tensor):
             self._tensor(value, place)
         elif type(value) is float:
-            self.facts.require_float(place.variable, value)
+            facts.require_float(place.variable, value)
         elif isinstance(value, _VALUES) and not isinstance(value, enum.Enum):
-            self.facts.require_equal(place.variable, value)
+            facts.require_equal(place.variable, value)
         else:
             self._object(value, place)
+
+    def loosen(self, value: torch.Tensor) -> None:
+        """The function puts another tensor in the place of one of its own: it is an input."""
+        known = self._known.get(id(value))
+        if known is not None and known[1].own and not any(value is x for x, _ in self.inputs):
+            self._own.loosen(known[1].variable, value)
+            self.inputs.append((value, known[1]))
+
+    def refuse_own(self, text: str, at: str) -> None:
+        """Raises where nothing may be read that is not an argument.
+
+        Raises:
+            ClosureError: so says ``closure``.
+        """
+        if self.closure == "error":
+            raise ClosureError(
+                f'specialize({self.name}, closure="error"): {text} is read at {at}, and is no '
+                f'argument. Pass it as one; closure="guard" has every call look whether it has '
+                f'changed, closure="freeze" burns it in.'
+            )
 
     def _tensor(self, value: torch.Tensor, place: Place) -> None:
         self._known[id(value)] = value, place
         if place.own:
-            self.facts.require_same(place.variable, value)
+            self._own.require_own_tensor(place.variable, value)
         else:
             self.facts.require_tensor(place.variable, value)
             self.inputs.append((value, place))
 
     def _object(self, value: Any, place: Place) -> None:
         at, cls = place.variable, type(value)
+        facts = self.facts_of(place.own)
         if isinstance(value, (*_SEQUENCES, dict, types.SimpleNamespace)):
             self._container(value, place)
         elif isinstance(value, _SETS) or hasattr(cls, "__array__"):
-            self.facts.require_same_value(at, value)
+            facts.require_same_value(at, value)
+            if isinstance(value, set):
+                self._known[id(value)] = value, place
+                self.containers.append(Copied(value, copy.copy(value), place))
         elif is_instance(value):
             self._known[id(value)] = value, place
-            self.facts.require_type(at, cls)
+            facts.require_type(at, cls)
             self._enter(value, place)
         elif hasattr(cls, "__next__"):
             raise TypeCheckError(
@@ -126,19 +191,21 @@ class Held:
                 f"nor read it anew. Read it before the call, and pass what it gives."
             )
         elif _has_value(cls):
-            self.facts.require_equal(at, value)
+            facts.require_equal(at, value)
         else:
-            self.facts.require_same(at, value)
+            facts.require_same(at, value)
+            self._met(value)
 
     def _container(self, value: Any, place: Place) -> None:
-        at, facts, items = place.variable, self.facts, _items(value)
+        at, items = place.variable, _items(value)
+        facts = self.facts_of(place.own)
         facts.require_type(at, type(value))
-        if len(items) > _MANY and all(type(item) in (*_VALUES, float) for item in items.values()):
-            facts.require_same_value(at, value)
-            return
         self._known[id(value)] = value, place
         if not isinstance(value, tuple):
             self.containers.append(Copied(value, copy.copy(value), place))
+        if len(items) > _MANY and all(type(item) in (*_VALUES, float) for item in items.values()):
+            facts.require_same_value(at, value)
+            return
         if isinstance(value, dict | types.SimpleNamespace):
             keys = at if isinstance(value, dict) else f"vars({at})"
             facts.require_keys(keys, list(items))
@@ -158,18 +225,21 @@ def _items(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else dict(enumerate(value))
 
 
-def put_back(copied: Copied) -> bool:
-    """Gives a container the elements again that it had; whether it had others."""
+def changed(copied: Copied) -> bool:
+    """Whether a container has other elements than it had."""
+    if isinstance(copied.value, set):
+        return bool(copied.value != copied.before)
     now, before = _items(copied.value), _items(copied.before)
-    if list(now) == list(before) and all(now[key] is before[key] for key in before):
-        return False
-    value = vars(copied.value) if isinstance(now, types.SimpleNamespace) else copied.value
+    return list(now) != list(before) or any(now[key] is not before[key] for key in before)
+
+
+def put_back(copied: Copied) -> None:
+    """Gives a container the elements again that it had."""
+    value, before = copied.value, copied.before
+    if isinstance(value, types.SimpleNamespace):
+        value, before = vars(value), vars(before)
     value.clear()
-    if isinstance(value, dict):
-        value.update(before)
-    else:
-        value.extend(copied.before)
-    return True
+    value.update(before) if hasattr(value, "update") else value.extend(before)
 
 
 def is_instance(value: Any) -> bool:

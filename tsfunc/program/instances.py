@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,15 @@ from tsfunc.bridge.tracing import is_traced
 from tsfunc.bridge.untyped import AnyValue
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.holding import Held, Place, put_back
+from tsfunc.program.changes import MISSING, Change, changed_containers, updates_of
+from tsfunc.program.holding import Closure, Held, Place
+from tsfunc.program.reach import Facts
+from tsfunc.program.updates import Updates, has_tensor
 from tsfunc.program.watching import Watching
 from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types, says_any
 
 _STATE = ("_parameters", "_buffers", "_modules")
-_MISSING: Any = object()
 _TORCH_LOOKUP = torch.nn.Module.__getattr__.__code__
 
 
@@ -34,18 +36,26 @@ class Instances:
 
     Args:
         name: the specialized function's, for errors.
+        closure: what becomes of what is the function's own.
+
+    Attributes:
+        held: what was read.
+        met: is told of functions and classes whose code the trace runs.
+        others: gives the changes to what is no object's attribute.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, closure: Closure = "guard") -> None:
         self.name = name
-        self.held = Held(name, self._enter)
+        self.met: Callable[[Any], None] = lambda value: None
+        self.others: Callable[[], Iterator[Change]] = lambda: iter(())
+        self.held = Held(name, self._enter, lambda value: self.met(value), closure)
         self._instances: dict[int, Instance] = {}
         self._watching = Watching(self)
         self._paused = False
 
     def add(self, value: Any, text: str, way: str | None) -> None:
         """An object to watch: an argument with the way to it, or, with None, the function's own."""
-        facts, cls = self.held.facts, type(value)
+        facts, cls = self.held.facts_of(way is None), type(value)
         variable = facts.bind(facts.name(value) if way is None else way)
         self.held.take(value, Place(variable, text, cls.__name__, way is None))
 
@@ -61,6 +71,7 @@ class Instances:
     def _enter(self, value: Any, place: Place) -> None:
         self._instances[id(value)] = Instance(self, value, place)
         self._watching.add(type(value))
+        self.met(type(value))
 
     def read(self, instance: Any, name: str, plain: Any) -> Any:
         """What reading an attribute gives, see `Watching`."""
@@ -90,28 +101,32 @@ class Instances:
         finally:
             self._paused = before
 
-    def put_back(self) -> list[str]:
-        """Undoes what the traced function has assigned; a line of text for each."""
-        changes = [line for each in self._instances.values() for line in each.put_back()]
-        return changes + [c.place.owner for c in self.held.containers if put_back(c)]
+    def put_back(self) -> list[Change]:
+        """Undoes what the traced function has assigned; what it was."""
+        with self.paused():
+            changes = [change for each in self._instances.values() for change in each.changes()]
+            changes += changed_containers(self.held)
+            changes += self.others()
+            for change in changes:
+                change.undo()
+        return changes
 
-    def finish(self) -> None:
+    def finish(self) -> Updates:
         """The end of the trace: undoes what the traced function has assigned.
 
+        Returns:
+            The assignments that the program is to end with.
+
         Raises:
-            TypeCheckError: there was something.
+            TypeCheckError: there was one that a program can't do.
         """
         # What was two objects may not be one in a later call: `a is b` was answered.
-        self.held.facts.require_distinct([i.place.variable for i in self._instances.values()])
-        changes = self.put_back()
-        if changes:
-            listed = "".join(f"  {change}\n" for change in changes)
-            raise TypeCheckError(
-                f"specialize({self.name}): the function assigns to objects, or changes containers, "
-                f"that live on after the call:\n{listed}"
-                f"A program has no such effects but in-place operators on tensors: return the new "
-                f"value, or write it into a tensor that is there (x.copy_(value))."
-            )
+        for own in {False, self.held.closure == "freeze"}:
+            alike = [i.place for i in self._instances.values()]
+            variables = [p.variable for p in alike if self.held.facts_of(p.own) is
+                         self.held.facts_of(own)]  # fmt: skip
+            self.held.facts_of(own).require_distinct(variables)
+        return updates_of(self.put_back(), self.held)
 
 
 class Instance:
@@ -131,14 +146,14 @@ class Instance:
 
     def read(self, name: str, plain: Any) -> Any:
         """What reading an attribute gives; later calls are held to it, if it is data."""
-        found = inspect.getattr_static(type(self.value), name, _MISSING)
+        found = inspect.getattr_static(type(self.value), name, MISSING)
         if _is_data_descriptor(found):
             value = plain(self.value, name)  # a property runs, and what it reads is held
             return self._hold(name, value, f".{name}") if _is_slot(found) else value
         home, value = _find(self.value, name)
         if home is not None:
             # What was assigned during the trace is the trace's own.
-            assigned = self._before.get((home, name), _MISSING) is not value
+            assigned = self._before.get((home, name), MISSING) is not value
             return value if assigned else self._hold(name, value, *_steps(home, name))
         if isinstance(found, functools.cached_property):
             self._require_none_of_its_own(name)
@@ -148,7 +163,7 @@ class Instance:
         except AttributeError:
             self._absent(name)
             raise
-        if found is not _MISSING and hasattr(type(found), "__get__"):
+        if found is not MISSING and hasattr(type(found), "__get__"):
             self._method(name, found)
             return value
         # An attribute of the class, or made by a __getattribute__ of its own.
@@ -156,31 +171,45 @@ class Instance:
 
     def read_all(self) -> None:
         """Holds later calls to all that the object has: its ``__dict__`` was read."""
-        facts, own = (
-            self.instances.held.facts,
-            [name for home, name in self._before if home == _DICT],
-        )
+        facts = self._facts
+        own = [name for home, name in self._before if home == _DICT]
         facts.require_keys(facts.bind(f"{self.place.variable}.__dict__"), own)
         for home, name in self._before:
             if home != _SLOT:
                 self._hold(name, self._before[home, name], *_steps(home, name))
 
-    def put_back(self) -> Iterator[str]:
-        """Undoes what was assigned; a line of text for each attribute."""
+    @property
+    def _facts(self) -> Facts:
+        return self.instances.held.facts_of(self.place.own)
+
+    def changes(self) -> Iterator[Change]:
+        """What the function has assigned to attributes."""
         now = _contents(self.value)
         for home, name in {**self._before, **now}:
-            before = self._before.get((home, name), _MISSING)
-            if now.get((home, name), _MISSING) is before:
+            before = self._before.get((home, name), MISSING)
+            after = now.get((home, name), MISSING)
+            if after is before:
                 continue
-            _restore(self.value, home, name, before)
-            at = self.lines.get(name)
-            yield f"{type(self.value).__name__}.{name}" + (f" at {at}" if at else "")
+            target = f"{{}}.{name}" if home == _SLOT else f"{{}}.{home}[{name!r}]"
+            yield Change(
+                f"{self.place.text}.{name}",
+                self.place,
+                self.value,
+                target,
+                before,
+                after,
+                undo=functools.partial(_restore, self.value, home, name, before),
+                line=self.lines.get(name),
+                problem=_problem(self.value, home, before, after),
+            )
 
     def _hold(self, name: str, value: Any, *steps: str) -> Any:
         """Holds later calls to the value of an attribute, once."""
         if name not in self._held and not is_traced(value):
             self._held.add(name)
-            facts, owner = self.instances.held.facts, f"{type(self.value).__name__}.{name}"
+            if self.place.own and not name.startswith("_"):
+                self.instances.held.refuse_own(f"{self.place.text}.{name}", str(users_place()))
+            facts, owner = self._facts, f"{type(self.value).__name__}.{name}"
             variable = self.place.variable
             with self.instances.paused():
                 self._check(name, value, owner)
@@ -216,14 +245,15 @@ class Instance:
         if name in self._held:
             return
         self._require_none_of_its_own(name)
-        cls, facts = type(self.value), self.instances.held.facts
+        cls, facts = type(self.value), self._facts
         if isinstance(found, types.FunctionType) and not found.__module__.startswith("torch."):
             facts.require_same(facts.bind(f"{facts.name(cls)}.{name}"), found)
+        self.instances.met(found)
 
     def _require_none_of_its_own(self, name: str) -> None:
         """The object itself has no such attribute, which would come before that of its class."""
         if name not in self._held and _has_dict(self.value):
-            facts = self.instances.held.facts
+            facts = self._facts
             own = facts.bind(f"{self.place.variable}.__dict__")
             facts.require(f"{name!r} not in {own}")
         self._held.add(name)
@@ -235,7 +265,7 @@ class Instance:
             self._require_none_of_its_own(name)
         elif name not in self._held:
             self._held.add(name)
-            facts = self.instances.held.facts
+            facts = self._facts
             facts.require(f"not hasattr({self.place.variable}, {name!r})")
 
 
@@ -293,14 +323,29 @@ def _steps(home: str, name: str) -> tuple[str, ...]:
 def _restore(value: Any, home: str, name: str, before: Any) -> None:
     if home == _SLOT:
         slot = inspect.getattr_static(type(value), name)
-        slot.__delete__(value) if before is _MISSING else slot.__set__(value, before)
+        slot.__delete__(value) if before is MISSING else slot.__set__(value, before)
         return
     own = _dict_of(value)
     state = own if home == _DICT else own[home]
-    if before is _MISSING:
+    if before is MISSING:
         del state[name]
     else:
         state[name] = before
+
+
+def _problem(owner: Any, home: str, before: Any, after: Any) -> str | None:
+    """Why a program can't assign to an attribute: it is a module's, and not for that."""
+    if not isinstance(owner, torch.nn.Module):
+        return None
+    if home == "_parameters" or isinstance(after, torch.nn.Parameter):
+        return "is a parameter; write into it in place, under torch.no_grad()"
+    if home == "_modules" or isinstance(after, torch.nn.Module):
+        return "is a submodule; put it in its place before the call"
+    if home == "_buffers" and before is MISSING:
+        return "is a new buffer; register it before the call, in __init__"
+    if home != "_buffers" and (has_tensor(before) or has_tensor(after)):
+        return "has a tensor; register it as a buffer (register_buffer), which can be assigned"
+    return None
 
 
 def _is_installed(cls: type) -> bool:

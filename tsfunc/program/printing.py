@@ -13,10 +13,15 @@ from tsfunc.bridge.control_flow import ControlFlow
 from tsfunc.dispatch.places import Place
 from tsfunc.program.codegen import function_name, names_of, statements
 from tsfunc.program.properties import properties_of
+from tsfunc.program.updates import Update
 
 
 def printed(
-    name: str, graph: torch.fx.Graph, inputs: Sequence[int], lifted: Mapping[str, torch.Tensor]
+    name: str,
+    graph: torch.fx.Graph,
+    inputs: Sequence[int],
+    lifted: Mapping[str, torch.Tensor],
+    updates: Sequence[Update] = (),
 ) -> str:
     """The source of a graph, with comments.
 
@@ -30,19 +35,23 @@ def printed(
         for body in node.target.bodies
     ]
     lines = [f"def {function_name(name)}(args):"]
-    lines += [f"    {line}" for line in _lines(name, graph, inputs, lifted)]
+    lines += [f"    {line}" for line in _lines(name, graph, inputs, lifted, updates)]
     return "".join(bodies) + "".join(f"{line}\n" for line in lines)
 
 
 def _lines(
-    name: str, graph: torch.fx.Graph, inputs: Sequence[int], lifted: Mapping[str, torch.Tensor]
+    name: str,
+    graph: torch.fx.Graph,
+    inputs: Sequence[int],
+    lifted: Mapping[str, torch.Tensor],
+    updates: Sequence[Update] = (),
 ) -> Iterator[str]:
     known = properties_of(graph)
     for node in graph.nodes:
         if node.op == "get_attr":
             yield f"# {node.target}: {known[node.name]}"
     last: Place | None = None
-    for statement in statements(graph, inputs, names_of(name, graph, lifted)):
+    for statement in statements(graph, inputs, names_of(name, graph, lifted), updates):
         node = statement.node
         place = node.meta.get("place") if node is not None else None
         if place is not None and place != last:

@@ -13,6 +13,7 @@ import torch.fx
 from tsfunc.errors import MalformedProgramError
 from tsfunc.program.printing import printed
 from tsfunc.program.properties import ProgramProperties, properties_of
+from tsfunc.program.updates import Update
 from tsfunc.program.verify import verify
 
 
@@ -36,6 +37,7 @@ class Program:
         source: the Python that it runs as; ``str`` gives that with comments.
         run: takes the flattened arguments and returns the flattened results.
         constants: those of the lifted tensors that the program has computed itself.
+        updates: the assignments that it ends with; the graph's last results are their tensors.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Program:
     source: str
     run: Callable[[Sequence[Any]], Sequence[Any]]
     constants: frozenset[str] = frozenset()
+    updates: tuple[Update, ...] = ()
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Runs it on flattened arguments, and gives the results their structure."""
@@ -92,4 +95,4 @@ class Program:
         verify(self.graph, self.lifted, self.name)
 
     def __str__(self) -> str:
-        return printed(self.name, self.graph, self.inputs, self.lifted)
+        return printed(self.name, self.graph, self.inputs, self.lifted, self.updates)

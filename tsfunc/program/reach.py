@@ -1,7 +1,8 @@
-"""What a program reaches for of objects, at every call, as straight-line Python.
+"""What a program was made under, and reaches for, as straight-line Python that every call runs.
 
-The generated function takes the flattened arguments, goes the ways to all that the trace has read
-(``instances.py``), and gives the tensors among it, or None where something is not as it was.
+The generated function takes the flattened arguments, looks at torch's settings, goes the ways to
+all that the trace has read (``instances.py``, ``surroundings.py``), and gives the tensors among it
+that are inputs of the program, or None where something is not as it was.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge import settings
 from tsfunc.types.values import same_value
 
 Reach = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
 
 # What the way to something may raise where it is not there any more.
-_GONE = "(AttributeError, LookupError, TypeError)"
+_GONE = "(AttributeError, LookupError, TypeError, ValueError)"
 
 
 def same_float(a: Any, b: float) -> bool:
@@ -32,27 +34,51 @@ class Facts:
     """The lines of the function, and the objects that they name."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
+        self._lines: list[str | list[str]] = []
         self._scope: dict[str, Any] = {
             "Tensor": torch.Tensor,
             "same_value": same_value,
             "same_float": same_float,
         }
         self._variables: dict[str, str] = {}
-        self._results: list[str] = []
+        self._results: list[tuple[str, Any]] = []
+        self._same: dict[int, list[str]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._lines)
+    def function(
+        self, now: tuple[Any, ...], guard: Sequence[str] = (), scope: dict[str, Any] | None = None
+    ) -> Reach:
+        """The function that the lines make.
 
-    def function(self) -> Reach:
-        """The function that the lines make."""
-        body = [*self._lines, f"return ({''.join(f'{name}, ' for name in self._results)})"]
-        lines = "".join(f"        {line}\n" for line in body)
-        source = f"def reach(args):\n    try:\n{lines}    except {_GONE}:\n        return None\n"
-        scope = dict(self._scope)
-        exec(compile(source, "<reach>", "exec"), scope)
-        reach: Reach = scope["reach"]
+        Args:
+            now: torch's settings.
+            guard: lines that come before the others, about the arguments.
+            scope: what these name.
+        """
+        names = {**self._scope, **(scope or {})}
+        lines = [f"if {settings.condition(now, names)}: return None", *guard]
+        for line in self._lines:
+            lines.extend([line] if isinstance(line, str) else line)
+        lines.append(f"return ({''.join(f'{name}, ' for name, _ in self._results)})")
+        body = "".join(f"        {line}\n" for line in lines)
+        source = f"def reach(args):\n    try:\n{body}    except {_GONE}:\n        return None\n"
+        exec(compile(source, "<reach>", "exec"), names)
+        reach: Reach = names["reach"]
         return reach
+
+    # --- what the function gives
+
+    def result(self, at: str, value: Any) -> int:
+        """Has the function give what a variable has, too; its number among the results."""
+        for i, (known, _) in enumerate(self._results):
+            if known == at:
+                return i
+        self._results.append((at, value))
+        return len(self._results) - 1
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What the function would give now."""
+        return tuple(value for _, value in self._results)
 
     # --- ways
 
@@ -109,18 +135,37 @@ class Facts:
     def require_keys(self, at: str, keys: Sequence[Any]) -> None:
         self._lines.append(f"if list({at}) != {self.name(list(keys))}: return None")
 
+    def require_own_tensor(self, at: str, value: torch.Tensor) -> None:
+        """One tensor, still of the type and sizes that it had: ``.data`` can be assigned."""
+        dtype, device = self.name(value.dtype), self.name(value.device)
+        lines = [
+            f"if {at} is not {self.name(value)} or {at}.dtype is not {dtype} "
+            f"or {at}.requires_grad is not {value.requires_grad} "
+            f"or {at}.shape != {tuple(value.shape)!r} or {at}.device != {device}: return None"
+        ]
+        self._lines.append(lines)
+        self._same[id(value)] = lines
+
     def require_tensor(self, at: str, example: torch.Tensor) -> None:
         """A tensor like the example, which becomes one of the results."""
+        self._lines.append(self._like(at, example))
+        self._results.append((at, example))
+
+    def loosen(self, at: str, value: torch.Tensor) -> None:
+        """A tensor that had to be the same has only to be like it, and is a result."""
+        self._same[id(value)][:] = self._like(at, value)
+        self._results.append((at, value))
+
+    def _like(self, at: str, example: torch.Tensor) -> list[str]:
         dtype, device = self.name(example.dtype), self.name(example.device)
         strides = (
             f"not {at}.is_contiguous()"
             if example.is_contiguous()
             else f"{at}.stride() != {tuple(example.stride())!r}"
         )
-        self._lines += [
+        return [
             f"if not isinstance({at}, Tensor): return None",
             f"if {at}.dtype is not {dtype} or {at}.device != {device}: return None",
             f"if {at}.requires_grad is not {example.requires_grad}: return None",
             f"if {at}.shape != {tuple(example.shape)!r} or {strides}: return None",
         ]
-        self._results.append(at)

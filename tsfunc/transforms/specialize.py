@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import optree
 import torch
@@ -22,8 +22,9 @@ from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.tracing import tracing_here
 from tsfunc.errors import DescriptorError, UnboundAxisError
 from tsfunc.program import Program
-from tsfunc.program.cache import Cache, CacheInfo, ambient
+from tsfunc.program.cache import Cache, CacheInfo
 from tsfunc.program.calls import FirstCall, Target
+from tsfunc.program.holding import Closure
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import compile_descriptors
 
@@ -36,13 +37,14 @@ class Specialized:
         func: Callable[..., Any],
         descriptors: Sequence[Mapping[str, object]],
         max_specializations: int,
+        closure: Closure,
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
         self.name = name_of(func)
         signature = inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
         contracts = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
-        self.target = Target(func, self.name, signature, contracts)
+        self.target = Target(func, self.name, signature, contracts, closure)
         self.cache = Cache(max_specializations)
 
     @outside_dynamo
@@ -50,26 +52,23 @@ class Specialized:
         flat, tree = optree.tree_flatten(
             (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE
         )
-        settings = ambient()
-        found = self.cache.find(flat, tree, settings)
+        found = self.cache.find(flat, tree)
         if found is not None:
             program, values = found
             return optree.tree_unflatten(program.out_tree, program.run(values))
         try:
-            return self._first_call(args, kwargs, flat, tree, settings)
+            return self._first_call(args, kwargs, flat, tree)
         except UnboundAxisError as error:
             if not is_bound(error.axis_name):
                 raise
             # A program is made outside of all transforms, where the vmap that has the name is not.
             return self.func(*args, **kwargs)
 
-    def _first_call(
-        self, args: Any, kwargs: Any, flat: list[Any], tree: optree.PyTreeSpec, settings: Any
-    ) -> Any:
+    def _first_call(self, args: Any, kwargs: Any, flat: list[Any], tree: optree.PyTreeSpec) -> Any:
         """Checks the contract, traces, and keeps the program."""
         if pytrees.structure_of((args, kwargs)) != tree:  # a class is taken for a container now
             return self(*args, **kwargs)
-        call = FirstCall(self.target, (args, kwargs), flat, tree, settings)
+        call = FirstCall(self.target, (args, kwargs), flat, tree)
         if tracing_here():
             return self.func(*args, **kwargs)
         self.cache.misses += 1
@@ -113,6 +112,7 @@ def specialize(
     descriptors: Descriptors | None = None,
     *,
     max_specializations: int = 64,
+    closure: Closure = "guard",
 ) -> Any:
     """Makes a function run as programs, each traced once for calls that look alike.
 
@@ -126,6 +126,9 @@ def specialize(
             gives several contracts, tried in order. What they leave open is taken from the call,
             and another value means another program.
         max_specializations: how many programs are kept; beyond it the least recently used one goes.
+        closure: what becomes of what the function reads and is no argument: variables, defaults,
+            its own objects. ``"guard"``: every call looks whether it is as it was, and a tensor's
+            data is read anew. ``"freeze"``: it is burnt in. ``"error"``: reading it is an error.
 
     Returns:
         A callable of the same arguments, with ``program``, ``programs``, ``cache_info()`` and
@@ -136,6 +139,8 @@ def specialize(
         DescriptorViolation: at a call that breaks the contract.
         ConstraintViolation: the function's course depends on the size of a named dim.
         DataDependentError: the function uses a tensor as a Python number or bool.
+        ClosureError: it reads what is no argument, with ``closure="error"``.
+        ValueError: ``closure`` is something else.
 
     Example:
         >>> import torch
@@ -157,7 +162,11 @@ def specialize(
                 "specialize: got descriptors twice; write specialize(func, descriptors)."
             )
         given: Any = func if func is not None else descriptors
-        return lambda f: specialize(f, given, max_specializations=max_specializations)
+        return lambda f: specialize(
+            f, given, max_specializations=max_specializations, closure=closure
+        )
+    if closure not in get_args(Closure):
+        raise ValueError(f"specialize: closure= takes one of {get_args(Closure)}, got {closure!r}.")
     if not callable(func):
         raise TypeError(
             f"specialize: expected a function and descriptors for its parameters, got "
@@ -167,7 +176,7 @@ def specialize(
         every: Sequence[Mapping[str, object]] = ()
     else:
         every = (descriptors,) if isinstance(descriptors, Mapping) else tuple(descriptors)
-    return Specialized(func, every, max_specializations)
+    return Specialized(func, every, max_specializations, closure)
 
 
 def _is_list_of_mappings(value: Any) -> bool:

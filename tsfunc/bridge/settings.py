@@ -1,0 +1,99 @@
+"""torch's settings that decide what operators do, beside their arguments.
+
+A program is made under some settings and answers calls under the same ones. They are read at every
+call, so each is asked for by the cheapest function there is.
+
+Private names used here (torch 2.11 to 2.13), each the function in C++ behind a public one:
+``_is_any_autocast_enabled`` (``is_autocast_enabled`` for every type of device),
+``_get_deterministic_algorithms`` and ``_get_deterministic_algorithms_warn_only``,
+``_get_cudnn_deterministic``, ``_get_cudnn_benchmark``, ``_get_float32_matmul_precision``;
+``_len_torch_function_stack`` says whether any function mode is active, as the one is that
+``set_default_device`` enters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import (
+    _get_cudnn_benchmark,
+    _get_cudnn_deterministic,
+    _get_deterministic_algorithms,
+    _get_deterministic_algorithms_warn_only,
+    _get_float32_matmul_precision,
+    _is_any_autocast_enabled,
+    _len_torch_function_stack,
+)
+
+
+class Setting(NamedTuple):
+    """A setting: what it is called, and what reads it."""
+
+    name: str
+    read: Callable[[], Any]
+
+
+def autocast() -> tuple[Any, ...]:
+    """For each type of device for which autocast is on, its dtype; and whether casts are cached."""
+    if not _is_any_autocast_enabled():
+        return ()
+    found = [(kind, torch.get_autocast_dtype(kind)) for kind in _autocast_devices()
+             if torch.is_autocast_enabled(kind)]  # fmt: skip
+    return (*found, torch.is_autocast_cache_enabled())
+
+
+@functools.cache
+def _autocast_devices() -> tuple[str, ...]:
+    kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone")
+    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+
+
+def default_device() -> torch.device:
+    """Where factories put tensors."""
+    # Asking torch costs as much as ten operators; without modes, which it asks, it is the CPU.
+    return torch.get_default_device() if _len_torch_function_stack() else _CPU
+
+
+_CPU = torch.device("cpu")
+
+_PLAIN = (
+    Setting("grad mode", torch.is_grad_enabled),
+    Setting("inference mode", torch.is_inference_mode_enabled),
+    Setting("default dtype", torch.get_default_dtype),
+    Setting("deterministic algorithms", _get_deterministic_algorithms),
+    Setting("warn_only of deterministic algorithms", _get_deterministic_algorithms_warn_only),
+    Setting("cudnn.deterministic", _get_cudnn_deterministic),
+    Setting("cudnn.benchmark", _get_cudnn_benchmark),
+    Setting("float32 matmul precision", _get_float32_matmul_precision),
+)
+SETTINGS = (*_PLAIN, Setting("autocast", autocast), Setting("default device", default_device))
+
+
+def settings() -> tuple[Any, ...]:
+    """All settings as they are now, in the order of ``SETTINGS``."""
+    return tuple([setting.read() for setting in SETTINGS])
+
+
+def condition(now: tuple[Any, ...], scope: dict[str, Any]) -> str:
+    """A Python expression that is true where the settings are others than these.
+
+    Args:
+        now: what :func:`settings` gave.
+        scope: where the expression's names are put.
+    """
+    *plain, casts, device = now
+    parts = []
+    for i, (setting, value) in enumerate(zip(_PLAIN, plain, strict=True)):
+        scope[f"setting_{i}"], scope[f"is_{i}"] = setting.read, value
+        same = "is" if isinstance(value, bool | torch.dtype) else "=="
+        parts.append(f"setting_{i}() {'is not' if same == 'is' else '!='} is_{i}")
+    scope |= {"autocast": autocast, "any_autocast": _is_any_autocast_enabled, "casts": casts}
+    scope |= {"modes": _len_torch_function_stack, "device": device}
+    scope["default_device"] = default_device
+    parts.append("autocast() != casts" if casts else "any_autocast()")
+    ours = "default_device() != device"
+    parts.append(f"modes() and {ours}" if device == _CPU else ours)
+    return " or ".join(parts)

@@ -1,0 +1,204 @@
+"""What a piece of code may read from outside: variables, and the attributes that follow them.
+
+Told from the compiled code, so it costs nothing while the code runs. ``config.model.width`` is one
+read: a global variable and the way from it.
+
+NOTE [counters]
+``calls.append(1)``, ``count += 1`` and ``seen[key] = x`` change a variable without looking at it.
+Where a function does no more with one than that, its results can't depend on it: it is not
+guarded, and is changed when the function is traced, as a ``print`` prints then. Where the function
+reads it too, it is guarded, and every call changes it (NOTE [updates] in ``updates.py``).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Kind = Literal["global", "free", "module"]
+
+
+@dataclass(frozen=True)
+class Access:
+    """A variable from outside in a piece of code.
+
+    Attributes:
+        kind: whether it is a global, a variable of an enclosing function, or a module that the
+            code imports itself.
+        name: the variable's, or the module's.
+        attributes: those that are reached for of it, one of the other.
+        line: where.
+        level: of an import, how many packages up it starts.
+        only_changes: whether nothing is done with what it finds but to count it up, or to put
+            something into it: NOTE [counters].
+    """
+
+    kind: Kind
+    name: str
+    attributes: tuple[str, ...]
+    line: int
+    level: int = 0
+    only_changes: bool = False
+
+
+@dataclass(frozen=True)
+class CodeReads:
+    """What is told from a function's code, the code nested in it included.
+
+    Attributes:
+        reads: the variables from outside that it reads.
+        writes: those that it assigns.
+        names: the names of all attributes that it reaches for, of anything.
+    """
+
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    names: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def code_reads(code: types.CodeType) -> CodeReads:
+    """What a function's code may read and assign."""
+    reads: dict[Access, None] = {}
+    writes: dict[Access, None] = {}
+    names: set[str] = set()
+    free = frozenset(code.co_freevars)
+    for each in _with_nested(code):
+        scan = _Scan(each, free)
+        reads.update(dict.fromkeys(scan.reads))
+        writes.update(dict.fromkeys(scan.writes))
+        names.update(scan.names)
+    return CodeReads(tuple(reads), tuple(writes), frozenset(names))
+
+
+def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _with_nested(constant)
+
+
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_ROOTS: dict[str, Kind] = {
+    "LOAD_GLOBAL": "global",
+    "LOAD_NAME": "global",
+    "LOAD_DEREF": "free",
+    "LOAD_CLASSDEREF": "free",
+    "LOAD_FROM_DICT_OR_DEREF": "free",
+}
+_STORES: dict[str, Kind] = {
+    "STORE_GLOBAL": "global",
+    "DELETE_GLOBAL": "global",
+    "STORE_DEREF": "free",
+    "DELETE_DEREF": "free",
+}
+_NOT_COUNTED = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL"})
+
+# What follows a variable in `v += 1`, in `v[key] = x`, and in `v[key] += 1` (as CPython 3.10 and
+# as later ones write it).
+_COUNTS = ("LOAD", "INPLACE", "STORE")
+_PUTS = (
+    ("LOAD", "STORE_SUBSCR"),
+    ("LOAD", "COPY", "COPY", "BINARY_SUBSCR", "LOAD", "INPLACE", "SWAP", "SWAP", "STORE_SUBSCR"),
+    ("LOAD", "DUP_TOP_TWO", "BINARY_SUBSCR", "LOAD", "INPLACE", "ROT_THREE", "STORE_SUBSCR"),
+)
+_CHANGING = frozenset({
+    "append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard",
+})  # fmt: skip
+
+
+def _kind(step: dis.Instruction) -> str:
+    """The name of an instruction; of what updates in place, one for all versions of CPython."""
+    if step.opname == "BINARY_OP" and step.argrepr.endswith("="):
+        return "INPLACE"
+    return step.opname
+
+
+def _follows(steps: Sequence[dis.Instruction], pattern: Sequence[str]) -> bool:
+    """Whether instructions begin with a pattern."""
+    return len(steps) >= len(pattern) and all(
+        _kind(step).startswith(wanted) for step, wanted in zip(steps, pattern, strict=False)
+    )
+
+
+def _is_statement(steps: Sequence[dis.Instruction]) -> bool:
+    """Whether a method that has just been loaded is called, and what it returns is dropped."""
+    depth = 2  # the method and its object, or what stands in their places
+    for i, step in enumerate(steps):
+        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            return False
+        depth += dis.stack_effect(step.opcode, step.arg)
+        if depth < 2:
+            return step.opname.startswith("CALL") and steps[i + 1].opname == "POP_TOP"
+    return False
+
+
+class _Scan:
+    """One walk over the instructions of a code object, without those nested in it."""
+
+    def __init__(self, code: types.CodeType, free: frozenset[str]) -> None:
+        self.reads: list[Access] = []
+        self.writes: list[Access] = []
+        self.names: set[str] = set()
+        lines = dict(dis.findlinestarts(code))
+        line = code.co_firstlineno
+        modules: dict[str, Access] = {}  # local variables that are modules
+        level = 0
+        module: Access | None = None  # what was imported last
+        chain: Access | None = None  # what the instruction before has put on the stack
+        before = ""
+        counted: set[int] = set()  # where variables are stored that are only counted up
+        steps = list(dis.get_instructions(code))
+        for i, each in enumerate(steps):
+            line = lines.get(each.offset) or line
+            name, what = each.opname, each.argval
+            if name in _NOT_COUNTED:
+                continue
+            if name in _ATTRIBUTES:
+                self.names.add(what)
+                if chain is not None:
+                    chain = replace(chain, attributes=(*chain.attributes, what), line=line)
+                continue
+            if name in ("STORE_ATTR", "DELETE_ATTR") and chain is not None:
+                self.writes.append(replace(chain, attributes=(*chain.attributes, what), line=line))
+            if chain is not None:
+                self._end(chain, steps[i : i + 64], counted)
+            chain = None
+            if name in _ROOTS and (_ROOTS[name] == "global" or what in free):
+                chain = Access(_ROOTS[name], what, (), line)
+            elif name in _STORES and (_STORES[name] == "global" or what in free):
+                counts = each.offset in counted
+                self.writes.append(Access(_STORES[name], what, (), line, only_changes=counts))
+            elif name == "LOAD_CONST" and isinstance(what, int):
+                level = what  # the last number before an import is its level
+            elif name == "IMPORT_NAME":
+                module = Access("module", what, (), line, level)
+            elif name == "IMPORT_FROM" and module is not None:
+                self.reads.append(Access("module", module.name, (what,), line, module.level))
+            elif name == "STORE_FAST" and before == "IMPORT_NAME" and module is not None:
+                if "." not in module.name:
+                    modules[what] = module
+            elif name.startswith("LOAD_FAST") and what in modules:
+                found = modules[what]
+                chain = Access("module", found.name, (), line, found.level)
+            before = name
+
+    def _end(self, chain: Access, rest: Sequence[dis.Instruction], counted: set[int]) -> None:
+        """The end of a way; `rest` is what comes after it."""
+        if chain.kind == "module" and not chain.attributes:
+            return
+        only_changes = False
+        if chain.attributes and chain.attributes[-1] in _CHANGING:
+            only_changes = _is_statement(rest)
+            chain = replace(chain, attributes=chain.attributes[:-1])
+        elif not chain.attributes:
+            steps = [each for each in rest if each.opname not in _NOT_COUNTED]
+            if _follows(steps, _COUNTS) and steps[2].argval == chain.name:
+                only_changes = steps[2].opname in _STORES
+                counted.add(steps[2].offset)
+            only_changes = only_changes or any(_follows(steps, each) for each in _PUTS)
+        self.reads.append(replace(chain, only_changes=only_changes))

@@ -1,0 +1,183 @@
+"""What a traced function assigns, and how its program does the same at every call.
+
+NOTE [updates]
+A function may assign to objects, variables and containers that live on after the call. While it
+is traced that happens, so what it reads after is the new value; then everything is put back, and
+the program ends with the same assignments: a value without tensors is a constant of the program,
+and a tensor one of its results. What was read before it was assigned is guarded as anything that
+is read, so a function that counts its calls in Python is traced anew for each count; a tensor that
+is replaced by each call is an input, which only has to look alike.
+
+Of a module's state (``torch.export``'s rules): buffers, and attributes without tensors, can be
+assigned. A parameter, a submodule, or an attribute with a tensor that is no buffer can't.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from tsfunc.types.values import same_value
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for a tensor in the value of an update: its number among the updates' tensors."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """An assignment that a program ends with.
+
+    Attributes:
+        text: what is assigned to, for people.
+        owner: what it belongs to, by its position in the list that the program is called with.
+        target: the Python for what is assigned to, with ``{}`` for the owner.
+        value: lists, tuples and dicts of constants, with a ``Slot`` for each tensor.
+        fills: whether the owner is a container that gets all elements anew.
+        deletes: whether the target is deleted.
+    """
+
+    text: str
+    owner: int
+    target: str
+    value: Any = None
+    fills: bool = False
+    deletes: bool = False
+
+    def slots(self) -> list[Slot]:
+        """The places of the tensors in its value."""
+        return list(_slots(self.value))
+
+    def statements(self, owner: str, spell: Callable[[Any], str]) -> list[str]:
+        """The update as Python.
+
+        Args:
+            owner: the Python for the owner.
+            spell: writes a value.
+        """
+        target = self.target.format(owner)
+        if self.deletes:
+            return [f"del {target}"]
+        if not self.fills:
+            return [f"{target} = {spell(self.value)}"]
+        filled = [f"{target}.clear()"]
+        if self.value:
+            adds = "extend" if isinstance(self.value, list) else "update"
+            filled.append(f"{target}.{adds}({spell(self.value)})")
+        return filled
+
+
+def _slots(value: Any) -> Iterator[Slot]:
+    if isinstance(value, Slot):
+        yield value
+    else:
+        for item in _elements(value):
+            yield from _slots(item)
+
+
+def fill(value: Any, tensors: Sequence[Any]) -> Any:
+    """The value of an update with something in the places of its tensors."""
+    if isinstance(value, Slot):
+        return tensors[value.index]
+    if isinstance(value, dict):
+        return {key: fill(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple, deque):
+        return type(value)(fill(item, tensors) for item in value)
+    return value
+
+
+def same_updates(some: tuple[Update, ...], others: tuple[Update, ...]) -> bool:
+    """Whether two programs end with the same assignments, their tensors aside."""
+    return len(some) == len(others) and all(
+        (a.text, a.owner, a.target, a.fills, a.deletes)
+        == (b.text, b.owner, b.target, b.fills, b.deletes)
+        and same_value(a.value, b.value)
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+class NotKept(Exception):
+    """A value that a program can't make anew at every call; the message says what it is."""
+
+
+class Values:
+    """The values of a program's updates, and the tensors among them."""
+
+    def __init__(self, is_known: Callable[[Any], bool]) -> None:
+        self.tensors: list[Any] = []
+        self._is_known = is_known
+
+    def kept(self, value: Any) -> Any:
+        """A value as an update has it.
+
+        Raises:
+            NotKept: it was made by the traced function and is not of a kind that can be copied.
+        """
+        if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
+            self.tensors.append(value)
+            return Slot(len(self.tensors) - 1)
+        if isinstance(value, _PLAIN):
+            return value
+        cls = type(value)
+        if cls in (list, deque):
+            return cls(self.kept(item) for item in value)
+        if cls is tuple:
+            return tuple([self.kept(item) for item in value])
+        if cls is dict:
+            return {key: self.kept(item) for key, item in value.items()}
+        if cls in (set, frozenset) and all(isinstance(item, _PLAIN) for item in value):
+            return copy.copy(value)
+        if self._is_known(value) or isinstance(value, _SHARED):
+            return value
+        raise NotKept(f"a {cls.__name__} that the function has made")
+
+
+def replaced(before: Any, after: Any) -> Iterator[torch.Tensor]:
+    """The tensors in whose places others come."""
+    if isinstance(before, torch.Tensor):
+        if isinstance(after, torch.Tensor) and after is not before:
+            yield before
+    elif isinstance(before, dict) and isinstance(after, dict):
+        for key in before.keys() & after.keys():
+            yield from replaced(before[key], after[key])
+    elif isinstance(before, list | tuple | deque) and isinstance(after, list | tuple | deque):
+        for some, other in zip(before, after, strict=False):
+            yield from replaced(some, other)
+
+
+_PLAIN = (
+    int, float, bool, str, bytes, complex, type(None), enum.Enum, torch.dtype, torch.layout,
+    torch.memory_format, torch.device, torch.Size, range,
+)  # fmt: skip
+_SHARED = (type, types.ModuleType, types.BuiltinFunctionType)
+
+
+def has_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or a container with one in it."""
+    if isinstance(value, torch.Tensor):
+        return True
+    return any(has_tensor(item) for item in _elements(value))
+
+
+def _elements(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        yield from value
+
+
+class Updates(NamedTuple):
+    """The updates of a program, and the tensors (and symbolic numbers) among their values."""
+
+    updates: tuple[Update, ...] = ()
+    tensors: tuple[Any, ...] = ()
