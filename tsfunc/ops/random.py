@@ -261,7 +261,7 @@ def keep_mask(
     if features:
         kept = 2 if at is None else 3
         like = like[(...,) + (slice(0, 1),) * (like.dim() - kept)]
-    return torch.ops.aten.bernoulli.p(like, keep), at
+    return torch.ops.aten.bernoulli.p(like.detach(), keep), at
 
 
 def dropping(alpha: bool, features: bool) -> Rule:
