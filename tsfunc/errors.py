@@ -13,6 +13,7 @@
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
     ├── UnknownOperatorError (LookupError)    torch has no operator of a name
     ├── MalformedProgramError (RuntimeError)  a program's graph is not well formed
+    ├── ExportError (RuntimeError)          a program can't be given to another of torch's tools
     ├── UnboundAxisError (NameError)          a collective names an axis that no vmap binds
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
@@ -82,6 +83,10 @@ class UnboundAxisError(TsfuncError, NameError):
 
 class MalformedProgramError(TsfuncError, RuntimeError):
     """A program's graph uses what is not there, or is not what it is said to be."""
+
+
+class ExportError(TsfuncError, RuntimeError):
+    """A program has what torch.export, or a backend, has no place for."""
 
 
 class FileFormatError(TsfuncError, ValueError):

@@ -12,6 +12,7 @@ fails by name when one goes):
 - ``_parse_dispatch_key``, ``DispatchKeySet``, ``DispatchKey``;
 - ``_dispatch_keyset_full_after``: all keys of a lower priority than one;
 - ``_len_torch_dispatch_stack``: how many dispatch modes are active on this thread;
+- ``_set_grad_enabled``: the function behind ``torch.set_grad_enabled``, as graphs call it;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
 
@@ -34,6 +35,7 @@ from torch._C import (
     _IncludeDispatchKeyGuard,
     _len_torch_dispatch_stack,
     _parse_dispatch_key,
+    _set_grad_enabled,
 )
 
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
@@ -114,6 +116,9 @@ class RestoredTorchState:
         if self.previous is not None:
             torch.set_grad_enabled(self.previous)
         self.guard.__exit__(kind, value, trace)
+
+
+set_grad_mode = _set_grad_enabled
 
 
 def in_dispatch_modes() -> bool:

@@ -16,6 +16,7 @@ from tsfunc.errors import DescriptorViolation
 from tsfunc.program.cache import Cache, Entry
 from tsfunc.program.capture import capture
 from tsfunc.program.equal import same_program
+from tsfunc.program.forms import form_of_call
 from tsfunc.program.guards import guard_lines
 from tsfunc.program.holding import Closure, is_instance
 from tsfunc.program.inputs import (
@@ -29,7 +30,7 @@ from tsfunc.program.instances import Instances
 from tsfunc.program.program import Program
 from tsfunc.program.surroundings import FUNCTIONS, Surroundings
 from tsfunc.program.untyped import any_arguments
-from tsfunc.types import Bindings, CompiledDescriptors, Dim
+from tsfunc.types import Bindings, CompiledDescriptors, Dim, MetaTensorType
 from tsfunc.types.meta import tensor_text
 
 
@@ -99,6 +100,7 @@ class FirstCall:
         self.func, self.name, self.closure = target.func, target.name, target.closure
         self.flat, self.tree, self.ambient = flat, tree, settings()
         args, kwargs = arguments
+        self.parameters = target.signature
         self.places = _places(target.signature, len(flat), tree)
         bound = target.signature.bind(*args, **kwargs).arguments
         self.contract, self.bindings = target.contract(bound)
@@ -137,6 +139,10 @@ class FirstCall:
             self.func, self.name, self.flat, self.tree, inputs, bounds, instances=instances,
             untyped=any_arguments(self.func, described, self.places, _spell),
         )  # fmt: skip
+        form = form_of_call(self.flat, self.tree, inputs, bounds, self.ambient)
+        program = dataclasses.replace(
+            program, form=form, places=self.places, descriptors=self.descriptors(inputs)
+        )
         held = instances.held
         accepts = held.facts.function(self.ambient, *guard_lines(self.flat, inputs, bounds))
         reach = held.facts.function(self.ambient)
@@ -150,6 +156,20 @@ class FirstCall:
     def signature(self, inputs: Sequence[InputSpec]) -> Any:
         """What calls have in common that differ in nothing but the sizes of named dims."""
         return call_signature(self.flat, self.tree, self.ambient, inputs)
+
+    def descriptors(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
+        """Descriptors of just the calls that a program for these inputs is made for."""
+        leaves = [type(value) if is_instance(value) else value for value in self.flat]
+        for spec in inputs:
+            leaves[spec.position] = MetaTensorType(
+                list(spec.dims),
+                dtype=spec.example.dtype,
+                device=spec.example.device,
+                requires_grad=spec.example.requires_grad,
+                layout=spec.example.layout,
+            )
+        args, kwargs = optree.tree_unflatten(self.tree, leaves)
+        return dict(self.parameters.bind(*args, **kwargs).arguments)
 
     def _instances(self) -> Instances:
         instances = Instances(self.name, self.closure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -11,6 +11,9 @@ import torch
 import torch.fx
 
 from tsfunc.errors import MalformedProgramError
+from tsfunc.program.drawing import draw
+from tsfunc.program.forms import CallForm
+from tsfunc.program.fx_module import graph_module
 from tsfunc.program.printing import printed
 from tsfunc.program.properties import ProgramProperties, properties_of
 from tsfunc.program.updates import Update
@@ -38,6 +41,9 @@ class Program:
         run: takes the flattened arguments and returns the flattened results.
         constants: those of the lifted tensors that the program has computed itself.
         updates: the assignments that it ends with; the graph's last results are their tensors.
+        form: what it takes for granted of its arguments, None where there is no record.
+        descriptors: the same by parameter name, as :func:`specialize` takes it.
+        places: for each flattened argument its path, from the name of a parameter.
     """
 
     name: str
@@ -49,6 +55,9 @@ class Program:
     run: Callable[[Sequence[Any]], Sequence[Any]]
     constants: frozenset[str] = frozenset()
     updates: tuple[Update, ...] = ()
+    form: CallForm | None = None
+    descriptors: Mapping[str, Any] = field(default_factory=dict)
+    places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Runs it on flattened arguments, and gives the results their structure."""
@@ -77,6 +86,53 @@ class Program:
             gt_scalar        bool     [n]     cpu     strided  False
         """
         return properties_of(self.graph, {name: self.lifted[name] for name in self.constants})
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The program as a ``torch.fx.GraphModule``.
+
+        It takes the graph's inputs, which are the tensors among the flattened arguments, in
+        order, and returns a tuple of the flattened results. What the program reads from outside
+        are its parameters and buffers: the same tensors.
+        """
+        return graph_module(self.name, self.graph, self.lifted)
+
+    def draw(self) -> str:
+        """A picture of the graph, as SVG text; notebooks show it by themselves.
+
+        Example:
+            >>> import torch
+            >>> from tsfunc import make_graph
+            >>> program = make_graph(lambda x: x.sin() + x.cos())(torch.ones(3))
+            >>> program.draw().splitlines()[0].startswith("<svg ")
+            True
+        """
+        return draw(self.name, self.graph, self.properties())
+
+    _repr_svg_ = draw
+
+    def to_exported_program(self) -> torch.export.ExportedProgram:
+        """The program as a ``torch.export.ExportedProgram``.
+
+        Returns:
+            One of the function's own parameters, whose named dims are dynamic: torch.export's
+            tools work on it (``module()``, ``torch.export.save``, ``run_decompositions()``).
+
+        Raises:
+            ExportError: the program has what torch.export has no place for: objects as arguments,
+                control flow of tsfunc, containers that torch's pytrees do not know.
+
+        Example:
+            >>> import torch
+            >>> from tsfunc import MetaTensorType, specialize
+            >>> f = specialize(lambda x: x.sin(), {"x": MetaTensorType(["n", 3])})
+            >>> _ = f(torch.ones(4, 3))
+            >>> f.program.to_exported_program().module()(torch.zeros(7, 3)).shape
+            torch.Size([7, 3])
+        """
+        from tsfunc.program.exporting import exported
+
+        return exported(self)
 
     def verify(self) -> None:
         """Checks that the program is well formed.

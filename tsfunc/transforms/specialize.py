@@ -8,6 +8,7 @@ program is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,10 @@ from tsfunc.program import Program
 from tsfunc.program.cache import Cache, CacheInfo
 from tsfunc.program.calls import FirstCall, Target
 from tsfunc.program.holding import Closure
+from tsfunc.program.lowering import arguments_for
+from tsfunc.program.properties import ProgramProperties
 from tsfunc.transforms.vmap_spec import name_of
-from tsfunc.types import compile_descriptors
+from tsfunc.types import CompiledDescriptors, compile_descriptors
 
 
 class Specialized:
@@ -75,6 +78,59 @@ class Specialized:
         program, reached = call.program(self.cache)
         return program([*flat, *reached])
 
+    def lower(self, *descriptors: Mapping[str, object]) -> Any:
+        """Makes programs ahead of any call, from descriptors alone.
+
+        Args:
+            descriptors: for each program what the arguments are, by parameter name: type and
+                sizes of each tensor (a name for a size that may vary), other values as they are.
+                Without any, those that the function was specialized with.
+
+        Returns:
+            The :class:`~tsfunc.program.Program`; for several sets of descriptors a tuple. Calls
+            that fit run it, and are not traced.
+
+        Raises:
+            DescriptorError: a descriptor leaves open what to trace the function with; or there
+                are none.
+            ConstraintViolation, DataDependentError: as for a call.
+
+        Example:
+            >>> import torch
+            >>> from tsfunc import MetaTensorType, specialize
+            >>> f = specialize(lambda x, k: (x * k).sum(0))
+            >>> program = f.lower({"x": MetaTensorType(["n", 2], dtype=torch.float32), "k": 3})
+            >>> program.properties()["sum_dim_int_list"].shape
+            (2,)
+            >>> f(torch.ones(5, 2), 3), f.cache_info().misses
+            (tensor([15., 15.]), 0)
+
+        As ``jax.jit(f).lower``.
+        """
+        target = self.target
+        if descriptors and target.contracts:
+            raise DescriptorError(
+                f"specialize({self.name}): it has descriptors already, and lower() makes the "
+                f"programs for these; it takes others where specialize was given none."
+            )
+        contracts = target.contracts or tuple(
+            compile_descriptors(d, target.signature, name=self.name) for d in descriptors
+        )
+        if not contracts:
+            raise DescriptorError(
+                f"specialize({self.name}): lower() needs descriptors: what the arguments are, by "
+                f"parameter name."
+            )
+        programs = tuple(self._lowered(contract) for contract in contracts)
+        return programs[0] if len(programs) == 1 else programs
+
+    def _lowered(self, contract: CompiledDescriptors) -> Program:
+        bound = arguments_for(self.name, self.target.signature, contract)
+        arguments = bound.args, bound.kwargs
+        flat, tree = pytrees.flatten(arguments)
+        target = dataclasses.replace(self.target, contracts=(contract,))
+        return FirstCall(target, arguments, flat, tree).program(self.cache)[0]
+
     @property
     def program(self) -> Program:
         """The program that was used last."""
@@ -88,6 +144,28 @@ class Specialized:
     def programs(self) -> tuple[Program, ...]:
         """All programs, the most recently used first."""
         return self.cache.programs
+
+    @property
+    def descriptors(self) -> Mapping[str, Any]:
+        """What the current program was made for; ``specialize`` takes it."""
+        return self.program.descriptors
+
+    def properties(self) -> ProgramProperties:
+        """What is known of each value of the current program."""
+        return self.program.properties()
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The current program as a ``torch.fx.GraphModule``."""
+        return self.program.graph_module
+
+    def draw(self) -> str:
+        """The current program as an SVG picture."""
+        return self.program.draw()
+
+    def to_exported_program(self) -> torch.export.ExportedProgram:
+        """The current program as a ``torch.export.ExportedProgram``."""
+        return self.program.to_exported_program()
 
     def cache_info(self) -> CacheInfo:
         """How many calls found a program, and why each program was made."""
