@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tsfunc import dispatch, errors, ops
 from tsfunc.bridge.tracer import Tracer, TracerLevel
+from tsfunc.transforms import checkpoint_policies
+from tsfunc.transforms.checkpoint import checkpoint
 from tsfunc.transforms.collectives import (
     all_gather,
     all_to_all,
@@ -46,6 +48,8 @@ __all__ = [
     "associative_scan",
     "axis_index",
     "axis_size",
+    "checkpoint",
+    "checkpoint_policies",
     "cond",
     "custom_jvp",
     "custom_vjp",

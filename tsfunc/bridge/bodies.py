@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.lanes import Layout, is_recorded
-from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
+from tsfunc.bridge.tracer import METHODS, StandIn, Tracer, TracerLevel, metadata, seen_here
 from tsfunc.bridge.tracing import TraceLevel, TraceTracer, traced_as
 from tsfunc.dispatch.state import Level, tls, using
 
@@ -217,6 +217,10 @@ def _any_recorded(value: Any) -> bool:
     return False
 
 
+# What only looks at a tensor: at its shape, its type, whether it is recorded.
+_LOOKS = (metadata, METHODS[torch.Tensor.requires_grad.__get__])  # type: ignore[attr-defined]
+
+
 class _InBody(TorchFunctionMode):
     """The arguments of every call of the body are taken in."""
 
@@ -232,8 +236,9 @@ class _InBody(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if tls.state.running is not None:
-            return func(*args, **kwargs)  # a kernel's own call: what it has was taken in
+        # What a kernel calls with was taken in, and looks at shapes and types use nothing.
+        if tls.state.running is not None or METHODS.get(func) in _LOOKS:
+            return func(*args, **kwargs)
         args = tuple([self._taken(arg) for arg in args])
         return func(*args, **{name: self._taken(arg) for name, arg in kwargs.items()})
 

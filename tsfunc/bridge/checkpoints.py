@@ -20,9 +20,8 @@ other.
 from __future__ import annotations
 
 import functools
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,12 +29,15 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from tsfunc.bridge.autograd import differentiates_here, differentiating
-from tsfunc.bridge.factories import on_first_transform, watching_random
+from tsfunc.bridge.duals import Duals
+from tsfunc.bridge.ended import entered_again
+from tsfunc.bridge.factories import on_first_transform
 from tsfunc.bridge.tracer import TracerLevel, current_tracer_level, innermost_level
-from tsfunc.dispatch import Level
-from tsfunc.dispatch.state import State, active_levels, tls, using
+from tsfunc.dispatch.state import tls
 
 _theirs: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+# How many arguments it has between the function and the function's own arguments.
+_OPTIONS = list(inspect.signature(_theirs).parameters).index("args") - 1
 
 
 @on_first_transform
@@ -45,49 +47,51 @@ def _install() -> None:
 
 
 @functools.wraps(_theirs)
-def _generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _generator(fn: Callable[..., Any], *options: Any, **kwargs: Any) -> Any:
     state = tls.state
+    options, args = options[:_OPTIONS], options[_OPTIONS:]
     given = innermost_level(args)
     if not state.levels and given is not None:
         state = given.inner  # on a thread that was started inside of it
     if not state.levels and not differentiates_here():
-        return _theirs(fn, *args, **kwargs)
+        return _theirs(fn, *options, *args, **kwargs)
+    recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
+    duals = Duals(state)
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        with _entered_again(state), differentiating():
-            return fn(*args, **kwargs)
+        with entered_again(state), _recording_at(recorded), differentiating():
+            if not duals.levels:
+                return fn(*args, **kwargs)
+            with duals.again(args) as given:
+                return fn(*given, **kwargs)
 
-    return _theirs(again, *args, **kwargs)
+    generator = _theirs(again, *options, *args, **kwargs)
+    return _noting(generator, duals, args) if duals.levels else generator
 
 
-_running: Counter[int] = Counter()  # by its id, how often a level that has ended runs again
-_lock = threading.Lock()
+def _noting(generator: Iterator[Any], duals: Duals, args: Sequence[Any]) -> Iterator[Any]:
+    """The generator, which yields where the function runs for the first time."""
+    next(generator)
+    try:
+        with duals.first(args):
+            yield
+    except BaseException as error:
+        generator.throw(error)
+        raise
+    yield from generator
 
 
 @contextmanager
-def _entered_again(state: State) -> Iterator[None]:
-    """The levels of a state are active, and it is this thread's, within the block."""
-    with _lock:
-        levels = [root for root in map(_root, state.levels) if not root.alive or _running[id(root)]]
-        for level in levels:
-            _running[id(level)] += 1
-            level.alive = True
-            active_levels[level] = threading.get_ident()
+def _recording_at(levels: Sequence[tuple[TracerLevel, int]]) -> Iterator[None]:
+    """Within the block levels record autograd where they did."""
+    added = [(level, max(0, count - level.autograd)) for level, count in levels]
+    for level, more in added:
+        level.autograd += more
     try:
-        with using(state), watching_random():
-            yield
+        yield
     finally:
-        with _lock:
-            for level in levels:
-                _running[id(level)] -= 1
-                if not _running[id(level)]:
-                    del _running[id(level)]
-                    level.alive = False
-                    active_levels.pop(level, None)
-
-
-def _root(level: Level) -> Level:
-    return level.root if isinstance(level, TracerLevel) else level
+        for level, more in added:
+            level.autograd -= more
 
 
 def is_reentrant(cls: type) -> bool:

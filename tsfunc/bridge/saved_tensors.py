@@ -7,6 +7,8 @@ behind when it is packed, which autograd ties again; what a hook makes of it is 
 levels outside, although torch has switched recording off. And what a level saves that was entered
 after the hooks is not theirs: the transform has pulled back through it before it ends, and a
 checkpoint that runs the transform again would get values of another level. It is kept as it is.
+When hooks are asked for what they packed the levels in which they were entered may have ended: for
+so long these are active again.
 
 Private names used here (torch 2.11 to 2.13): none; ``saved_tensors_hooks`` is public, and
 ``__enter__`` reads ``pack_hook`` and ``unpack_hook``.
@@ -20,8 +22,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from tsfunc.bridge.ended import any_ended, entered_again
 from tsfunc.bridge.factories import on_first_level
 from tsfunc.bridge.tracer import Tracer, serials
+from tsfunc.dispatch.state import tls
 
 _theirs = saved_tensors_hooks.__enter__
 
@@ -66,7 +70,14 @@ def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], An
 
 
 def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    state = tls.state
+
     def unpacked(packed: Any) -> torch.Tensor:
-        return packed.tensor if type(packed) is _Kept else unpack(packed)
+        if type(packed) is _Kept:
+            return packed.tensor
+        if not any_ended(state):
+            return unpack(packed)
+        with entered_again(state):
+            return unpack(packed)
 
     return unpacked

@@ -1,0 +1,232 @@
+"""checkpoint: the derivatives are those of the function, and what they need is not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+import tsfunc
+from tests.transforms.support import leaves, same
+from tsfunc import checkpoint, grad, jvp, specialize, vmap
+from tsfunc import checkpoint_policies as policies
+
+X = torch.arange(6.0, dtype=torch.float64).view(2, 3).cos()
+W = torch.tensor([0.3, -1.2, 0.7], dtype=torch.float64)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * x * w
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return 2 * x * w * ct, x * x * ct
+
+
+# Functions of x that close over w.
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "plain": lambda x, w: ((x * w).sin() * w).exp(),
+    "a vmap inside": lambda x, w: vmap(lambda a: a.sin() * x)(w).sin(),
+    "a gradient inside": lambda x, w: grad(lambda v: (v**3 * x).sum())(w).sin(),
+    "both inside": lambda x, w: vmap(grad(lambda v: v**3 * x[0]))(w).sin() * x,
+    "a tangent inside": lambda x, w: jvp(lambda v: v**3 * x, (w,), (w,))[1],
+    "a Function": lambda x, w: Squared.apply(x.sin(), w),  # type: ignore[no-untyped-call]
+    "a checkpoint inside": lambda x, w: checkpoint(lambda y: (y * w).sin().exp())(x.cos() * w),
+    "a list": lambda x, w: torch.stack([x, w]).prod(0).sin(),
+    "its argument": lambda x, w: x,
+    "a view": lambda x, w: (x * w).flip(0)[None].T.squeeze(),
+}
+
+Build = Callable[[Callable[[Any], Any], Callable[[Tensor, Tensor], Tensor]], Any]
+
+
+def of_both(made: Callable[[Any], Any], func: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The scalar function of w and x, of which the part of x is made a checkpoint."""
+    return lambda w, x: made(lambda x: func(x, w))(x).sin().sum()  # type: ignore[no-any-return]
+
+
+def each(f: Callable[..., Any]) -> Callable[..., Any]:
+    return vmap(f, (None, 0))
+
+
+def summed(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: sum(leaf.sin().sum() for leaf in leaves(f(*args)))
+
+
+NESTINGS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
+    "grad": lambda f: grad(f, (0, 1))(W, X[0]),
+    "vmap": lambda f: each(f)(W, X),
+    "jvp": lambda f: jvp(f, (W, X[0]), (X[1], W)),
+    "vmap(grad)": lambda f: each(grad(f, (0, 1)))(W, X),
+    "grad(vmap)": lambda f: grad(summed(each(f)), (0, 1))(W, X),
+    "grad(vmap) of both": lambda f: grad(summed(vmap(f)), (0, 1))(W.expand(2, 3), X),
+    "vmap(jvp)": lambda f: vmap(lambda w, x: jvp(f, (w, x), (x, w)))(X, X),
+    "jvp(grad)": lambda f: jvp(grad(f, (0, 1)), (W, X[0]), (X[1], W)),
+    "grad(jvp)": lambda f: grad(lambda w, x: jvp(f, (w, x), (x, w))[1], (0, 1))(W, X[0]),
+    "grad(grad)": lambda f: grad(summed(grad(f, (0, 1))), (0, 1))(W, X[0]),
+    "grad(vmap(grad))": lambda f: grad(summed(each(grad(f, (0, 1)))), (0, 1))(W, X),
+    "vmap(vmap(grad))": lambda f: each(each(grad(f, (0, 1))))(W, X[None]),
+    "specialize(vmap(grad))": lambda f: specialize(each(grad(f, (0, 1))))(W, X),
+    "grad(specialize)": lambda f: grad(specialize(f), (0, 1))(W, X[0]),
+}
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_checkpoint_is_its_function(name: str, nesting: str) -> None:
+    build, func = NESTINGS[nesting], FUNCTIONS[name]
+    same(build(of_both(checkpoint, func)), build(of_both(lambda f: f, func)))
+
+
+def products(x: Tensor) -> Tensor:
+    a = torch.arange(9.0, dtype=torch.float64).view(3, 3).sin()
+    return torch.nn.functional.linear((x @ a).sin() @ a, a).relu()
+
+
+POLICIES: dict[str, Any] = {
+    "nothing": policies.nothing_saveable,
+    "everything": policies.everything_saveable,
+    "dots": policies.dots_saveable,
+    "a list": [torch.ops.aten.sin],
+    "a function": lambda ctx, op, *args, **kwargs: op.overloadpacket is torch.ops.aten.sin,
+    "both": policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable,
+        lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE,
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_do_not_change_derivatives(policy: str) -> None:
+    kept = checkpoint(products, policy=POLICIES[policy])
+
+    def total(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: f(x).square().sum()
+
+    x = X[0]
+    same(grad(total(kept))(x), grad(total(products))(x))
+    same(vmap(grad(total(kept)))(X), vmap(grad(total(products)))(X))
+    same(grad(total(vmap(kept)))(X), grad(total(vmap(products)))(X))
+    same(tsfunc.hessian(total(kept))(x), tsfunc.hessian(total(products))(x))
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket] = self.counts.get(func.overloadpacket, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("policy", "sines", "dots"), [("nothing", 2, 2), ("dots", 2, 0), ("everything", 1, 0)]
+)
+def test_policies_say_what_is_computed_again(policy: str, sines: int, dots: int) -> None:
+    """``dots`` counts the products beyond those without a checkpoint."""
+    x = X.clone().requires_grad_()
+    a = torch.eye(3, dtype=torch.float64)
+    counts = []
+    for func in (lambda x: ((x @ a).sin() @ a) @ a,):
+        for made in (func, checkpoint(func, policy=POLICIES[policy])):
+            with Counting() as counting:
+                made(x).sum().backward()
+            counts.append(counting.counts)
+    plain, checked = counts
+    mm, sin = torch.ops.aten.mm, torch.ops.aten.sin
+    assert checked[sin] == sines
+    assert checked[mm] - plain[mm] == dots
+
+
+def test_a_kept_result_that_was_written_into_is_computed_again() -> None:
+    func = lambda x: (x @ torch.eye(3, dtype=x.dtype)).mul_(2).sin()  # noqa: E731
+    want = grad(lambda x: func(x).sum())(X)
+    for _ in range(2):
+        same(grad(lambda x: checkpoint(func, policy=policies.dots_saveable)(x).sum())(X), want)
+
+
+def test_less_is_kept() -> None:
+    def kept(func: Callable[[Tensor], Tensor]) -> int:
+        count = 0
+
+        def pack(value: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            return value
+
+        x = X.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            func(x).sum()
+        return count
+
+    def long(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x.sin()
+        return x
+
+    assert kept(long) == 20 and kept(checkpoint(long)) == 1
+
+
+def test_modules_and_what_they_hold() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()).double()
+    module(X).sum().backward()
+    want = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    checkpoint(module)(X).sum().backward()
+    same([p.grad for p in module.parameters()], want)
+
+
+def test_random_numbers_are_drawn_again() -> None:
+    def noisy(x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, 0.5).exp()
+
+    def results(made: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(0)
+        return (
+            grad(lambda x: made(noisy)(x).sum())(X),
+            vmap(grad(lambda x: made(noisy)(x).sum()), randomness="different")(X),
+            grad(lambda x: vmap(made(noisy), randomness="different")(x).sum())(X),
+            torch.rand(2),
+        )
+
+    same(results(checkpoint), results(lambda f: f))
+
+
+def test_arguments_and_results_of_any_kind() -> None:
+    @checkpoint(policy=None)  # type: ignore[untyped-decorator]
+    def f(tree: Any, *, times: int) -> Any:
+        return {"out": tree["x"].sin() * times, "rest": (times, None, tree["n"].argmax())}
+
+    def total(x: Tensor) -> Any:
+        out = f({"x": x, "n": torch.arange(3)}, times=2)
+        assert out["rest"][:2] == (2, None)
+        return out["out"].sum() + out["rest"][2]
+
+    same(grad(total)(X), 2 * X.cos())
+
+
+def test_results_can_be_written_into() -> None:
+    same(grad(lambda x: checkpoint(torch.sin)(x).mul_(2).sum())(X), 2 * X.cos())
+    same(vmap(grad(lambda x: checkpoint(torch.sin)(x).mul_(2).sum()))(X), 2 * X.cos())
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match="checkpoint: policy must be None"):
+        checkpoint(torch.sin, policy="some")
+
+    def fails(x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        grad(checkpoint(fails))(X)
+    same(grad(lambda x: checkpoint(torch.sin)(x).sum())(X), X.cos())

@@ -1,0 +1,172 @@
+"""``checkpoint``: what a derivative needs of a function is computed again, not kept.
+
+Reverse mode saves values through torch's hooks, and a checkpoint is torch's own in its form
+without a second backward pass: NOTE [run again in a backward pass] in ``bridge/checkpoints`` says
+what makes it right inside of every transform. In a trace it is a node of the program, which does
+the same when the program runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from tsfunc import pytrees
+from tsfunc.bridge.bodies import current_trace
+from tsfunc.bridge.control_flow import (
+    Body,
+    ControlFlow,
+    TracedBody,
+    call,
+    common,
+    operands_of,
+)
+from tsfunc.bridge.dynamo import outside_dynamo
+from tsfunc.bridge.kept import KeptResults, Policy, policy_of
+from tsfunc.bridge.tracer import seen_here
+from tsfunc.transforms.arguments import like, with_places
+from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
+from tsfunc.transforms.control.programs import Operator, filled
+
+
+def checkpoint(
+    func: Callable[..., Any] | None = None,
+    *,
+    policy: Policy | Sequence[Any] | None = None,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """A function whose derivative computes again what it needs, instead of keeping it.
+
+    Args:
+        func: takes and returns pytrees. Without it ``checkpoint(policy=...)`` is a decorator.
+        policy: which results are kept after all: one of ``tsfunc.checkpoint_policies``; a list of
+            operators (such as ``torch.ops.aten.mm.default``); or a function that takes a context,
+            an operator and its arguments, and returns a bool or a ``CheckpointPolicy`` of torch's.
+            By default none are. Operators that draw random numbers or write are called again
+            whatever the policy says.
+        preserve_rng_state: whether random numbers are drawn again as they were.
+
+    Returns:
+        A function of the same arguments and results. What it closes over gets its gradients too.
+        It can be differentiated in both modes, to any order, inside and outside of the other
+        transforms, as often as one likes. In a program it is one node.
+
+    Raises:
+        TypeError: ``policy`` is none of these.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import checkpoint, grad
+        >>> @checkpoint
+        ... def block(x):
+        ...     return x.sin().cos().exp()
+        >>> grad(block)(torch.tensor(0.))
+        tensor(-0.)
+
+    As ``jax.checkpoint`` and ``torch.utils.checkpoint``: Griewank, "Achieving logarithmic growth of
+    temporal and spatial complexity in reverse automatic differentiation" (1992); Chen et al.,
+    "Training deep nets with sublinear memory cost" (2016).
+    """
+    keeps = _checked(policy)
+    if func is None:
+        return functools.partial(checkpoint, policy=policy, preserve_rng_state=preserve_rng_state)
+    target = func
+
+    @like(func)
+    @outside_dynamo
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if keeps is everything_saveable:
+            return target(*args, **kwargs)
+        if current_trace() is not None:
+            return _record(target, args, kwargs, keeps, preserve_rng_state)
+        return run(target, args, kwargs, keeps, preserve_rng_state)
+
+    return checkpointed
+
+
+def _checked(policy: Policy | Sequence[Any] | None) -> Policy:
+    """A policy as a function."""
+    if policy is None:
+        return nothing_saveable
+    if callable(policy):
+        return policy
+    try:
+        return policy_of(policy)
+    except TypeError:
+        raise TypeError(
+            f"checkpoint: policy must be None, one of tsfunc.checkpoint_policies, a list of "
+            f"operators such as torch.ops.aten.mm.default, or a function of a context, an operator "
+            f"and its arguments; got {policy!r}."
+        ) from None
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    policy: Policy = nothing_saveable,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Calls a function once, to be run again by backward passes."""
+    leaves, tree = pytrees.flatten((tuple(args), kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaves[i] for i in places]
+    rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def flat(*tensors: torch.Tensor) -> Any:
+        args, kwargs = pytrees.unflatten(tree, with_places(rest, places, tensors))
+        return func(*args, **kwargs)
+
+    options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+    if policy is not nothing_saveable:
+        options["context_fn"] = KeptResults(policy).contexts
+    return torch_checkpoint(flat, *tensors, use_reentrant=False, **options)
+
+
+class _Checkpoint(Operator):
+    """A checkpoint in a program: what its body uses."""
+
+    def __init__(self, body: Body, policy: Policy, preserve: bool) -> None:
+        super().__init__("checkpoint", [body])
+        self.policy, self.preserve = policy, preserve
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = run(self.bodies[0], operands, {}, self.policy, self.preserve)
+        return found
+
+    def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
+        """Runs the body and pulls back through it at once: there is nothing to keep meanwhile."""
+        return _Once(self.name, self.bodies).pullback(count, by, of)
+
+
+class _Once(Operator):
+    """The body of a checkpoint."""
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        return self.bodies[0](*operands)
+
+
+def _record(
+    func: Callable[..., Any], args: Any, kwargs: Any, policy: Policy, preserve: bool
+) -> Any:
+    """Records a call as one node of the program."""
+    trace = current_trace()
+    assert trace is not None
+
+    def of_seen() -> Any:
+        seen_args, seen_kwargs = pytrees.tree_map(seen_here, (args, kwargs))
+        return func(*seen_args, **seen_kwargs)
+
+    traced = TracedBody(trace, of_seen, ())
+    wanted = [
+        common([needed]) if isinstance(leaf, torch.Tensor) else None
+        for leaf, needed in zip(traced.leaves, traced.batched(), strict=True)
+    ]
+    results = [result for result in traced.end(wanted) if result is not None]
+    tensors, numbers, (places,) = operands_of([traced], 0)
+    op = _Checkpoint(Body("checkpointed", traced.level.graph, places), policy, preserve)
+    return filled(traced, call(op, trace, tensors, numbers, results))
