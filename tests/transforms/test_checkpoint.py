@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ import tsfunc
 from tests.transforms.support import leaves, same
 from tsfunc import checkpoint, grad, jvp, specialize, vmap
 from tsfunc import checkpoint_policies as policies
+from tsfunc.bridge.memory import Meter
 
 X = torch.arange(6.0, dtype=torch.float64).view(2, 3).cos()
 W = torch.tensor([0.3, -1.2, 0.7], dtype=torch.float64)
@@ -155,26 +159,106 @@ def test_a_kept_result_that_was_written_into_is_computed_again() -> None:
         same(grad(lambda x: checkpoint(func, policy=policies.dots_saveable)(x).sum())(X), want)
 
 
-def test_less_is_kept() -> None:
-    def kept(func: Callable[[Tensor], Tensor]) -> int:
-        count = 0
+def long(x: Tensor) -> Tensor:
+    for _ in range(20):
+        x = x.sin()
+    return x
 
-        def pack(value: Tensor) -> Tensor:
-            nonlocal count
-            count += 1
-            return value
 
-        x = X.clone().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-            func(x).sum()
-        return count
+class Keeping:
+    """Counts the tensors that autograd keeps of a function: how many at a time at most."""
 
-    def long(x: Tensor) -> Tensor:
-        for _ in range(20):
-            x = x.sin()
-        return x
+    def __init__(self) -> None:
+        self.alive = self.most = 0
 
-    assert kept(long) == 20 and kept(checkpoint(long)) == 1
+    def of(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda kept: kept.value):
+                return func(*args)
+
+        return counted
+
+    def pack(self, value: Tensor) -> Any:
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        kept = Kept(value)
+        weakref.finalize(kept, self.gone)
+        return kept
+
+    def gone(self) -> None:
+        self.alive -= 1
+
+
+class Kept:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def most_kept(nesting: str, made: Callable[[Any], Any]) -> int:
+    """Of a chain of twenty operators, or of the checkpoint that is made of it."""
+    keeping = Keeping()
+    NESTINGS[nesting](of_both(lambda f: keeping.of(made(f)), lambda x, w: long(x * w)))
+    gc.collect()
+    assert keeping.alive == 0
+    return keeping.most
+
+
+REVERSE = [name for name in NESTINGS if "grad" in name and "specialize" not in name]
+
+
+@pytest.mark.parametrize("nesting", REVERSE)
+def test_less_is_kept(nesting: str) -> None:
+    plain, kept = most_kept(nesting, lambda f: f), most_kept(nesting, checkpoint)
+    assert plain >= 20 and kept <= plain // 4, (plain, kept)
+
+
+def test_programs_keep_less_too() -> None:
+    def kept(made: Callable[[Any], Any]) -> int:
+        keeping = Keeping()
+        program = specialize(made(long))
+        program(X)
+        grad(lambda x: keeping.of(program)(x).sum())(X)
+        return keeping.most
+
+    assert kept(lambda f: f) >= 20 and kept(checkpoint) <= 2
+
+
+BIG = torch.linspace(0, 1, 20_000).view(2, -1)
+LOOPS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda f: grad(f)(BIG),
+    "vmap(grad)": lambda f: vmap(grad(f))(BIG),
+    "grad(vmap)": lambda f: grad(lambda x: vmap(f)(x).sum())(BIG),
+    "a program": lambda f: specialize(grad(f))(BIG),
+}
+
+
+@pytest.mark.parametrize("nesting", LOOPS)
+@pytest.mark.parametrize(
+    ("policy", "most"),
+    [(None, lambda n: 3 * n), ("sqrt", lambda n: 5 * n**0.5), ("log", lambda n: 4 * math.log2(n))],
+)
+def test_the_memory_of_a_loop(policy: Any, most: Callable[[int], float], nesting: str) -> None:
+    """At its peak, the backward pass and what is run again included: in numbers of carries."""
+
+    def peak(steps: int) -> float:
+        def loop(x: Tensor) -> Tensor:
+            def step(carry: Any) -> Any:
+                return carry[0] + 1, carry[1].sin().cos()
+
+            start = (torch.tensor(0), x)
+            end = tsfunc.while_loop(lambda c: c[0] < steps, step, start, checkpoint=policy)
+            return end[1].sum()  # type: ignore[no-any-return]
+
+        LOOPS[nesting](loop)
+        with Meter(torch.device("cpu")) as meter:
+            LOOPS[nesting](loop)
+        return meter.peak / (BIG.numel() * BIG.element_size())
+
+    for steps in (32, 128):
+        found = peak(steps)
+        assert found <= most(steps) + 10
+        if policy is None:
+            assert found >= 2 * steps
 
 
 def test_modules_and_what_they_hold() -> None:

@@ -390,3 +390,35 @@ def test_results_that_forward_makes_of_numbers() -> None:
         return pull(torch.ones(()))[0]
 
     same(tsfunc.vmap(pulled)(W), W * 5)
+
+
+def of_a_branch(f: Any) -> Any:
+    return lambda x: tsfunc.cond(torch.tensor(True), f, lambda y: f(y), x)
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrap"),
+    [(Cube, lambda f: f), (Cube, of_a_branch), (WithVmap, lambda f: f)],
+    ids=["itself", "in a branch", "with a rule"],
+)
+def test_programs_of_mapped_functions_keep_their_derivatives(cls: Any, wrap: Any) -> None:
+    """Wherever the vmap and the derivative stand: inside of the program, or outside."""
+    grad, vmap, program = tsfunc.grad, tsfunc.vmap, tsfunc.specialize
+    x, f = X[0], cls.apply
+
+    def total(f: Any) -> Any:
+        return lambda x: f(x).sum()
+
+    made = wrap(f)
+    same(program(vmap(grad(made)))(x), vmap(grad(f))(x))
+    same(vmap(grad(program(made)))(x), vmap(grad(f))(x))
+    want = grad(total(vmap(f)))(x)
+    same(program(grad(total(vmap(made))))(x), want)
+    same(grad(total(program(vmap(made))))(x), want)
+    same(grad(program(total(vmap(made))))(x), want)
+    twice = grad(total(vmap(grad(f))))(x)
+    same(grad(program(total(vmap(grad(made)))))(x), twice)
+    pushed = tsfunc.jvp(vmap(f), (x,), (W,))[1]
+    same(program(lambda x: tsfunc.jvp(vmap(made), (x,), (W,))[1])(x), pushed)
+    same(tsfunc.jvp(program(vmap(made)), (x,), (W,))[1], pushed)
+    same(program(vmap(vmap(made)))(X), vmap(vmap(f))(X))

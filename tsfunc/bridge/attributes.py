@@ -164,6 +164,7 @@ def _method(name: str) -> Callable[..., Any]:
             return call(self, *args, **kwargs)
 
     method.__name__ = name
+    METHODS[method] = metadata  # as which function modes see it
     return method
 
 

@@ -265,8 +265,10 @@ class _Call:
         trace = self.trace
         nodes = [x.node for x in inputs]
         node = trace.record(self.op, (*nodes, *self.numbers))
-        tracks = torch.is_grad_enabled() and any(x.tracks for x in inputs)
-        if trace.torch_state.grad_mode and not torch.is_grad_enabled():
+        with trace.restored():  # the grad mode of a backward pass is not that of the program
+            recorded = torch.is_grad_enabled()
+        tracks = recorded and any(x.tracks for x in inputs)
+        if trace.torch_state.grad_mode and not recorded:
             node.meta["no_grad"] = True
         outs = []
         for i, result in enumerate(results):

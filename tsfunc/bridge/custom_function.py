@@ -52,7 +52,7 @@ from tsfunc.bridge.tracer import (
     refuse_escaped,
     seen_here,
 )
-from tsfunc.bridge.tracing import TraceLevel
+from tsfunc.bridge.tracing import TraceLevel, TraceTracer
 from tsfunc.dispatch.recording import run_as
 
 _torch_vmap = Function.vmap
@@ -99,11 +99,12 @@ def on_trace(record: Callable[[Any, TraceLevel, Sequence[Any]], Any]) -> None:
 
 def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
     """The call at one level: its own node if it records, and the levels outside within."""
-    if isinstance(level, TraceLevel):
-        if _record and not getattr(cls, "mapped_by_level", False):
-            return _record[-1](cls, level, args)
-        return torch_apply(cls, *args)
     mapped = isinstance(level, BatchLevel) and cls.vmap is not _torch_vmap
+    trace = None if mapped else _trace_of(args)
+    if trace is not None and _record and not getattr(cls, "mapped_by_level", False):
+        return _record[-1](cls, trace, args)
+    if isinstance(level, TraceLevel):
+        return torch_apply(cls, *args)
     if not mapped and not any(_differentiated_outside(arg) for arg in args):
         return torch_apply(_returning_tracers(cls) if level.autograd else cls, *args)
     if not level.autograd:
@@ -148,6 +149,16 @@ def _returning_tracers(cls: Any) -> Any:
         made = type(cls.__name__, (cls,), {"forward": staticmethod(forward)})
         setattr(cls, _RETURNING_TRACERS, made)
     return made
+
+
+def _trace_of(args: Sequence[Any]) -> TraceLevel | None:
+    """The trace that some of the arguments are values of, at whatever levels inside of it."""
+    for arg in args:
+        while isinstance(arg, BatchTracer | GradTracer):
+            arg = arg.value
+        if isinstance(arg, TraceTracer):
+            return arg.dispatch_level
+    return None
 
 
 def _lifted(arg: Any, level: TracerLevel) -> Any:

@@ -10,7 +10,8 @@ An operator that draws random numbers is always called again, for what comes aft
 the same; and so is one that writes into its arguments.
 
 Private names used here (torch 2.11 to 2.13): ``torch.utils._python_dispatch.TorchDispatchMode`` is
-shown every operator below autograd; ``torch._ops`` has the types of operators.
+shown every operator below autograd; ``torch._ops`` has the types of operators;
+``_SetExcludeDispatchKeyGuard`` puts a key into the thread's exclude set, or takes it out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C import DispatchKey as TorchKey
+from torch._C import _SetExcludeDispatchKeyGuard
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
@@ -131,7 +134,10 @@ class _Kept:
 def _another(value: Any) -> Any:
     if isinstance(value, Tracer):
         return value.again()
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    with _SetExcludeDispatchKeyGuard(TorchKey.ADInplaceOrView, False):
+        return value.detach()  # which counts as written into when the value does
 
 
 def _may_be_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

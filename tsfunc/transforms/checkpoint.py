@@ -9,7 +9,7 @@ the same when the program runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from tsfunc.bridge.control_flow import (
 )
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.kept import KeptResults, Policy, policy_of
-from tsfunc.bridge.tracer import seen_here
+from tsfunc.bridge.random_states import devices_of, drawing_from, states_of
+from tsfunc.bridge.tracer import NO_KWARGS, seen_here
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
 from tsfunc.transforms.control.programs import Operator, filled
@@ -107,24 +108,35 @@ def _checked(policy: Policy | Sequence[Any] | None) -> Policy:
 def run(
     func: Callable[..., Any],
     args: Sequence[Any],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any] = NO_KWARGS,
     policy: Policy = nothing_saveable,
     preserve_rng_state: bool = True,
 ) -> Any:
     """Calls a function once, to be run again by backward passes."""
-    leaves, tree = pytrees.flatten((tuple(args), kwargs))
+    leaves, tree = pytrees.flatten((tuple(args), dict(kwargs)))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = [leaves[i] for i in places]
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    devices = devices_of(tensors)
+    # Arguments too, so that a checkpoint around this one computes them again: of checkpoints in
+    # checkpoints each would keep a state.
+    states = states_of(devices) if preserve_rng_state else []
+    drawn = len(states)
+    first = True
 
-    def flat(*tensors: torch.Tensor) -> Any:
-        args, kwargs = pytrees.unflatten(tree, with_places(rest, places, tensors))
-        return func(*args, **kwargs)
+    def flat(*given: torch.Tensor) -> Any:
+        nonlocal first
+        args, kwargs = pytrees.unflatten(tree, with_places(rest, places, given[drawn:]))
+        if first or not drawn:
+            first = False
+            return func(*args, **kwargs)
+        with drawing_from(given[:drawn], devices):
+            return func(*args, **kwargs)
 
-    options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+    options: dict[str, Any] = {"preserve_rng_state": False}
     if policy is not nothing_saveable:
         options["context_fn"] = KeptResults(policy).contexts
-    return torch_checkpoint(flat, *tensors, use_reentrant=False, **options)
+    return torch_checkpoint(flat, *states, *tensors, use_reentrant=False, **options)
 
 
 class _Checkpoint(Operator):
@@ -135,7 +147,9 @@ class _Checkpoint(Operator):
         self.policy, self.preserve = policy, preserve
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = run(self.bodies[0], operands, {}, self.policy, self.preserve)
+        found: tuple[Any, ...] = run(
+            self.bodies[0], operands, NO_KWARGS, self.policy, self.preserve
+        )
         return found
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:

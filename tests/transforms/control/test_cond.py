@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import tsfunc
 from tsfunc import MetaTensorType, cond, grad, specialize, switch, vmap
 from tsfunc.errors import TypeCheckError
 
@@ -162,3 +163,27 @@ def test_a_write_into_what_some_examples_share_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match=r"the body writes in place \(add_\) into a tensor that"):
         vmap(f)(torch.tensor([1.0, -1.0]))
+
+
+def test_branches_in_branches_use_what_is_outside_of_both() -> None:
+    x, w = torch.tensor([0.5, -1.0], dtype=torch.float64), torch.tensor(1.5, dtype=torch.float64)
+    yes = torch.tensor(True)
+
+    def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ((x.cos() * w).sin() * w).sum()
+
+    def nested(x: torch.Tensor, w: torch.Tensor) -> Any:
+        def outer(x: torch.Tensor) -> Any:
+            return tsfunc.cond(yes, lambda y: y.sin() * w, lambda y: y * w, x.cos() * w)
+
+        return tsfunc.cond(yes, outer, lambda x: x * w, x).sum()
+
+    for both in ((0, 1), (1, 0)):
+        want = tsfunc.grad(plain, both)(x, w)
+        for made in (nested, tsfunc.specialize(nested)):
+            for got, slope in zip(tsfunc.grad(made, both)(x, w), want, strict=True):
+                torch.testing.assert_close(got, slope)
+    each = tsfunc.vmap(tsfunc.grad(plain, (0, 1)), (0, None))(x[:, None], w)
+    found = tsfunc.specialize(tsfunc.vmap(tsfunc.grad(nested, (0, 1)), (0, None)))(x[:, None], w)
+    for got, slope in zip(found, each, strict=True):
+        torch.testing.assert_close(got, slope)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.bodies import Wrapping
-from tsfunc.bridge.control_flow import TracedBody, call
+from tsfunc.bridge.bodies import Wrapping, arranged, needed_layers, peeled
+from tsfunc.bridge.control_flow import TracedBody, call, common
 from tsfunc.bridge.custom_function import on_trace, torch_apply
 from tsfunc.bridge.tracing import TraceLevel
 from tsfunc.transforms.control.programs import Operator, as_traced, filled
+from tsfunc.transforms.vmap import vmap
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """A vmap of the trace that the call is made in: where the batch dims of its tensors are."""
+
+    in_dims: tuple[int | None, ...]
+    out_dims: tuple[int | None, ...]
+    randomness: str
 
 
 class FunctionCall(Operator):
@@ -28,6 +39,7 @@ class FunctionCall(Operator):
         self.function = function
         self.places = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         self.args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self.maps: Sequence[_Mapped] = ()
 
     def filled(self, tensors: Sequence[Any]) -> list[Any]:
         args = list(self.args)
@@ -36,18 +48,57 @@ class FunctionCall(Operator):
         return args
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        run = self.tensors_of
+        for mapped in self.maps:
+            run = vmap(run, mapped.in_dims, mapped.out_dims, mapped.randomness)
+        return run(*operands)
+
+    def tensors_of(self, *operands: Any) -> tuple[Any, ...]:
+        """The tensors among the results of one call."""
         leaves = pytrees.leaves_of(self.function.apply(*self.filled(operands)))
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> Any:
-    """Records a call of an ``autograd.Function``; its results."""
+    """Records a call of an ``autograd.Function``; its results.
+
+    The vmaps inside of the trace are vmaps of the call when the program runs.
+    """
     op = FunctionCall(function, args)
-    tensors = [as_traced(args[place], trace) for place in op.places]
+    tensors = []
+    for place in op.places:
+        x = as_traced(args[place], trace)
+        tensors.append(arranged(x, common([needed_layers(x)])))
     body = TracedBody(trace, lambda *xs: torch_apply(function, *op.filled(xs)), tensors)
-    wanted = [Wrapping() if isinstance(leaf, torch.Tensor) else None for leaf in body.leaves]
+    wanted = [
+        common([needed]) if isinstance(leaf, torch.Tensor) else None
+        for leaf, needed in zip(body.leaves, body.batched(), strict=True)
+    ]
     results = [result for result in body.end(wanted) if result is not None]
+    op.maps = _maps([peeled(x)[1] for x in tensors], [result.wrapping for result in results])
     return filled(body, call(op, trace, tensors, (), results))
+
+
+def _maps(inputs: Sequence[Wrapping], results: Sequence[Wrapping]) -> list[_Mapped]:
+    """The vmaps that tensors are batched by, the innermost first."""
+    levels = {
+        layer.level.depth: layer.level
+        for wrapping in inputs
+        for layer in wrapping.layers
+        if layer.bdim is not None
+    }
+    return [
+        _Mapped(
+            tuple(_dim_at(depth, wrapping) for wrapping in inputs),
+            tuple(_dim_at(depth, wrapping) for wrapping in results),
+            levels[depth].randomness,
+        )
+        for depth in sorted(levels, reverse=True)
+    ]
+
+
+def _dim_at(depth: int, wrapping: Wrapping) -> int | None:
+    return next((layer.bdim for layer in wrapping.layers if layer.level.depth == depth), None)
 
 
 on_trace(record_function)

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import optree
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
+from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control.arguments import takes_entries
 from tsfunc.transforms.control.choice import ByExample, Traced, choice_of, read, values_at
 from tsfunc.transforms.control.outputs import check_carried, together
@@ -175,7 +175,7 @@ class Loop:
             carry, done = self.block(carry, size // 2)
             return (carry, done) if done else self.block(carry, size // 2)
 
-        found: tuple[Any, bool] = torch_checkpoint(run, carry, use_reentrant=False)
+        found: tuple[Any, bool] = run_checkpointed(run, (carry,))
         return found
 
     def run(self, carry: Any, limit: int | None) -> tuple[Any, bool]:

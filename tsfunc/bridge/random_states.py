@@ -1,0 +1,37 @@
+"""The states of torch's generators, and runs that draw what an earlier one drew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+_WITHOUT = ("cpu", "meta")  # without a generator for each device
+
+
+def devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    """Whose generators a function of the tensors may draw from, beside that of the CPU."""
+    found = {tensor.device for tensor in tensors}
+    return sorted((x for x in found if x.type not in _WITHOUT), key=str)
+
+
+def states_of(devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """The states of the CPU's generator, and of those of the devices."""
+    own = [torch.get_device_module(device).get_rng_state(device) for device in devices]
+    return [torch.get_rng_state(), *own]
+
+
+@contextmanager
+def drawing_from(states: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Iterator[None]:
+    """Within the block the generators go on from these states; after it from where they were."""
+    with ExitStack() as stack:
+        stack.callback(_set, states_of(devices), devices)
+        _set(states, devices)
+        yield
+
+
+def _set(states: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in zip(devices, states[1:], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
