@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ from tsfunc.bridge.tracer import TracerLevel, current_tracer_level, innermost_le
 from tsfunc.dispatch.state import tls
 
 _theirs: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_Steps = Generator[None, None, None]
 # How many arguments it has between the function and the function's own arguments.
 _OPTIONS = list(inspect.signature(_theirs).parameters).index("args") - 1
 
@@ -69,7 +70,7 @@ def _generator(fn: Callable[..., Any], *options: Any, **kwargs: Any) -> Any:
     return _noting(generator, duals, args) if duals.levels else generator
 
 
-def _noting(generator: Iterator[Any], duals: Duals, args: Sequence[Any]) -> Iterator[Any]:
+def _noting(generator: _Steps, duals: Duals, args: Sequence[Any]) -> _Steps:
     """The generator, which yields where the function runs for the first time."""
     next(generator)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.batch_tracer import BatchLevel
 from tsfunc.bridge.bodies import Wrapping, arranged, needed_layers, peeled
 from tsfunc.bridge.control_flow import TracedBody, call, common
 from tsfunc.bridge.custom_function import on_trace, torch_apply
@@ -85,7 +86,7 @@ def _maps(inputs: Sequence[Wrapping], results: Sequence[Wrapping]) -> list[_Mapp
         layer.level.depth: layer.level
         for wrapping in inputs
         for layer in wrapping.layers
-        if layer.bdim is not None
+        if layer.bdim is not None and isinstance(layer.level, BatchLevel)
     }
     return [
         _Mapped(
