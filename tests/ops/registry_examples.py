@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.ops.harness import record
+from tests.ops.harness import record, rows_of
 
 Call = tuple[list[Any], dict[str, Any]]
 Calls = Callable[[], list[Call]]
@@ -195,6 +195,10 @@ BY_HAND: Mapping[str, Calls] = {
     "aten::randperm": lambda: [call(4)],
     "aten::randperm.generator": lambda: [call(4, generator=None)],
     "aten::normal.float_float": lambda: [call(0.0, 1.0, [2, 3])],
+    "aten::randint_like.Tensor": lambda: [call(plain(2, 3), torch.tensor(5))],
+    "aten::randint_like.Tensor_generator": lambda: [
+        call(plain(2, 3), torch.tensor(5), generator=None)
+    ],
     "aten::randint_like.low_dtype": lambda: [call(plain(2, 3), 2, 5)],
     "aten::randint_like.low_generator_dtype": lambda: [call(plain(2), 2, 5, generator=None)],
     "aten::scatter.reduce": _spread,
@@ -332,6 +336,7 @@ UNTRIED: Mapping[str, str] = {
 # Rows whose calls hang together with others, or that speak of all examples at once, and where
 # each is tested.
 RUN_BY_HAND: Mapping[str, str] = {
+    **dict.fromkeys(rows_of("sparse.py"), "tests/ops/test_sparse.py::test_each_row_is_met"),
     "aten::_embedding_bag_backward": "tests/ops/test_embedding.py::test_embedding_bag",
     "aten::mkldnn_rnn_layer": "tests/ops/test_recurrent.py::test_lstm_layer",
     "aten::mkldnn_rnn_layer_backward": "tests/ops/test_recurrent.py::test_lstm_layer_backward",

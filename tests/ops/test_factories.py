@@ -96,6 +96,8 @@ LIKE: dict[str, tuple[Any, ...]] = {
     "randn_like.generator": (),
     "randint_like": (100,),
     "randint_like.generator": (100,),
+    "randint_like.Tensor": (torch.tensor(100),),
+    "randint_like.Tensor_generator": (torch.tensor(100),),
     "randint_like.low_dtype": (5, 100),
     "randint_like.low_generator_dtype": (5, 100),
     "bernoulli.p": (0.5,),

@@ -36,9 +36,10 @@ RESHAPING = {
 # They draw from what their arguments say: there is no number that all examples could share.
 OF_ITS_ARGUMENTS = {
     "aten::_sample_dirichlet", "aten::_standard_gamma", "aten::bernoulli",
-    "aten::bernoulli.Tensor", "aten::bernoulli.p", "aten::bernoulli_.Tensor", "aten::binomial",
+    "aten::bernoulli.Tensor", "aten::bernoulli_.Tensor", "aten::binomial",
     "aten::multinomial", "aten::normal.Tensor_Tensor", "aten::normal.Tensor_float",
-    "aten::normal.float_Tensor", "aten::poisson",
+    "aten::normal.float_Tensor", "aten::poisson", "aten::randint_like.Tensor",
+    "aten::randint_like.Tensor_generator",
 }  # fmt: skip
 
 ROWS = {name for name, row in all_rows().items() if row.rule is not None}

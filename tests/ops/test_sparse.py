@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import vmap
-from tsfunc.errors import SlowFallbackWarning
+from tests.ops.harness import rows_of
+from tsfunc import explain, vmap
+from tsfunc.errors import DataDependentError, SlowFallbackWarning
 
 # torch says so of compressed layouts.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -48,6 +49,11 @@ BATCHED: dict[str, Callable[[Tensor], Tensor]] = {
     "log_softmax": lambda x: torch.sparse.log_softmax(x, 0),
     "to_dense": lambda x: x.to_dense(),
     "coalesce": lambda x: (x + x).coalesce(),
+    "to_dense of to_sparse": lambda x: x.to_dense().to_sparse().to_dense(),
+    "layout": lambda x: x.to_dense() * (x.layout is torch.sparse_coo and x.is_sparse),
+    "sparse_dim and dense_dim": lambda x: x * (x.sparse_dim() * 10 + x.dense_dim()),
+    "sum of all": lambda x: torch.sparse.sum(x),
+    "sparse_mask": lambda x: torch.ones(2, 3).sparse_mask(x),
     "t": lambda x: x.t(),
     "mm": lambda x: torch.sparse.mm(x, Y[0]),
     "matmul": lambda x: x @ Y[0],
@@ -116,3 +122,49 @@ def test_what_is_refused_of_dense_values_is_refused() -> None:
         vmap(torch.mm)(Y, Y)
     with pytest.raises(RuntimeError):
         vmap(lambda y: DENSE[0].T.to_sparse() @ y)(Y)
+
+
+AS_MANY = torch.stack([torch.eye(3) * (i + 1) for i in range(4)]).to_sparse()
+
+
+def test_what_is_stored() -> None:
+    check(lambda x: x.coalesce().values() * 2, AS_MANY, in_dims=[0])
+    check(lambda x: x.coalesce().indices(), AS_MANY, in_dims=[0])
+    check(lambda x: x.to_dense() * x._nnz(), AS_MANY + AS_MANY, in_dims=[0])
+    uneven = DENSE.to_sparse()
+    with pytest.raises(DataDependentError, match="examples that store as many elements"):
+        vmap(lambda x: x.coalesce().values())(uneven)
+    parts = vmap(lambda x: x.coalesce().values(), data_dependent="split", ragged="list")(uneven)
+    for part, one in zip(parts, DENSE, strict=True):
+        torch.testing.assert_close(part, one[one != 0])
+
+
+@pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 0)])
+def test_sparse_tensors_made_inside(in_dims: tuple[int | None, ...]) -> None:
+    places = torch.tensor([[0, 1, 2], [2, 0, 1]])
+    places = places if in_dims[0] is None else torch.stack([places.roll(i, 1) for i in range(4)])
+    values = torch.randn(3) if in_dims[1] is None else torch.randn(4, 3)
+
+    def f(places: Tensor, values: Tensor) -> Tensor:
+        made = torch.sparse_coo_tensor(places, values, (3, 4), check_invariants=False)
+        return made.to_dense() * 2
+
+    check(f, places, values, in_dims=in_dims)
+
+
+def test_each_row_is_met() -> None:
+    inside: list[Callable[[Tensor], object]] = [
+        lambda x: (x._indices(), x._values(), x._nnz(), x.is_coalesced()),
+        lambda x: (x.coalesce().indices(), x.coalesce().values()),
+        lambda x: torch.sparse.sum(x, dtype=torch.float64),
+        lambda x: (x.to_dense().to_sparse(1), x.to_dense().to_sparse()),
+        lambda x: torch.sparse_coo_tensor(
+            x._indices(), x._values(), (3, 3), check_invariants=False
+        ),
+    ]
+    square = AS_MANY.to_dense()[:, :2].to_sparse()
+    calls = [explain(vmap(f), AS_MANY) for f in inside]
+    calls += [explain(vmap(f), square) for f in BATCHED.values()]
+    calls.append(explain(vmap(lambda y: torch.sparse.mm(DENSE[0].to_sparse_csr(), y, "sum")), Y))
+    met = {use["operator"] for call in calls for use in call.to_dict()["operators"]}
+    assert set(rows_of("sparse.py")) <= met

@@ -40,6 +40,7 @@ from tsfunc.ops.splitting import BatchChanged, answers_of, same_answer
 
 maybe_functorch_level = _functorch.maybe_current_level
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_strided = torch.strided
 
 
 _NUMBERS = frozenset({"scalar_tensor", "lift_fresh"})
@@ -235,8 +236,13 @@ def wrap(
     """The tracer for a physical value, which begins at ``offset`` of its memory (None: at 0)."""
     if type(offset) is int and offset == 0:
         offset = None
-    if bdim is None:
-        shape: Any = value.shape
+    layout = value.layout
+    if layout is not _strided:
+        shape: Any = value.shape if bdim is None else value.shape[:bdim] + value.shape[bdim + 1 :]
+        strides: Any = None
+        offset = None
+    elif bdim is None:
+        shape = value.shape
         strides = None if offset is None and value.is_contiguous() else value.stride()
     else:
         shape = value.shape
@@ -249,7 +255,7 @@ def wrap(
             strides = steps[:bdim] + steps[bdim + 1 :]
     # By position, which is parsed in less time: no memory format.
     tracer: Any = _make_wrapper(
-        level.kind, shape, strides, offset, None, value.dtype, torch.strided, value.device
+        level.kind, shape, strides, offset, None, value.dtype, layout, value.device
     )
     tracer.dispatch_level = level
     tracer.bdim = bdim

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, front, logical_rank, wrap
+from tsfunc.ops.dims import align, batched_front, front, logical_rank, op_name, wrap
+from tsfunc.ops.dynamic import refuse_dynamic
 from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.splitting import agree
 
 
 def is_sparse(x: Any) -> bool:
@@ -146,3 +148,113 @@ def sparse_softmax(
     """Over what is there of a dim."""
     x = front(args[0], dims[0])
     return op(x, wrap(args[1], x.dim() - 1) + 1, *args[2:], **kwargs), 0
+
+
+@row("aten::_sparse_sum", "aten::_sparse_sum.dtype")
+def sparse_sum_of_all(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A dense number for each example."""
+    x = front(args[0], dims[0])
+    rest = list(range(1, x.dim()))
+    return torch.sparse.sum(x, rest, **kwargs).to_dense() if rest else x.to_dense(), 0
+
+
+@row("aten::_nnz")
+def stored_count(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """How many elements are stored: of each example its own."""
+    return _stored(op, level, front(args[0], dims[0]))[0].shape[1], None
+
+
+@row("aten::indices", "aten::_indices")
+def indices(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The places in an example."""
+    return _stored(op, level, front(args[0], dims[0]))[0].movedim(2, 1), 0
+
+
+@row("aten::values", "aten::_values")
+def values(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The elements that an example stores."""
+    return _stored(op, level, front(args[0], dims[0]))[1], 0
+
+
+def _stored(op: Any, level: BatchLevel, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The places (example, element, dim) and values (example, element, ...), of as many each."""
+    if x.layout is not torch.sparse_coo or x.sparse_dim() < 2:
+        raise NotImplementedError(
+            f"vmap: {op_name(op)} of a batch of tensors of layout {x.layout} with "
+            f"{x.sparse_dim() - 1} sparse dims. Call to_dense() or to_sparse() first."
+        )
+    places, stored = x._indices(), x._values()
+    if not x.is_coalesced():
+        order = places[0].argsort(stable=True)
+        places, stored = places[:, order], stored[order]
+    counts = places[0].bincount(minlength=level.batch_size)
+    if bool((counts != counts[:1]).any()):
+        if level.splitter is None:
+            refuse_dynamic(op, "Use to_dense() instead, or examples that store as many elements")
+        agree(op, level, counts)
+    shape = (level.batch_size, int(counts[0]) if level.batch_size else 0)
+    return places[1:].mT.unflatten(0, shape), stored.unflatten(0, shape)
+
+
+@row("aten::is_coalesced")
+def is_coalesced(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The examples are where their batch is."""
+    return op(args[0]), None
+
+
+@row("aten::sparse_dim")
+def sparse_dim(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The batch dim is one of them."""
+    return op(args[0]) - is_sparse(args[0]), None
+
+
+@row("aten::dense_dim")
+def dense_dim(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """All dims of a tensor that is not sparse."""
+    return op(args[0]) - (not is_sparse(args[0])), None
+
+
+@row("aten::_sparse_coo_tensor_with_dims_and_tensors")
+def sparse_coo_tensor(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The index of the example is a further row of the indices."""
+    sparse, dense, size, places, stored = args
+    count = level.batch_size
+    places, stored = batched_front(places, dims[3], count), batched_front(stored, dims[4], count)
+    examples = torch.arange(count, device=places.device)[:, None].expand(count, places.shape[2])
+    rows_of_all = torch.cat([examples[None], places.movedim(1, 0)]).flatten(1)
+    return op(sparse + 1, dense, [count, *size], rows_of_all, stored.flatten(0, 1), **kwargs), 0
+
+
+@row("aten::sparse_mask")
+def sparse_mask(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What a tensor has at the places that the mask stores."""
+    x, mask = args
+    if dims[1] is None:
+        mask = torch.stack([mask] * level.batch_size)
+    return op(batched_front(x, dims[0], level.batch_size), front(mask, dims[1] or 0)), 0
+
+
+@row("aten::_to_dense")
+def to_dense(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Every dim stays where it is."""
+    return op(*args, **kwargs), dims[0]

@@ -54,10 +54,10 @@ def _kind(result: Any) -> Any:
 def take_examples(x: Tensor, at: int, places: Tensor) -> Tensor:
     """Some of the examples: a view where they are neighbours, else laid out as the value is."""
     count = len(places)
-    if count == 0 or int(places[-1]) - int(places[0]) + 1 == count:
-        return x.narrow(at, int(places[0]) if count else 0, count)
     if x.layout is not torch.strided:
         return x.index_select(at, places.to(x.device))
+    if count == 0 or int(places[-1]) - int(places[0]) + 1 == count:
+        return x.narrow(at, int(places[0]) if count else 0, count)
     strides = x.stride()
     if strides[at] == 0:
         return x.narrow(at, 0, count)
