@@ -114,16 +114,19 @@ NOMINAL: tuple[TSType, ...] = (
 SIMPLE: tuple[TSType, ...] = (ANY, INT, FLOAT, DOUBLE, BOOL, STR, NONE, TENSOR)
 
 
-def metas(names: bool = True, computed: bool = True) -> st.SearchStrategy[MetaTensorType]:
+def metas(
+    names: bool = True, computed: bool = True, leading: bool = True
+) -> st.SearchStrategy[MetaTensorType]:
     """Descriptions of tensors; with `names` also named sizes, and those computed from them."""
     dim: st.SearchStrategy[int | str | Dim | None] = st.none() | st.integers(0, 3)
     if names:
         bounded = st.builds(Dim, st.just("k"), st.none() | st.just(1), st.none() | st.just(2))
         dim = dim | st.sampled_from(["n", "m", "2*n+m"] if computed else ["n", "m"]) | bounded
+    shapes = st.lists(dim, max_size=3)
     return st.builds(
         MetaTensorType,
         dtype=st.none() | st.sampled_from(DTYPES),
-        shape=st.none() | st.lists(dim, max_size=3),
+        shape=st.none() | shapes | shapes.map(lambda dims: [..., *dims] if leading else dims),
         device=st.sampled_from([None, "cpu", "cuda", "cuda:1"]),
         requires_grad=st.sampled_from([None, None, True, False]),
         layout=st.sampled_from([None, None, torch.strided, torch.sparse_coo]),
@@ -197,7 +200,7 @@ def _future(value: Any) -> Any:
 
 def _tensor(cls: type[torch.Tensor], meta: MetaTensorType) -> torch.Tensor:
     """A tensor that fits a description, of those that `metas` gives for the CPU."""
-    sizes = [_size(dim) for dim in meta.dims or ()]
+    sizes = [_size(dim) for dim in meta.dims or meta.trailing]
     assume(meta.device is None or meta.device.type == "cpu")
     assume(meta.layout in (None, torch.strided) and all(size >= 0 for size in sizes))
     dtype = meta.dtype or torch.float32
@@ -217,12 +220,14 @@ def _size(dim: DimForm) -> int:
     return 1 if dim is None else dim
 
 
-def types(names: bool = True, computed: bool = True) -> st.SearchStrategy[TSType]:
+def types(
+    names: bool = True, computed: bool = True, leading: bool = True
+) -> st.SearchStrategy[TSType]:
     """Any type of the language; without `names`, no size in it has one."""
     tensors: st.SearchStrategy[TSType] = st.builds(
         TSTensor,
         st.sampled_from([torch.Tensor, torch.Tensor, torch.nn.Parameter]),
-        metas(names, computed),
+        metas(names, computed, leading),
     )
     leaves = st.sampled_from([*SIMPLE, *NOMINAL]) | tensors
     keys = st.sampled_from([STR, INT, FLOAT, BOOL, TENSOR, ANY])

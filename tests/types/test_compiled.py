@@ -117,8 +117,8 @@ def test_the_shapes_of_the_proposal() -> None:
             r"\[0\], Dim\('n', max=4\) at y\.shape\[1\]; one name is one size",
         ),
         (
-            {"x": MetaTensorType(["n"]), "y": MetaTensorType(["n+k"])},
-            r"y\.shape\[0\] is 'n \+ k', but no shape has 'k' as a dim of its own",
+            {"x": MetaTensorType(["n"]), "y": MetaTensorType(["n*k*k"])},
+            r"y\.shape\[0\] is 'n \* k \* k', but no shape has 'k' as a dim of its own",
         ),
     ],
 )
@@ -243,9 +243,9 @@ def test_an_expression_may_come_before_its_names() -> None:
 
 
 def test_an_expression_whose_name_did_not_come() -> None:
-    contract = {"x": MetaTensorType(["2*n"]), "y": MetaTensorType(["n"]) | None}
+    contract = {"x": MetaTensorType(["n//2"]), "y": MetaTensorType(["n"]) | None}
     assert violations(contract, {"x": torch.ones(4), "y": None}) == [
-        "x.shape[0]: promised 2 * n, which can't be computed: the call has no n"
+        "x.shape[0]: promised n // 2, which can't be computed: the call has no n"
     ]
 
 
@@ -445,3 +445,93 @@ def _leaves(value: Any) -> list[tuple[Any, Any]]:
 def test_the_message_is_one_text() -> None:
     with pytest.raises(DescriptorViolation, match=re.escape("x[0].shape[0]: promised 2, came 3")):
         compiled(x=[MetaTensorType([2])]).check({"x": [torch.ones(3)]})
+
+
+def test_a_name_that_no_dim_is_alone_is_solved_for() -> None:
+    contract = compiled(x=MetaTensorType(["2*n+1", "a*b"]), y=MetaTensorType(["a", "b+m-n"]))
+    found = contract.check({"x": torch.ones(7, 6), "y": torch.ones(2, 5)})
+    assert dict(found.sizes) == {"a": 2, "n": 3, "b": 3, "m": 5}
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "shapes", "lines"),
+    [
+        (
+            {"x": MetaTensorType(["2*n"])},
+            {"x": [5]},
+            ["x.shape[0]: promised 2 * n, which is 5 for no size n"],
+        ),
+        (
+            {"x": MetaTensorType(["n+3"])},
+            {"x": [2]},
+            ["x.shape[0]: promised n + 3, which is 2 for no size n"],
+        ),
+        (
+            {"x": MetaTensorType(["2*n"]), "y": MetaTensorType(["n+1"])},
+            {"x": [4], "y": [4]},
+            ["y.shape[0]: promised n + 1 = 3 (n is 2 at x.shape[0] = 2 * n), came 4"],
+        ),
+        (
+            {"x": MetaTensorType(["a*b"]), "y": MetaTensorType(["a"])},
+            {"x": [4], "y": [0]},
+            ["x.shape[0]: promised a * b, which is 4 for no size b"],
+        ),
+    ],
+)
+def test_what_solves_for_no_size(
+    descriptors: dict[str, Any], shapes: dict[str, Any], lines: list[str]
+) -> None:
+    arguments = {name: torch.ones(shape) for name, shape in shapes.items()}
+    assert violations(descriptors, arguments) == lines
+
+
+@pytest.mark.parametrize(
+    ("meta", "good", "bad", "line"),
+    [
+        (
+            MetaTensorType([..., 3]), [torch.ones(3), torch.ones(2, 5, 3)], torch.ones(3, 2),
+            "x.shape[1]: promised 3, came 2",
+        ),
+        (
+            MetaTensorType(["...", "n", "n"]), [torch.ones(2, 2), torch.ones(7, 4, 4)],
+            torch.ones(3), "x.shape: promised [..., n, n], came [3]",
+        ),
+        (
+            MetaTensorType([..., "n", "n"]), [], torch.ones(5, 2, 3),
+            "n is 2 at x.shape[1] but 3 at x.shape[2]",
+        ),
+        (
+            MetaTensorType([Dim("n", multiple_of=4)]), [torch.ones(8), torch.ones(0)],
+            torch.ones(6), "x.shape[0]: promised n % 4 == 0, came 6",
+        ),
+        (
+            MetaTensorType([Dim("n", one_of=[2, 4])]), [torch.ones(2), torch.ones(4)],
+            torch.ones(3), "x.shape[0]: promised n in {2, 4}, came 3",
+        ),
+        (
+            MetaTensorType(["n", 3], strides=[1, "n"]), [torch.ones(3, 5).t()], torch.ones(5, 3),
+            "x.stride()[0]: promised 1, came 3",
+        ),
+        (
+            MetaTensorType(strides=[2, None]), [torch.ones(3, 2)], torch.ones(4),
+            "x.stride(): promised [2, ?], came [1]",
+        ),
+        (
+            MetaTensorType(memory_format=torch.channels_last),
+            [torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+            torch.ones(2, 3, 4, 5),
+            "x: promised torch.channels_last, came strides [60, 20, 5, 1]",
+        ),
+        (
+            MetaTensorType(memory_format=torch.contiguous_format), [torch.ones(2, 3)],
+            torch.ones(3, 3).to_sparse(),
+            "x.layout: promised torch.contiguous_format, came torch.sparse_coo",
+        ),
+    ],
+)  # fmt: skip
+def test_shapes_and_layouts(
+    meta: MetaTensorType, good: list[torch.Tensor], bad: torch.Tensor, line: str
+) -> None:
+    for x in good:
+        compiled(x=meta).check({"x": x})
+    assert line in violations({"x": meta}, {"x": bad})

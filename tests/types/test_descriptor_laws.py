@@ -53,11 +53,19 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 @st.composite
 def metas(draw: st.DrawFn) -> MetaTensorType:
     low = draw(st.none() | sizes)
-    bounded = Dim(draw(st.sampled_from(NAMES)), low, draw(st.none() | st.integers(3, 5)))
-    dim = sizes | st.none() | st.sampled_from([*NAMES, "2*n+m", "n//2", "k*n-1"]) | st.just(bounded)
+    name, step = draw(st.sampled_from(NAMES)), draw(st.sampled_from([None, None, 2, 3]))
+    bounded = Dim(name, low, draw(st.none() | st.integers(3, 5)), step)
+    chosen = Dim(name, one_of=draw(st.sampled_from([(0, 3, 6), (2,)])))
+    dim = (
+        sizes
+        | st.none()
+        | st.sampled_from([*NAMES, "2*n+m", "n//2", "k*n-1"])
+        | st.sampled_from([bounded, chosen])
+    )
+    leading = draw(st.sampled_from([0, 1, 1]))
     return MetaTensorType(
         draw(st.none() | st.sampled_from(DTYPES)),
-        shape=draw(st.none() | st.lists(dim, max_size=3)),
+        shape=draw(st.none() | st.lists(dim, max_size=3).map(lambda dims: [..., *dims][leading:])),
         device=draw(st.sampled_from([None, "cpu", "cuda", "cuda:1"])),
         requires_grad=draw(st.sampled_from([None, True, False])),
         layout=draw(st.sampled_from([None, torch.strided, torch.sparse_coo])),

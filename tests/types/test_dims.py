@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tsfunc.errors import DescriptorError
 from tsfunc.types.dims import Dim, DimExpr, parse_dim, spell_dim
+from tsfunc.types.polynomials import solved_for
 
 NAMES = ("a", "b", "n")
 bounds = st.none() | st.integers(0, 6)
@@ -28,9 +30,12 @@ expressions = st.recursive(
 
 @st.composite
 def dims(draw: st.DrawFn) -> Dim:
-    lower, upper = draw(bounds), draw(bounds)
-    assume(lower is None or upper is None or lower <= upper)
-    return Dim(draw(st.sampled_from(NAMES)), lower, upper)
+    step = draw(st.none() | st.integers(1, 3))
+    chosen = draw(st.none() | st.lists(st.integers(0, 6), max_size=3))
+    try:
+        return Dim(draw(st.sampled_from(NAMES)), draw(bounds), draw(bounds), step, chosen)
+    except DescriptorError:
+        return Dim("n")  # no size is left
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,9 @@ def dims(draw: st.DrawFn) -> Dim:
         (Dim("n", min=1), Dim("n", min=1)),
         ("2*n+1", DimExpr("2 * n + 1")),
         ("a*b", DimExpr("a * b")),
+        ("n**2", DimExpr("n ** 2")),
+        ("(n-1)*(n+1)", DimExpr("(n - 1) * (n + 1)")),
+        ("2**3", 8),
         ("-(1) + n", DimExpr("-1 + n")),
         ("2 * 3", 6),
         ("7 // 2", 3),
@@ -70,6 +78,9 @@ def test_parse_dim(spec: object, form: object) -> None:
         ("n / 2", r"'n / 2': an expression joins integers and names .*'n / 2' is none of these"),
         ("n + f(2)", r"'f\(2\)' is none of these"),
         ("2 ** n", r"'2 \*\* n' is none of these"),
+        ("n ** 9", r"powers up to 8; 'n \*\* 9' is none of these"),
+        ("(n ** 2) ** 2", r"'\(n \*\* 2\) \*\* 2' is none of these"),
+        ("n ** -1", r"'n \*\* \(-1\)' is none of these"),
         ("n + True", r"'True' is none of these"),
         ("n + 1.5", r"'1\.5' is none of these"),
         ("n" + "+1" * 100, r"at most 200 characters, got 201"),
@@ -132,6 +143,41 @@ def test_repr_is_the_dim(dim: Dim) -> None:
     assert eval(repr(dim)) == dim
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"multiple_of": 0}, r"multiple_of must be a positive int or None, got 0"),
+        ({"multiple_of": "2"}, r"multiple_of must be a positive int or None, got '2'"),
+        ({"one_of": 3}, r"one_of must have the sizes that are allowed, .* got 3"),
+        ({"one_of": [2, -1]}, r"non-negative ints, got \[2, -1\]"),
+        ({"one_of": []}, r"no size is one of \[\]"),
+        ({"one_of": [1, 2], "min": 3}, r"no size is at least 3 and one of \[1, 2\]"),
+        (
+            {"min": 5, "max": 7, "multiple_of": 4},
+            r"no size is at least 5 and at most 7 and a multiple of 4",
+        ),
+    ],
+)
+def test_bounds_that_no_size_keeps(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(DescriptorError, match=message):
+        Dim("n", **words)
+
+
+def test_bounds_have_one_form() -> None:
+    assert Dim("n", min=0, multiple_of=1) == Dim("n")
+    assert Dim("n", min=3, max=11, multiple_of=4) == Dim("n", min=4, max=8, multiple_of=4)
+    assert Dim("n", one_of=[4, 2, 4, 9], max=8) == Dim("n", one_of=(2, 4))
+    assert repr(Dim("n", min=2, multiple_of=3)) == "Dim('n', min=3, multiple_of=3)"
+
+
+@given(dims(), dims(), st.integers(0, 7))
+def test_hull_admits_what_either_admits(one: Dim, other: Dim, size: int) -> None:
+    assert one.hull(other).admits_all(one) and one.hull(other).admits_all(other)
+    assert one.hull(other).admits(size) or not (one.admits(size) or other.admits(size))
+    if one.admits_all(other):
+        assert one.admits(size) or not other.admits(size)
+
+
 @given(dims(), dims(), st.integers(0, 7))
 def test_meet_admits_what_both_admit(one: Dim, other: Dim, size: int) -> None:
     both = one.admits(size) and other.admits(size)
@@ -152,6 +198,49 @@ def test_an_expression_is_what_python_makes_of_it(text: str, sizes: dict[str, in
             expression.evaluate(sizes)
         return
     assert expression.evaluate(sizes) == expected
+
+
+polynomials = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda parts: f"({''.join(parts)})"),
+        st.tuples(st.sampled_from(NAMES), st.integers(0, 3)).map(lambda p: f"{p[0]}**{p[1]}"),
+    ),
+    max_leaves=6,
+)
+SIZES = st.fixed_dictionaries({name: st.integers(0, 9) for name in NAMES})
+
+
+@given(expressions | polynomials, SIZES)
+def test_the_normal_text_is_the_same_number(text: str, sizes: dict[str, int]) -> None:
+    expression = DimExpr(text)
+    try:
+        assert eval(expression.normal, {}, sizes) == expression.evaluate(sizes)
+    except ZeroDivisionError:
+        return
+    assert DimExpr(expression.normal).normal == expression.normal
+
+
+@given(polynomials, polynomials)
+def test_polynomials_that_are_equal_have_one_normal_text(one: str, other: str) -> None:
+    # A polynomial of this degree that is zero at so many points is zero.
+    points = [{"a": a, "b": b, "n": n} for a in range(20) for b in (3, 50) for n in (7, 900)]
+    same = all(eval(one, {}, each) == eval(other, {}, each) for each in points)
+    assert same or DimExpr(one).normal != DimExpr(other).normal
+    assert DimExpr(f"({one}) + ({other})").normal == DimExpr(f"({other}) + ({one})").normal
+    assert DimExpr(f"({one}) * ({other})").normal == DimExpr(f"({other}) * ({one})").normal
+    assert DimExpr(f"({one}) - ({one})").normal == "0"
+
+
+@given(polynomials, st.sampled_from(NAMES), SIZES)
+def test_an_expression_is_solved_for_a_name(text: str, name: str, sizes: dict[str, int]) -> None:
+    found = solved_for(text, name)
+    if found is None:
+        return
+    slope, rest = (DimExpr(part) for part in found)
+    assert name not in (*slope.names, *rest.names)
+    value = slope.evaluate(sizes) * sizes[name] + rest.evaluate(sizes)
+    assert value == DimExpr(text).evaluate(sizes)
 
 
 @given(expressions)

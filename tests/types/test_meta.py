@@ -63,6 +63,15 @@ def test_devices() -> None:
         (MetaTensorType(bool, shape=[]), "bool[]"),
         (MetaTensorType([Dim("n", 2, 8), "2*n"]), "tensor[2<=n<=8, 2 * n]"),
         (MetaTensorType(requires_grad=True), "tensor[...] requires_grad"),
+        (MetaTensorType([..., "n", 64]), "tensor[..., n, 64]"),
+        (MetaTensorType(["..."]), "tensor[...]"),
+        (MetaTensorType(["...", 3], rank=3), "tensor[?, ?, 3]"),
+        (MetaTensorType([Dim("n", multiple_of=8)]), "tensor[n % 8 == 0]"),
+        (MetaTensorType([Dim("n", 3, 20, 8)]), "tensor[8<=n<=16 and n % 8 == 0]"),
+        (MetaTensorType([Dim("n", one_of=[4, 2]), 3]), "tensor[n in {2, 4}, 3]"),
+        (MetaTensorType(["n", 3], strides=[1, "n"]), "tensor[n, 3] strides[1, n]"),
+        (MetaTensorType(strides=[None, "n*2"]), "tensor[...] strides[?, n * 2]"),
+        (MetaTensorType(memory_format=torch.channels_last), "tensor[...] channels_last"),
         (
             MetaTensorType(device="cuda:1", requires_grad=False, layout=torch.sparse_coo),
             "tensor[...] cuda:1 no_grad sparse_coo",
@@ -71,7 +80,7 @@ def test_devices() -> None:
 )
 def test_str_and_repr(meta: MetaTensorType, text: str) -> None:
     assert str(meta) == text
-    assert eval(repr(meta)) == meta
+    assert eval(repr(meta)) == meta == MetaTensorType.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +99,24 @@ def test_str_and_repr(meta: MetaTensorType, text: str) -> None:
         ((), {"device": 0}, r"device=\.\.\.\): expected a torch\.device, its name or None, got 0"),
         ((), {"requires_grad": 1}, r"requires_grad=\.\.\.\): expected True, False or None, got 1"),
         ((), {"layout": "strided"}, r"expected a torch\.layout such as torch\.strided"),
+        (([3, ...],), {}, r"dim 1: `\.\.\.` stands for the dims before all others; write None"),
+        (([..., 3, 4],), {"rank": 1}, r"has at least 2 dim\(s\), so the rank must be at least 2"),
+        (
+            (),
+            {"strides": 1},
+            r"strides=\.\.\.\): expected a list or tuple of strides, got 1 of type",
+        ),
+        ((), {"strides": [-1]}, r"stride 0: a size can't be negative, got -1"),
+        ((), {"strides": [Dim("n", 2)]}, r"the bounds of Dim\('n', min=2\) belong to the shape"),
+        (([3],), {"strides": [1, 1]}, r"strides of rank 2 can't be those of a tensor of rank 1"),
+        ((), {"memory_format": "nhwc"}, r"expected torch\.contiguous_format, .* got 'nhwc'"),
+        ((), {"memory_format": torch.preserve_format}, r"got torch\.preserve_format"),
+        (([3],), {"memory_format": torch.channels_last}, r"of rank 4 can't be .* of rank 1"),
+        (
+            (),
+            {"layout": torch.sparse_coo, "strides": [1]},
+            r"only strided tensors have strides",
+        ),
         (([3], torch.float32), {}, r"takes 1 positional argument\(s\) \(shape\), got 2; give"),
         (([3],), {"shape": [4]}, r"got 'shape' twice: \[3\], \[4\]"),
         ((), {"size": 3}, r"no attribute 'size'; it has dtype, rank, shape, device"),

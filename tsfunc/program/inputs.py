@@ -67,7 +67,8 @@ def _dims(
     bounds: Mapping[str, Dim],
 ) -> tuple[DimForm, ...]:
     found: list[DimForm] = []
-    for size, form in zip(value.shape, forms or [None] * value.dim(), strict=True):
+    forms = (*(None,) * (value.dim() - len(forms or ())), *(forms or ()))
+    for size, form in zip(value.shape, forms, strict=True):
         if isinstance(form, Dim) and form.name in bounds:
             found.append(bounds[form.name])
         elif isinstance(form, DimExpr) and all(name in bounds for name in form.names):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from tsfunc.types.checks import compile_check
 from tsfunc.types.descriptors import Descriptor, governing, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.polynomials import solved_for
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.runs import Check, Path, Run
 from tsfunc.types.tensor_checks import check_expressions
@@ -34,10 +35,13 @@ class Bindings(NamedTuple):
         """What each dim of the tensor at `path` is.
 
         An int is fixed, a `Dim` named, a `DimExpr` computed from named ones, and None open.
-        All of them are open where the answer itself is None: no rank was promised.
+        All of them are open where the answer itself is None: no rank was promised. Where it has
+        fewer entries than the tensor has dims, these are the last ones.
         """
         meta = self.leaves.get(path)
-        return None if meta is None else meta.dims
+        if meta is None or meta.shape is None:
+            return None
+        return meta.trailing if meta.dims is None else meta.dims
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +165,7 @@ def _read(
     }
     leaves = [leaf for p, each in read.items() for leaf in tensor_leaves(each, p)]
     dims = _named_dims(leaves)
-    _require_bound(leaves, dims)
+    _solve(leaves, dims)
     return read, dims
 
 
@@ -192,11 +196,11 @@ def _named_dims(leaves: list[tuple[str, MetaTensorType]]) -> dict[str, Dim]:
     dims: dict[str, Dim] = {}
     written: dict[str, list[str]] = {}
     for where, meta in leaves:
-        for axis, form in enumerate(meta.dims or ()):
+        for part, form in _sizes(meta):
             if not isinstance(form, Dim):
                 continue
             if form.is_bounded:
-                written.setdefault(form.name, []).append(f"{form!r} at {where}.shape[{axis}]")
+                written.setdefault(form.name, []).append(f"{form!r} at {where}{part}")
             try:
                 dims[form.name] = dims.get(form.name, form).meet(form)
             except DescriptorError:
@@ -207,15 +211,38 @@ def _named_dims(leaves: list[tuple[str, MetaTensorType]]) -> dict[str, Dim]:
     return dims
 
 
-def _require_bound(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, Dim]) -> None:
-    """An expression is checked, never solved: a plain dim must give each of its names."""
-    for where, meta in leaves:
-        for axis, form in enumerate(meta.dims or ()):
-            if not isinstance(form, DimExpr):
-                continue
-            for name in form.names:
-                if name not in dims:
-                    raise DescriptorError(
-                        f"{where}.shape[{axis}] is {form.text!r}, but no shape has {name!r} as "
-                        f"a dim of its own, so that nothing gives it a size"
-                    )
+def _sizes(meta: MetaTensorType) -> Iterator[tuple[str, DimForm]]:
+    """All sizes that a description speaks of, and where."""
+    first = 0 if meta.dims is not None else -len(meta.trailing)
+    for axis, form in enumerate(meta.dims or meta.trailing, first):
+        yield f".shape[{axis}]", form
+    for axis, form in enumerate(meta.stride_forms):
+        yield f".stride()[{axis}]", form
+
+
+def _solve(leaves: list[tuple[str, MetaTensorType]], dims: dict[str, Dim]) -> None:
+    """Adds the names that no dim is alone, but that an expression gives, one after the other.
+
+    Raises:
+        DescriptorError: nothing gives a name a size.
+    """
+    pending = [
+        (f"{where}{part}", form)
+        for where, meta in leaves
+        for part, form in _sizes(meta)
+        if isinstance(form, DimExpr)
+    ]
+    before = None
+    while pending and len(pending) != before:
+        before = len(pending)
+        for _, form in pending:
+            unknown = [name for name in form.names if name not in dims]
+            if len(unknown) == 1 and solved_for(form.text, unknown[0]) is not None:
+                dims[unknown[0]] = Dim(unknown[0])
+        pending = [(at, form) for at, form in pending if any(n not in dims for n in form.names)]
+    for at, form in pending:
+        name = next(name for name in form.names if name not in dims)
+        raise DescriptorError(
+            f"{at} is {form.text!r}, but no shape has {name!r} as a dim of its own, so that "
+            f"nothing gives it a size"
+        )

@@ -114,7 +114,7 @@ class _Run:
     def __init__(self) -> None:
         self.found: list[Mismatch] = []
         self.sizes: dict[str, tuple[int, str]] = {}
-        self.pending: list[tuple[DimExpr, torch.Tensor, int, str, TSTensor]] = []
+        self.pending: list[tuple[DimExpr, int, torch.Tensor, str, TSTensor]] = []
         self.entered: set[tuple[int, type]] = set()
 
     def fail(self, path: str, expected: object, value: object) -> None:
@@ -215,10 +215,9 @@ class _Run:
 
     def shape(self, value: torch.Tensor, type_: TSTensor, path: str) -> bool:
         """Whether the sizes are those promised; the first to have a name says what it means."""
-        dims, shape = type_.meta.dims, value.shape
+        shape = value.shape
+        dims = type_.meta.dims_of_rank(len(shape))
         if dims is None:
-            return True
-        if len(dims) != len(shape):
             return False
         fits = all(size == dim for size, dim in zip(shape, dims, strict=True) if type(dim) is int)
         for axis, dim in enumerate(dims):
@@ -226,15 +225,19 @@ class _Run:
                 size, _ = self.sizes.setdefault(dim.name, (shape[axis], f"{path}.shape[{axis}]"))
                 fits = fits and size == shape[axis] and dim.admits(shape[axis])
             elif isinstance(dim, DimExpr) and fits:
-                self.pending.append((dim, value, axis, path, type_))
+                self.pending.append((dim, shape[axis], value, path, type_))
+        if fits and type_.meta.is_laid_out(value):
+            for axis, step in enumerate(type_.meta.stride_forms):
+                if isinstance(step, DimExpr):
+                    self.pending.append((step, value.stride(axis), value, path, type_))
         return fits
 
     def settle(self) -> None:
         """Checks computed sizes, now that all names that the value gives a size are known."""
         known = {name: size for name, (size, _) in self.sizes.items()}
-        for expression, value, axis, path, type_ in self.pending:
+        for expression, size, value, path, type_ in self.pending:
             try:
-                fits = expression.evaluate(known) == value.shape[axis]
+                fits = expression.evaluate(known) == size
             except (KeyError, ZeroDivisionError):
                 fits = False
             if not fits:
@@ -243,9 +246,9 @@ class _Run:
 
     def with_sizes(self, type_: TSTensor, shape: torch.Size, expected: object) -> str:
         """What is expected, and where the names that the shape disagrees with got their sizes."""
-        dims = type_.meta.dims or ()
+        dims = type_.meta.dims_of_rank(len(shape)) or ()
         names: list[str] = []
-        for size, dim in zip(shape, dims, strict=True) if len(shape) == len(dims) else ():
+        for size, dim in zip(shape, dims, strict=bool(dims)):
             if isinstance(dim, DimExpr):
                 names += dim.names
             elif isinstance(dim, Dim) and self.sizes.get(dim.name, (size,))[0] != size:
@@ -280,15 +283,19 @@ def _has(value: torch.Tensor, meta: MetaTensorType) -> bool:
         and (meta.device is None or on_device(value.device, meta.device))
         and (meta.requires_grad is None or value.requires_grad == meta.requires_grad)
         and (meta.layout is None or value.layout == meta.layout)
+        and meta.is_laid_out(value)
     )
 
 
 def _text(value: torch.Tensor, meta: MetaTensorType) -> str:
     """A tensor by what its description speaks of."""
-    return tensor_text(
+    text = tensor_text(
         value.dtype,
         value.shape,
         None if meta.device is None else value.device,
         None if meta.requires_grad is None else value.requires_grad,
         None if meta.layout is None else value.layout,
     )
+    spoken_of = meta.strides is not None or meta.memory_format is not None
+    has_strides = spoken_of and value.layout == torch.strided
+    return f"{text} strides{list(value.stride())}" if has_strides else text

@@ -148,7 +148,8 @@ def _same_sizes(before: TSType, after: TSType) -> bool:
     """
     if not isinstance(before, TSTensor) or not isinstance(after, TSTensor):
         return True
-    pairs = zip(before.meta.dims or (), after.meta.dims or (), strict=False)
+    ones, others = (x.meta.dims or x.meta.trailing for x in (before, after))
+    pairs = zip(reversed(ones), reversed(others), strict=False)
     return all(size is None or size == other for size, other in pairs)
 
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import ast
 import functools
 import keyword
+import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from types import EllipsisType
+from typing import Any, TypeAlias
 
 from tsfunc.errors import DescriptorError
+from tsfunc.types.polynomials import normal_text
 
 _Evaluator = Callable[[Mapping[str, int]], int]
 
@@ -42,7 +45,7 @@ def _is_int(value: object) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class Dim:
-    """A named size, with bounds.
+    """A named size, with what is known of it.
 
     One name stands for one size within all the descriptors of one function. Where a name has
     several bounds, all of them hold.
@@ -51,10 +54,15 @@ class Dim:
         name: a Python identifier.
         min: the smallest size that is allowed, or None.
         max: the largest size that is allowed, or None.
+        multiple_of: what every size is a multiple of, or None.
+        one_of: the only sizes that are allowed, or None.
+
+    What these say together is kept in one form: `min` and `max` are sizes that are allowed, and
+    `one_of` has those that the rest allows.
 
     Raises:
         DescriptorError: the name is no identifier, a bound is no non-negative int, or no size
-            lies between the bounds.
+            keeps all of them.
 
     Example:
         >>> batch = Dim("batch", min=2)
@@ -62,6 +70,8 @@ class Dim:
         Dim('batch', min=2)
         >>> batch.admits(1)
         False
+        >>> Dim("heads", min=3, multiple_of=4), Dim("k", min=2, one_of=(1, 2, 4))
+        (Dim('heads', min=4, multiple_of=4), Dim('k', one_of=(2, 4)))
 
     Source: the symbolic lengths of the TorchScript Input Descriptor proposal. Bounds are ours.
     """
@@ -69,6 +79,8 @@ class Dim:
     name: str
     min: int | None = None
     max: int | None = None
+    multiple_of: int | None = None
+    one_of: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if not is_dim_name(self.name):
@@ -80,46 +92,146 @@ class Dim:
                 raise DescriptorError(
                     f"{self!r}: {word} must be a non-negative int or None, got {bound!r}"
                 )
-        if self.min is not None and self.max is not None and self.min > self.max:
+        step = self.multiple_of
+        if step is not None and (not _is_int(step) or step < 1):
             raise DescriptorError(
-                f"{self!r}: no size is at least {self.min} and at most {self.max}"
+                f"{self!r}: multiple_of must be a positive int or None, got {step!r}"
             )
+        if self.one_of is not None and not _are_sizes(self.one_of):
+            raise DescriptorError(
+                f"{self!r}: one_of must have the sizes that are allowed, non-negative ints, got "
+                f"{self.one_of!r}"
+            )
+        for word, value in _normal_bounds(self).items():
+            object.__setattr__(self, word, value)
 
     def __repr__(self) -> str:
-        bounds = (("min", self.min), ("max", self.max))
-        words = [repr(self.name), *(f"{word}={b!r}" for word, b in bounds if b is not None)]
-        return f"Dim({', '.join(words)})"
+        bounds: dict[str, object] = {
+            "min": self.min,
+            "max": self.max,
+            "multiple_of": self.multiple_of,
+            "one_of": self.one_of,
+        }
+        if self.one_of and (self.min, self.max) == (self.one_of[0], self.one_of[-1]):
+            bounds = {"one_of": self.one_of}  # the others follow from it
+        words = [f"{word}={bound!r}" for word, bound in bounds.items() if bound is not None]
+        return f"Dim({', '.join([repr(self.name), *words])})"
 
     def __str__(self) -> str:
-        if self.min is None:
-            return self.name if self.max is None else f"{self.name}<={self.max}"
-        if self.max is None:
-            return f"{self.name}>={self.min}"
-        return f"{self.min}<={self.name}<={self.max}"
+        name = self.name
+        if self.one_of is not None:
+            return f"{name} in {{{', '.join(map(str, self.one_of))}}}"
+        step = f"{name} % {self.multiple_of} == 0" if self.multiple_of else ""
+        if self.min is None and self.max is None:
+            return step or name
+        low = "" if self.min is None else f"{self.min}<="
+        high = "" if self.max is None else f"<={self.max}"
+        bounds = f"{low}{name}{high}" if high else f"{name}>={self.min}"
+        return f"{bounds} and {step}" if step else bounds
 
     @property
     def is_bounded(self) -> bool:
         """Whether any size is refused."""
-        return self.min is not None or self.max is not None
+        return not (self.min is None and self.max is None and self.multiple_of is None)
 
     def admits(self, size: int) -> bool:
-        """Whether `size` lies within the bounds."""
-        return (self.min is None or size >= self.min) and (self.max is None or size <= self.max)
+        """Whether `size` is one that is allowed."""
+        if self.one_of is not None:
+            return size in self.one_of
+        return (
+            (self.min is None or size >= self.min)
+            and (self.max is None or size <= self.max)
+            and (self.multiple_of is None or size % self.multiple_of == 0)
+        )
+
+    def admits_all(self, other: Dim) -> bool:
+        """Whether every size that `other` allows is allowed here."""
+        if other.one_of is not None:
+            return all(map(self.admits, other.one_of))
+        if other.max is not None and other.max - (other.min or 0) <= _FEW * (
+            other.multiple_of or 1
+        ):
+            step = other.multiple_of or 1
+            return all(map(self.admits, range(other.min or 0, other.max + 1, step)))
+        return (
+            self.one_of is None
+            and (other.min or 0) >= (self.min or 0)
+            and (self.max is None or (other.max is not None and other.max <= self.max))
+            and (other.multiple_of or 1) % (self.multiple_of or 1) == 0
+        )
 
     def meet(self, other: Dim) -> Dim:
-        """The dim of the same name that has the bounds of both.
+        """The dim of the same name that allows what both allow.
 
         Raises:
-            DescriptorError: no size lies within both.
+            DescriptorError: no size keeps both.
         """
         lower = [d.min for d in (self, other) if d.min is not None]
         upper = [d.max for d in (self, other) if d.max is not None]
-        return Dim(self.name, max(lower, default=None), min(upper, default=None))
+        steps = [d.multiple_of for d in (self, other) if d.multiple_of is not None]
+        chosen = [set(d.one_of) for d in (self, other) if d.one_of is not None]
+        common = tuple(sorted(set.intersection(*chosen))) if chosen else None
+        low, high = max(lower, default=None), min(upper, default=None)
+        if common == ():
+            raise DescriptorError(f"no size is one of {self.one_of} and one of {other.one_of}")
+        return Dim(self.name, low, high, math.lcm(*steps) if steps else None, common)
+
+    def hull(self, other: Dim) -> Dim:
+        """The dim of the same name that allows what either allows, as narrow as bounds can say."""
+        if self.one_of is not None and other.one_of is not None:
+            return Dim(self.name, one_of=tuple({*self.one_of, *other.one_of}))
+        low = None if self.min is None or other.min is None else min(self.min, other.min)
+        high = None if self.max is None or other.max is None else max(self.max, other.max)
+        return Dim(self.name, low, high, math.gcd(_step(self), _step(other)) or None)
+
+
+_FEW = 4096
+"""Sizes, of which as many are looked at one by one."""
+
+
+def _step(dim: Dim) -> int:
+    """What all sizes are a multiple of."""
+    return math.gcd(*dim.one_of) if dim.one_of is not None else dim.multiple_of or 1
+
+
+def _are_sizes(sizes: object) -> bool:
+    return isinstance(sizes, Iterable) and all(_is_int(size) and size >= 0 for size in sizes)
+
+
+def _normal_bounds(dim: Dim) -> dict[str, Any]:
+    """What a dim's bounds say together."""
+    step = dim.multiple_of or 1
+    low = -(-(dim.min or 0) // step) * step
+    high = None if dim.max is None else dim.max // step * step
+    chosen = dim.one_of
+    if chosen is not None:
+        plain = Dim(dim.name, dim.min, dim.max, dim.multiple_of)
+        chosen = tuple(sorted({size for size in chosen if plain.admits(size)}))
+        low, high, step = (chosen[0], chosen[-1], 1) if chosen else (1, 0, 1)
+    if high is not None and low > high:
+        raise DescriptorError(f"{dim!r}: no size is {' and '.join(_said(dim))}")
+    return {
+        "min": low or None,
+        "max": high,
+        "multiple_of": step if step > 1 else None,
+        "one_of": chosen,
+    }
+
+
+def _said(dim: Dim) -> list[str]:
+    """Each thing that is said of a dim."""
+    said = {
+        "at least": dim.min,
+        "at most": dim.max,
+        "a multiple of": dim.multiple_of,
+        "one of": dim.one_of,
+    }
+    return [f"{words} {bound}" for words, bound in said.items() if bound is not None]
 
 
 @dataclass(frozen=True, repr=False)
 class DimExpr:
-    """A size that is computed from named ones, with ``+ - * //`` and integers.
+    """A size that is computed from named ones, with ``+ - * // **`` and integers.
 
     Args:
         text: the expression; it is kept in a normal spelling.
@@ -145,6 +257,11 @@ class DimExpr:
         return self.text
 
     @property
+    def normal(self) -> str:
+        """One text for all expressions that are the same polynomial."""
+        return normal_text(self.text)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The named dims that it is computed from, each once, in order of appearance."""
         return _parse_expression(self.text)[1]
@@ -161,6 +278,9 @@ class DimExpr:
 
 DimSpec: TypeAlias = int | str | Dim | DimExpr | None
 """A dim as it is written in a shape."""
+
+ShapeSpec: TypeAlias = "Sequence[DimSpec | EllipsisType]"
+"""A shape as it is written; ``...`` as its first entry stands for any number of dims."""
 
 DimForm: TypeAlias = int | Dim | DimExpr | None
 """A dim as it is worked with: fixed, named, computed, or open."""
@@ -239,7 +359,7 @@ def _parse_expression(text: str) -> tuple[str, tuple[str, ...], _Evaluator]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise DescriptorError(
             f"{text!r} is neither a name nor an expression; write a Python identifier, or "
-            "integers and names joined by +, -, * and //"
+            "integers and names joined by +, -, *, // and **"
         ) from None
 
 
@@ -254,12 +374,25 @@ def _build(node: ast.expr, names: dict[str, None], text: str) -> _Evaluator:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _build(operand, names, text)
             return lambda sizes: -inner(sizes)
+        case ast.BinOp(left=base, op=ast.Pow(), right=ast.Constant(value=int(power))) if (
+            _is_int(power) and power <= _HIGHEST_POWER and not _has_power(base)
+        ):
+            inner = _build(base, names, text)
+            return lambda sizes: inner(sizes) ** power
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             apply = _OPERATORS[type(op)]
             first, second = _build(left, names, text), _build(right, names, text)
             return lambda sizes: apply(first(sizes), second(sizes))
         case _:
             raise DescriptorError(
-                f"{text!r}: an expression joins integers and names by +, -, * and //; "
-                f"{ast.unparse(node)!r} is none of these"
+                f"{text!r}: an expression joins integers and names by +, -, * and //, and raises "
+                f"them to powers up to {_HIGHEST_POWER}; {ast.unparse(node)!r} is none of these"
             )
+
+
+_HIGHEST_POWER = 8
+
+
+def _has_power(node: ast.expr) -> bool:
+    """Powers of powers would be larger than anything is."""
+    return any(isinstance(each, ast.Pow) for each in ast.walk(node))

@@ -133,7 +133,7 @@ def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm,
     """
     match type_:
         case TSTensor(_, meta):
-            for dim in meta.dims or ():
+            for dim in meta.sizes:
                 yield dim, bool(behind)
         case TSCustomClass(cls):
             if dataclasses.is_dataclass(cls) and cls not in behind:
@@ -170,6 +170,19 @@ def _names_of(cls: type) -> tuple[str, ...] | None:
 
 _PYTHON: dict[str, type] = {"int": int, "float": float, "double": float, "bool": bool, "str": str}
 _BUILTINS: tuple[Any, ...] = (isinstance, len, type, list, dict, tuple, int, float, bool, str)
+
+
+def refused_sizes(dim: Dim, at: str) -> Iterator[str]:
+    """Conditions, in Python, under which a size is none that a dim allows."""
+    if dim.one_of is not None:
+        yield f"{at} not in {dim.one_of!r}"
+        return
+    if dim.min is not None:
+        yield f"{at} < {dim.min}"
+    if dim.max is not None:
+        yield f"{at} > {dim.max}"
+    if dim.multiple_of is not None:
+        yield f"{at} % {dim.multiple_of}"
 
 
 class _Source:
@@ -275,13 +288,14 @@ class _Source:
     def tensor(self, at: str, meta: MetaTensorType, indent: str) -> None:
         if meta.dtype is not None:
             self.refuse(f"{at}.dtype is not {self.new(meta.dtype)}", indent)
-        if meta.dims is not None and all(isinstance(dim, int) for dim in meta.dims):
-            self.refuse(f"{at}.shape != {meta.dims}", indent)
-        elif meta.dims is not None:
-            shape = self.new()
+        dims = meta.dims if meta.dims is not None else meta.trailing
+        if meta.dims is not None and all(isinstance(dim, int) for dim in dims):
+            self.refuse(f"{at}.shape != {dims}", indent)
+        elif meta.shape is not None:
+            shape, unlike = self.new(), "<" if meta.dims is None else "!="
             self.lines.append(f"{indent}{shape} = {at}.shape")
-            self.refuse(f"{self.known[len]}({shape}) != {len(meta.dims)}", indent)
-            for axis, dim in enumerate(meta.dims):
+            self.refuse(f"{self.known[len]}({shape}) {unlike} {len(dims)}", indent)
+            for axis, dim in enumerate(dims, start=0 if meta.dims is not None else -len(dims)):
                 self.size(f"{shape}[{axis}]", dim, indent)
         if meta.device is not None:
             near = self.new(functools.partial(_is_on, meta.device))
@@ -292,15 +306,15 @@ class _Source:
             self.refuse(f"{at}.requires_grad is not {meta.requires_grad}", indent)
         if meta.layout is not None:
             self.refuse(f"{at}.layout is not {self.new(meta.layout)}", indent)
+        if meta.strides is not None or meta.memory_format is not None:
+            self.refuse(f"not {self.new(meta.is_laid_out)}({at})", indent)
 
     def size(self, at: str, dim: DimForm, indent: str) -> None:
         if isinstance(dim, int):
             self.refuse(f"{at} != {dim}", indent)
         elif isinstance(dim, Dim):
             variable = self.sizes.get(dim.name) or self.sizes.setdefault(dim.name, self.new())
-            if dim.min is not None:
-                self.refuse(f"{at} < {dim.min}", indent)
-            if dim.max is not None:
-                self.refuse(f"{at} > {dim.max}", indent)
+            for refused in refused_sizes(dim, at):
+                self.refuse(refused, indent)
             self.lines.append(f"{indent}if {variable} == -1: {variable} = {at}")
             self.lines.append(f"{indent}elif {variable} != {at}: return False")

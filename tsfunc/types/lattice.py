@@ -25,13 +25,14 @@ import abc
 import functools
 import typing
 from collections.abc import Callable, Iterator
+from types import EllipsisType
 from typing import TypeAlias, overload
 
 import torch
 
 from tsfunc.errors import AnnotationError
 from tsfunc.types.classes import nominal_type
-from tsfunc.types.dims import DimForm
+from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec, spell_dim
 from tsfunc.types.grammar import (
     ANY,
     DOUBLE,
@@ -139,7 +140,7 @@ def plain(type_: TSType) -> TSType:
 
 def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
     """Whether all that `wider` says of a tensor follows from what `narrower` says."""
-    for name in ("dtype", "requires_grad", "layout"):
+    for name in _EXACT:
         known = getattr(wider, name)
         if known is not None and getattr(narrower, name) != known:
             return False
@@ -147,18 +148,34 @@ def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Inst
         narrower.device is None or not on_device(narrower.device, wider.device)
     ):
         return False
-    if wider.dims is None:
+    if wider.strides is not None:
+        ones, others = narrower.stride_forms, wider.stride_forms
+        if len(ones) != len(others) or not all(map(sizes.fits, ones, others)):
+            return False
+    return _shapes_below(narrower, wider, sizes)
+
+
+_EXACT = ("dtype", "requires_grad", "layout", "memory_format")
+
+
+def _shapes_below(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
+    if wider.shape is None:
         return True
-    if narrower.dims is None or len(narrower.dims) != len(wider.dims):
-        return False
-    pairs = zip(narrower.dims, wider.dims, strict=True)
-    return all(sizes.fits(size, other) for size, other in pairs)
+    if narrower.dims is not None:
+        others = wider.dims_of_rank(len(narrower.dims))
+        return others is not None and all(map(sizes.fits, narrower.dims, others))
+    count = len(wider.trailing)
+    return (
+        wider.dims is None
+        and 0 < count <= len(narrower.trailing)
+        and all(map(sizes.fits, narrower.trailing[-count:], wider.trailing))
+    )
 
 
 def dims_of(type_: TSType) -> Iterator[DimForm]:
     """All sizes in a type."""
     if isinstance(type_, TSTensor):
-        yield from type_.meta.dims or ()
+        yield from type_.meta.sizes
     else:
         for child in children_of_type(type_):
             yield from dims_of(child)
@@ -257,16 +274,52 @@ def _inner(type_: TSType) -> TSType:
 def _join_descriptions(left: MetaTensorType, right: MetaTensorType, size: _Sizes) -> MetaTensorType:
     """What is true of both."""
     known = {
-        name: value
-        for name in ("dtype", "requires_grad", "layout")
-        if (value := getattr(left, name)) == getattr(right, name)
+        name: value for name in _EXACT if (value := getattr(left, name)) == getattr(right, name)
     }
     one, other = left.device, right.device
     if one is not None and other is not None and one.type == other.type:
         known["device"] = one if one == other else one.type
-    if left.dims is not None and right.dims is not None and len(left.dims) == len(right.dims):
-        known["shape"] = [size(*pair) for pair in zip(left.dims, right.dims, strict=True)]
+    known["shape"] = _join_shapes(left, right, size)
+    if len(left.stride_forms) == len(right.stride_forms):
+        pairs = zip(left.stride_forms, right.stride_forms, strict=True)
+        known["strides"] = [_join_strides(*pair, size) for pair in pairs]
     return MetaTensorType(**known)
+
+
+def _join_shapes(
+    left: MetaTensorType, right: MetaTensorType, size: _Sizes
+) -> list[DimSpec | EllipsisType] | None:
+    """The shape that is true of both.
+
+    Of two ranks that are known nothing is kept, as if ``...`` could not be written; only where it
+    was are the dims that both end in.
+    """
+    if left.dims is not None and right.dims is not None:
+        if len(left.dims) != len(right.dims):
+            return None
+        return [spell_dim(size(*pair)) for pair in zip(left.dims, right.dims, strict=True)]
+    return join_last_dims(left, right, size)
+
+
+def join_last_dims(
+    left: MetaTensorType, right: MetaTensorType, size: _Sizes
+) -> list[DimSpec | EllipsisType] | None:
+    """The shape of which only the last dims are true of both; the ranks may differ."""
+    if left.shape is None or right.shape is None:
+        return None
+    ones, others = (x.trailing if x.dims is None else x.dims for x in (left, right))
+    count = min(len(ones), len(others))
+    pairs = zip(ones[len(ones) - count :], others[len(others) - count :], strict=True)
+    return [..., *(spell_dim(size(*pair)) for pair in pairs)]
+
+
+def _join_strides(
+    left: int | DimExpr | None, right: int | DimExpr | None, size: _Sizes
+) -> int | str | None:
+    joined = size(left, right)
+    if left != right or isinstance(joined, Dim):
+        return None
+    return joined.text if isinstance(joined, DimExpr) else joined
 
 
 # Bases that say nothing of what a class is, and classes whose instances have types of their own.

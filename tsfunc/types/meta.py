@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Union, overload
+from types import EllipsisType
+from typing import Any, NoReturn, TypeAlias, Union, overload
 
 import torch
 
 from tsfunc.errors import DescriptorError
-from tsfunc.types.dims import DimForm, DimSpec, parse_dim, spell_dim
+from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec, ShapeSpec, parse_dim, spell_dim
 
 _PYTHON_DTYPES: dict[object, torch.dtype] = {
     float: torch.float64,
@@ -36,7 +37,14 @@ SHORT_DTYPES = {
 
 _UNION: Any = Union  # type checkers know it only with constant arguments
 
-_FIELDS: tuple[str, ...] = ("dtype", "rank", "shape", "device", "requires_grad", "layout")
+_FIELDS: tuple[str, ...] = (
+    "dtype", "rank", "shape", "device", "requires_grad", "layout", "strides", "memory_format",
+)  # fmt: skip
+
+_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+"""The ranks that memory formats are of."""
+
+Shape: TypeAlias = tuple["DimSpec | EllipsisType", ...]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -50,10 +58,15 @@ class MetaTensorType:
             what they mean to torch's factories (``float`` is ``torch.float64``).
         rank: the number of dims; it must agree with `shape`, and follows from it.
         shape: a dim each: a size, a name (``"n"``), an expression (``"2*n+1"``), a `Dim`
-            with bounds, or None for a size that is not known.
+            with bounds, or None for a size that is not known. ``...`` (or ``"..."``) as the
+            first entry stands for any number of dims before the others.
         device: a ``torch.device`` or its name; ``"cuda"`` stands for every CUDA device.
         requires_grad: True or False.
         layout: a ``torch.layout``.
+        strides: an entry each: an int, a name or an expression over sizes that shapes have, or
+            None where it is not known.
+        memory_format: ``torch.contiguous_format``, ``channels_last`` or ``channels_last_3d``;
+            a tensor keeps it if it is contiguous in it.
 
     Raises:
         DescriptorError: an argument could not describe any tensor.
@@ -66,31 +79,37 @@ class MetaTensorType:
         MetaTensorType(dtype=torch.float32, shape=('n', 64), device='cpu')
         >>> meta.rank
         2
+        >>> print(MetaTensorType([..., 64]), MetaTensorType(["n", 3], strides=[1, "n"]))
+        tensor[..., 64] tensor[n, 3] strides[1, n]
 
     Source: ``MetaTensorType`` of the TorchScript Input Descriptor proposal.
     """
 
     dtype: torch.dtype | None
     rank: int | None = field(init=False)
-    shape: tuple[DimSpec, ...] | None
+    shape: Shape | None
     device: torch.device | None
     requires_grad: bool | None
     layout: torch.layout | None
+    strides: tuple[int | str | None, ...] | None
+    memory_format: torch.memory_format | None
 
     @overload
     def __init__(
         self,
         dtype: torch.dtype | type[complex] | None = None,
         rank: int | None = None,
-        shape: Sequence[DimSpec] | None = None,
+        shape: ShapeSpec | None = None,
         device: str | torch.device | None = None,
         requires_grad: bool | None = None,
         layout: torch.layout | None = None,
+        strides: Sequence[int | str | None] | None = None,
+        memory_format: torch.memory_format | None = None,
     ) -> None: ...
     @overload
     def __init__(
         self,
-        shape: Sequence[DimSpec],
+        shape: ShapeSpec,
         /,
         *,
         dtype: torch.dtype | type[complex] | None = None,
@@ -98,18 +117,23 @@ class MetaTensorType:
         device: str | torch.device | None = None,
         requires_grad: bool | None = None,
         layout: torch.layout | None = None,
+        strides: Sequence[int | str | None] | None = None,
+        memory_format: torch.memory_format | None = None,
     ) -> None: ...
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _by_name(args, kwargs)
         shape = _shape(given.get("shape"), given.get("rank"))
         values = {
             "dtype": _dtype(given.get("dtype")),
-            "rank": None if shape is None else len(shape),
+            "rank": None if shape is None or ... in shape else len(shape),
             "shape": shape,
             "device": _device(given.get("device")),
             "requires_grad": _flag(given.get("requires_grad")),
             "layout": _layout(given.get("layout")),
+            "strides": _strides(given.get("strides")),
+            "memory_format": _memory_format(given.get("memory_format")),
         }
+        _require_one_memory(values)
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -137,19 +161,72 @@ class MetaTensorType:
             layout=tensor.layout,
         )
 
+    @classmethod
+    def parse(cls, text: str) -> MetaTensorType:
+        """The description that ``str`` of one is.
+
+        Raises:
+            DescriptorError: the text describes no tensor.
+
+        Example:
+            >>> MetaTensorType.parse("f32[n, 64] cpu")
+            MetaTensorType(dtype=torch.float32, shape=('n', 64), device='cpu')
+        """
+        from tsfunc.types.text import parse_tensor  # reads what this file defines
+
+        return parse_tensor(text)
+
     @functools.cached_property
     def dims(self) -> tuple[DimForm, ...] | None:
         """What each dim of the shape stands for; None where the rank is not known.
 
         An int is fixed, a `Dim` named, a `DimExpr` computed from named ones, None open.
         """
-        return None if self.shape is None else tuple(map(parse_dim, self.shape))
+        return None if self.shape is None or ... in self.shape else _forms(self.shape)
+
+    @functools.cached_property
+    def trailing(self) -> tuple[DimForm, ...]:
+        """What the last dims stand for where ``...`` comes before them; else nothing."""
+        return _forms(self.shape[1:]) if self.shape and self.shape[0] is ... else ()
+
+    @functools.cached_property
+    def stride_forms(self) -> tuple[int | DimExpr | None, ...]:
+        """What each stride is; nothing where none is known."""
+        return tuple(
+            DimExpr(each) if isinstance(each, str) else each for each in self.strides or ()
+        )
+
+    @property
+    def sizes(self) -> tuple[DimForm, ...]:
+        """All sizes that are spoken of, in the shape and in the strides."""
+        return (*(self.dims or self.trailing), *self.stride_forms)
+
+    def dims_of_rank(self, rank: int) -> tuple[DimForm, ...] | None:
+        """What each dim of a tensor of a rank is; None where tensors of the rank don't fit."""
+        if self.dims is not None:
+            return self.dims if len(self.dims) == rank else None
+        leading = rank - len(self.trailing)
+        return None if leading < 0 else (None,) * leading + self.trailing
+
+    def is_laid_out(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the memory format, and the strides that are numbers."""
+        if self.strides is None and self.memory_format is None:
+            return True
+        if tensor.layout != torch.strided:
+            return False
+        strides = tensor.stride()
+        forms = self.stride_forms or (None,) * len(strides)
+        return (
+            len(strides) == len(forms)
+            and all(not isinstance(form, int) or form == step for form, step in zip(forms, strides))  # noqa: B905
+            and (self.memory_format is None or is_in_format(tensor, self.memory_format))
+        )
 
     def __repr__(self) -> str:
         if self.shape is not None and all(dim is None for dim in self.shape) and self.shape:
             sizes: dict[str, object] = {"rank": self.rank}
         else:
-            sizes = {"shape": self.shape}
+            sizes = {"shape": _Spelled(self.shape) if self.shape else self.shape}
         device = None if self.device is None else str(self.device)
         known = {
             "dtype": self.dtype,
@@ -157,12 +234,20 @@ class MetaTensorType:
             "device": device,
             "requires_grad": self.requires_grad,
             "layout": self.layout,
+            "strides": self.strides,
+            "memory_format": self.memory_format,
         }
         words = [f"{name}={value!r}" for name, value in known.items() if value is not None]
         return f"MetaTensorType({', '.join(words)})"
 
     def __str__(self) -> str:
-        return tensor_text(self.dtype, self.dims, self.device, self.requires_grad, self.layout)
+        shape = self.dims if self.shape is None or self.dims is not None else (..., *self.trailing)
+        words = [tensor_text(self.dtype, shape, self.device, self.requires_grad, self.layout)]
+        if self.strides is not None:
+            words.append(f"strides[{', '.join(_size_text(each) for each in self.strides)}]")
+        if self.memory_format is not None:
+            words.append(_plain(self.memory_format))
+        return " ".join(words)
 
     def __or__(self, other: object) -> Any:
         """``meta | None``, as with a class: ``typing.Union[meta, None]``."""
@@ -174,6 +259,33 @@ class MetaTensorType:
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Refused; it is here because Python 3.10's ``List[meta]`` asks for a callable."""
         raise TypeError(f"{self!r} describes tensors and can't be called; it makes none")
+
+
+def is_in_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
+    """Whether a tensor is contiguous in a memory format."""
+    rank = _RANKS.get(memory_format)
+    of_rank = rank is None or tensor.dim() == rank
+    return of_rank and tensor.is_contiguous(memory_format=memory_format)
+
+
+class _Spelled(tuple[Any, ...]):
+    """A shape whose repr can be evaluated: ``(..., 64)``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        spelled = ["..." if each is ... else repr(each) for each in self]
+        return f"({', '.join(spelled)}{',' * (len(spelled) == 1)})"
+
+
+def _forms(shape: Iterable[Any]) -> tuple[DimForm, ...]:
+    return tuple(map(parse_dim, shape))
+
+
+def _size_text(size: object) -> str:
+    if size is None:
+        return "?"
+    return "..." if size is ... else str(size)
 
 
 def on_device(came: torch.device, promised: torch.device) -> bool:
@@ -190,7 +302,7 @@ def tensor_text(
 ) -> str:
     """A description of a tensor in a line; what is None is left out or shown as ``?``."""
     kind = "tensor" if dtype is None else SHORT_DTYPES.get(dtype, _plain(dtype))
-    shape = "..." if dims is None else ", ".join("?" if d is None else str(d) for d in dims)
+    shape = "..." if dims is None else ", ".join(map(_size_text, dims))
     words = [f"{kind}[{shape}]"]
     if device is not None:
         words.append(str(device))
@@ -239,7 +351,7 @@ def _dtype(dtype: object) -> torch.dtype | None:
     )
 
 
-def _shape(shape: object, rank: object) -> tuple[DimSpec, ...] | None:
+def _shape(shape: object, rank: object) -> Shape | None:
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
         raise DescriptorError(
             f"MetaTensorType(rank=...): expected a non-negative int or None, got {rank!r}"
@@ -251,15 +363,95 @@ def _shape(shape: object, rank: object) -> tuple[DimSpec, ...] | None:
             "MetaTensorType(shape=...): expected a list or tuple of dims, "
             f"got {shape!r} of type {type(shape).__name__}"
         )
-    if rank is not None and len(shape) != rank:
+    leading = bool(shape) and shape[0] in _ANY_DIMS
+    found = tuple(_dim(spec, axis) for axis, spec in enumerate(shape) if axis or not leading)
+    if rank is None:
+        return found if not leading else (..., *found) if found else None
+    if len(found) > rank or (len(found) < rank and not leading):
+        least = "at least " if leading else ""
         raise DescriptorError(
-            f"MetaTensorType(rank={rank}, shape={list(shape)!r}): the shape has {len(shape)} "
-            f"dim(s), so the rank must be {len(shape)}; leave the rank out, it follows"
+            f"MetaTensorType(rank={rank}, shape={list(shape)!r}): the shape has {least}"
+            f"{len(found)} dim(s), so the rank must be {least}{len(found)}; leave the rank out, it "
+            f"follows"
         )
-    return tuple(_dim(spec, axis) for axis, spec in enumerate(shape))
+    return (None,) * (rank - len(found)) + found
+
+
+_ANY_DIMS = (..., "...")
+
+
+def _strides(strides: object) -> tuple[int | str | None, ...] | None:
+    if strides is None:
+        return None
+    if not isinstance(strides, list | tuple):
+        raise DescriptorError(
+            "MetaTensorType(strides=...): expected a list or tuple of strides, "
+            f"got {strides!r} of type {type(strides).__name__}"
+        )
+    found = tuple(_stride(each, axis) for axis, each in enumerate(strides))
+    return None if all(each is None for each in found) else found
+
+
+def _stride(written: object, axis: int) -> int | str | None:
+    try:
+        form = parse_dim(written)
+    except DescriptorError as error:
+        raise DescriptorError(f"MetaTensorType(strides=...): stride {axis}: {error}") from None
+    if not isinstance(form, Dim):
+        return form.text if isinstance(form, DimExpr) else form
+    if form.is_bounded:
+        raise DescriptorError(
+            f"MetaTensorType(strides=...): stride {axis}: the bounds of {form!r} belong to the "
+            f"shape that has this size; write its name, {form.name!r}"
+        )
+    return form.name
+
+
+def _memory_format(memory_format: object) -> torch.memory_format | None:
+    if memory_format is None:
+        return None
+    if isinstance(memory_format, torch.memory_format) and memory_format in _MEMORY_FORMATS:
+        return memory_format
+    raise DescriptorError(
+        "MetaTensorType(memory_format=...): expected torch.contiguous_format, "
+        f"torch.channels_last, torch.channels_last_3d or None, got {memory_format!r}"
+    )
+
+
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def _require_one_memory(known: Mapping[str, Any]) -> None:
+    """Strides and memory format fit the shape, and are those of a strided tensor."""
+    shape, strides, memory_format = known["shape"], known["strides"], known["memory_format"]
+    name = "strides" if strides is not None else "memory_format"
+    given = known[name]
+    if given is None:
+        return
+    if known["layout"] not in (None, torch.strided):
+        raise DescriptorError(
+            f"MetaTensorType(layout={known['layout']}, {name}={given!r}): only strided tensors "
+            f"have {name.replace('_', ' ')}"
+        )
+    wanted = len(strides) if strides is not None else _RANKS.get(memory_format)
+    least = 0 if shape is None else len(shape) - (... in shape)
+    most = None if shape is None or ... in shape else least
+    formats = _RANKS.get(memory_format, wanted)
+    if wanted is None or (wanted == formats and least <= wanted and most in (None, wanted)):
+        return
+    sizes = "" if shape is None else f"shape={list(shape)!r}, "
+    raise DescriptorError(
+        f"MetaTensorType({sizes}{name}={given!r}): {name.replace('_', ' ')} of rank {wanted} can't "
+        f"be those of a tensor of rank {least if wanted == formats else formats}"
+    )
 
 
 def _dim(spec: object, axis: int) -> DimSpec:
+    if spec is ... or spec == "...":
+        raise DescriptorError(
+            f"MetaTensorType(shape=...): dim {axis}: `...` stands for the dims before all others; "
+            f"write None for one dim that is not known"
+        )
     try:
         return spell_dim(parse_dim(spec))
     except DescriptorError as error:

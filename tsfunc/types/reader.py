@@ -5,7 +5,7 @@
              | "namedtuple" "(" field ("," field)* ")"
              | tensor                                 f32[n, 64] cpu
     field    = [NAME ":"] type
-    tensor   = DTYPE "[" dims "]" words               words: a device, requires_grad, a layout
+    tensor   = DTYPE "[" dims "]" words               words: cpu requires_grad strided
 
 A name that the grammar doesn't have is a class: see `tsfunc.types.class_names`. What is made of
 all this is the business of the classes derived from `Reader`.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -23,7 +24,7 @@ import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.types.class_names import NAME, find
-from tsfunc.types.dims import Dim, DimSpec
+from tsfunc.types.dims import Dim
 from tsfunc.types.meta import SHORT_DTYPES, MetaTensorType
 
 N = TypeVar("N")
@@ -44,7 +45,14 @@ _LAYOUTS = {
     for layout in vars(torch).values()
     if isinstance(layout, torch.layout)
 }
+_MEMORY_FORMATS = {
+    str(each).removeprefix("torch."): each
+    for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+}
+_TENSOR_WORD = re.compile(r"strides\[[^\[\]]*\]|[a-z_]\w*(?::\d+)?")
 _BOUNDED = re.compile(r"(?:(\d+)\s*<=)?\s*([^\W\d]\w*)\s*(?:([<>])=\s*(\d+))?")
+_STEPPED = re.compile(r"([^\W\d]\w*)\s*%\s*(\d+)\s*==\s*0")
+_CHOSEN = re.compile(r"([^\W\d]\w*)\s+in\s*\{([\d\s,]*)\}")
 
 
 class Reader(abc.ABC, Generic[N]):
@@ -220,7 +228,7 @@ class Reader(abc.ABC, Generic[N]):
         try:
             if dims is not None and dims.strip() != "...":
                 known["shape"] = [_dim(dim.strip()) for dim in _split(dims)]
-            while (word := self.take(r"[a-z_]\w*(?::\d+)?")) is not None:
+            while (word := self.take(_TENSOR_WORD)) is not None:
                 _add_word(word, known)
             return MetaTensorType(**known)
         except DescriptorError as error:
@@ -228,17 +236,34 @@ class Reader(abc.ABC, Generic[N]):
 
 
 def _split(dims: str) -> list[str]:
-    return dims.split(",") if dims.strip() else []
+    """The dims of a shape; a comma inside of braces is no end of one."""
+    return re.split(r",(?![^{]*\})", dims) if dims.strip() else []
 
 
-def _dim(text: str) -> DimSpec:
-    if text == "?":
-        return None
+def _dim(text: str) -> Any:
+    if text in ("?", "..."):
+        return None if text == "?" else ...
     if text.isdecimal():
         return int(text)
+    said = [_said_of_dim(part.strip()) for part in text.split(" and ")]
+    if len(said) == 1 and said[0] is None:
+        return text  # a name or an expression, or neither
+    dims = [dim for dim in said if dim is not None]
+    if len(dims) < len(said) or len({dim.name for dim in dims}) > 1:
+        raise DescriptorError(f"{text!r} says nothing that can be said of one named size")
+    return functools.reduce(Dim.meet, dims)
+
+
+def _said_of_dim(text: str) -> Dim | None:
+    """``n``, ``2<=n<=8``, ``n % 4 == 0`` or ``n in {2, 4}``; None for anything else."""
+    stepped, chosen = _STEPPED.fullmatch(text), _CHOSEN.fullmatch(text)
+    if stepped is not None:
+        return Dim(stepped[1], multiple_of=int(stepped[2]))
+    if chosen is not None:
+        return Dim(chosen[1], one_of=tuple(int(size) for size in _split(chosen[2])))
     bounded = _BOUNDED.fullmatch(text)
     if bounded is None:
-        return text
+        return None
     low, name, sign, limit = bounded.groups()
     least = limit if sign == ">" else low
     most = limit if sign == "<" else None
@@ -246,13 +271,18 @@ def _dim(text: str) -> DimSpec:
 
 
 def _add_word(word: str, known: dict[str, Any]) -> None:
-    """A word after the dims: whether it requires grad, a layout, or a device."""
+    """A word after the dims: whether it requires grad, a layout, a memory format, or a device."""
     key: str
     value: object
     if word in ("requires_grad", "no_grad"):
         key, value = "requires_grad", word == "requires_grad"
     elif word in _LAYOUTS:
         key, value = "layout", _LAYOUTS[word]
+    elif word in _MEMORY_FORMATS:
+        key, value = "memory_format", _MEMORY_FORMATS[word]
+    elif word.startswith("strides["):
+        strides = word.removeprefix("strides[").removesuffix("]")
+        key, value = "strides", [_dim(each.strip()) for each in _split(strides)]
     else:
         key, value = "device", word
     if key in known:

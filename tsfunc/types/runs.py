@@ -33,9 +33,9 @@ class Run:
     def __init__(self, arguments: Mapping[str, object]) -> None:
         self.arguments = arguments
         self.sizes: dict[str, int] = {}
-        self.places: dict[str, tuple[Path, int]] = {}
+        self.places: dict[str, tuple[Path, str]] = {}
         self.leaves: dict[Path, MetaTensorType] = {}
-        self.pending: list[tuple[Path, int, DimExpr, int]] = []
+        self.pending: list[tuple[Path, str, DimExpr, int]] = []
         self.failures: list[Failure] = []
 
     def fail(self, path: Path, part: str, what: str) -> None:
@@ -45,8 +45,8 @@ class Run:
 
     def bound_at(self, name: str) -> str:
         """Where a named dim got its size."""
-        path, axis = self.places[name]
-        return f"{name} is {self.sizes[name]} at {place_text(path, self.arguments)}.shape[{axis}]"
+        path, part = self.places[name]
+        return f"{name} is {self.sizes[name]} at {place_text(path, self.arguments)}{part}"
 
     def fork(self) -> Run:
         """A run that starts from what this one knows, for an alternative that may not fit."""

@@ -59,9 +59,11 @@ class Instance:
         if isinstance(wider, DimExpr):
             self._pending.append((wider, key))
             return True
-        enough = low >= (wider.min or 0)
-        bounded = wider.max is None or (high is not None and high <= wider.max)
-        return enough and bounded and self._meaning.setdefault(wider.name, key) == key
+        if isinstance(size, Dim):
+            allowed = wider.admits_all(self._bounds[size.name])
+        else:
+            allowed = wider.admits(size) if isinstance(size, int) else not wider.is_bounded
+        return allowed and self._meaning.setdefault(wider.name, key) == key
 
     def settled(self) -> bool:
         """Whether the computed sizes of the wider type fit too, all names being known now."""
@@ -82,7 +84,9 @@ class Instance:
         if size is None:  # every open size is its own
             self._opens += 1
             return f"?{self._opens}"
-        return size.name if isinstance(size, Dim) else str(size)
+        if isinstance(size, DimExpr):
+            return size.normal
+        return size.name if isinstance(size, Dim) else size
 
     def _value(self, expression: DimExpr) -> Key | None:
         """What an expression of the wider type comes to in the sizes of the narrower one."""
@@ -95,7 +99,9 @@ class Instance:
             found = parse_dim(text)
         except DescriptorError:  # it divides by zero, or comes out negative
             return None
-        return found if isinstance(found, int) else str(found)
+        if isinstance(found, DimExpr):
+            return found.normal
+        return found.name if isinstance(found, Dim) else found
 
 
 class Generalization:
@@ -124,7 +130,7 @@ class Generalization:
         pair = _bare(left), _bare(right)
         if pair[0] == pair[1]:
             if isinstance(left, Dim) and isinstance(right, Dim):
-                return _hull(self._left[left.name], self._right[right.name])
+                return self._left[left.name].hull(self._right[right.name])
             if isinstance(left, int):
                 return left
             if isinstance(left, DimExpr) and self._kept().issuperset(left.names):
@@ -151,10 +157,3 @@ class Generalization:
 def _bare(size: DimForm) -> DimForm:
     """A name without its bounds."""
     return Dim(size.name) if isinstance(size, Dim) else size
-
-
-def _hull(left: Dim, right: Dim) -> Dim:
-    """The name with the bounds that hold in both."""
-    low = None if left.min is None or right.min is None else min(left.min, right.min)
-    high = None if left.max is None or right.max is None else max(left.max, right.max)
-    return Dim(left.name, low, high)

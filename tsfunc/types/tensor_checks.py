@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from tsfunc.types.dims import Dim, DimExpr, DimForm
-from tsfunc.types.meta import MetaTensorType, on_device, tensor_text
+from tsfunc.types.meta import MetaTensorType, is_in_format, on_device, tensor_text
+from tsfunc.types.polynomials import solved_for
 from tsfunc.types.runs import Check, Failure, Path, Run, place_text
 from tsfunc.types.values import describe
 
 
 def tensor_check(meta: MetaTensorType, dims: Mapping[str, Dim]) -> Check:
     dtype, device, grad, layout = meta.dtype, meta.device, meta.requires_grad, meta.layout
-    check_shape = None if meta.dims is None else _shape_check(meta.dims, dims)
+    check_shape = None if meta.shape is None else _shape_check(meta, dims)
+    has_layout = meta.strides is not None or meta.memory_format is not None
 
     def check(value: Any, path: Path, run: Run) -> None:
         if not isinstance(value, torch.Tensor):
@@ -32,64 +34,137 @@ def tensor_check(meta: MetaTensorType, dims: Mapping[str, Dim]) -> Check:
             run.fail(path, ".requires_grad", f"promised {grad}, came {value.requires_grad}")
         if layout is not None and value.layout != layout:
             run.fail(path, ".layout", f"promised {layout}, came {value.layout}")
+        elif has_layout:
+            _check_memory(meta, value, path, run)
 
     return check
 
 
-def _shape_check(forms: tuple[DimForm, ...], dims: Mapping[str, Dim]) -> Check:
-    rank = len(forms)
-    fixed = [(axis, form) for axis, form in enumerate(forms) if isinstance(form, int)]
-    named = [(axis, dims[form.name]) for axis, form in enumerate(forms) if isinstance(form, Dim)]
-    computed = [(axis, form) for axis, form in enumerate(forms) if isinstance(form, DimExpr)]
+def _shape_check(meta: MetaTensorType, dims: Mapping[str, Dim]) -> Check:
+    if meta.dims is not None:
+        return _sizes_check(meta.dims, 0, dims)
+    count = len(meta.trailing)
+    of_rank: dict[int, Check] = {}
+
+    def check(value: Any, path: Path, run: Run) -> None:
+        rank = value.dim()
+        if rank < count:
+            promised, came = _brackets((..., *meta.trailing)), _brackets(value.shape)
+            run.fail(path, ".shape", f"promised {promised}, came {came}")
+            return
+        if rank not in of_rank:
+            of_rank[rank] = _sizes_check(meta.trailing, rank - count, dims)
+        of_rank[rank](value, path, run)
+
+    return check
+
+
+def _brackets(dims: Iterable[object]) -> str:
+    return tensor_text(None, dims)[6:]
+
+
+def _sizes_check(forms: tuple[DimForm, ...], first: int, dims: Mapping[str, Dim]) -> Check:
+    """The check of the last dims, from the first that something is said of."""
+    rank, numbered = first + len(forms), list(enumerate(forms, first))
+    fixed = [(axis, form) for axis, form in numbered if isinstance(form, int)]
+    named = [(axis, dims[form.name]) for axis, form in numbered if isinstance(form, Dim)]
+    computed = [(f".shape[{i}]", i, form) for i, form in numbered if isinstance(form, DimExpr)]
 
     def check(value: Any, path: Path, run: Run) -> None:
         shape = value.shape
         if len(shape) != rank:
-            promised, came = tensor_text(None, forms)[6:], tensor_text(None, shape)[6:]
-            run.fail(path, ".shape", f"promised {promised}, came {came}")
+            run.fail(path, ".shape", f"promised {_brackets(forms)}, came {_brackets(shape)}")
             return
         for axis, size in fixed:
             if shape[axis] != size:
                 run.fail(path, f".shape[{axis}]", f"promised {size}, came {shape[axis]}")
         for axis, dim in named:
             if run.sizes.get(dim.name) != shape[axis]:  # nearly always it has this size already
-                _bind(dim, shape[axis], axis, path, run)
-        for axis, expression in computed:
-            run.pending.append((path, axis, expression, shape[axis]))
+                _bind(dim, shape[axis], f".shape[{axis}]", path, run)
+        for part, axis, expression in computed:
+            run.pending.append((path, part, expression, shape[axis]))
 
     return check
 
 
-def _bind(dim: Dim, size: int, axis: int, path: Path, run: Run) -> None:
+def _check_memory(meta: MetaTensorType, value: torch.Tensor, path: Path, run: Run) -> None:
+    """The strides and the memory format of a tensor, which a sparse one does not have."""
+    if value.layout != torch.strided:
+        promised = meta.memory_format or f"strides {list(meta.strides or ())}"
+        run.fail(path, ".layout", f"promised {promised}, came {value.layout}")
+        return
+    strides, forms = value.stride(), meta.stride_forms
+    if forms and len(strides) != len(forms):
+        run.fail(path, ".stride()", f"promised {_brackets(forms)}, came {_brackets(strides)}")
+    for axis, (form, step) in enumerate(zip(forms, strides, strict=False)):
+        if isinstance(form, DimExpr):
+            run.pending.append((path, f".stride()[{axis}]", form, step))
+        elif form is not None and form != step:
+            run.fail(path, f".stride()[{axis}]", f"promised {form}, came {step}")
+    wanted = meta.memory_format
+    if wanted is not None and not is_in_format(value, wanted):
+        run.fail(path, "", f"promised {wanted}, came strides {_brackets(strides)}")
+
+
+def _bind(dim: Dim, size: int, part: str, path: Path, run: Run) -> None:
     """The first occurrence of a named dim gives its size; the others must agree."""
     known = run.sizes.get(dim.name)
     if known is None:
         run.sizes[dim.name] = size
-        run.places[dim.name] = (path, axis)
+        run.places[dim.name] = (path, part)
         if not dim.admits(size):
-            run.fail(path, f".shape[{axis}]", f"promised {dim}, came {size}")
+            run.fail(path, part, f"promised {dim}, came {size}")
     elif known != size:
-        here = f"{place_text(path, run.arguments)}.shape[{axis}]"
+        here = f"{place_text(path, run.arguments)}{part}"
         line = f"{run.bound_at(dim.name)} but {size} at {here}"
         run.failures.append(Failure((len(path), True), line))
 
 
 def check_expressions(run: Run) -> None:
-    """Check the computed dims, once the call has bound all the names that it binds."""
-    for path, axis, expression, size in run.pending:
-        known = [name for name in expression.names if name in run.sizes]
-        because = ", ".join(map(run.bound_at, known))
-        if len(known) < len(expression.names):
-            missing = ", ".join(name for name in expression.names if name not in run.sizes)
-            what = f"promised {expression}, which can't be computed: the call has no {missing}"
-            run.fail(path, f".shape[{axis}]", what)
-            continue
-        try:
-            expected = expression.evaluate(run.sizes)
-        except ZeroDivisionError:
-            what = f"promised {expression}, which divides by zero ({because}), came {size}"
-            run.fail(path, f".shape[{axis}]", what)
-            continue
-        if expected != size:
-            what = f"promised {expression} = {expected} ({because}), came {size}"
-            run.fail(path, f".shape[{axis}]", what)
+    """Checks the computed dims, once the call has bound all the names that it binds.
+
+    A name that no dim is alone is found by solving an expression for it.
+    """
+    pending, before = run.pending, None
+    while pending and len(pending) != before:
+        before = len(pending)
+        pending = [each for each in pending if not _is_settled(*each, run)]
+    for path, part, expression, _ in pending:
+        missing = ", ".join(name for name in expression.names if name not in run.sizes)
+        what = f"promised {expression}, which can't be computed: the call has no {missing}"
+        run.fail(path, part, what)
+
+
+def _is_settled(path: Path, part: str, expression: DimExpr, size: int, run: Run) -> bool:
+    """Checks a computed dim, if all of its names but one at most are known."""
+    missing = [name for name in expression.names if name not in run.sizes]
+    if len(missing) > 1 or (missing and solved_for(expression.text, missing[0]) is None):
+        return False
+    because = ", ".join(run.bound_at(name) for name in expression.names if name in run.sizes)
+    if missing:
+        return _is_solved(path, part, expression, size, missing[0], run)
+    try:
+        expected = expression.evaluate(run.sizes)
+    except ZeroDivisionError:
+        what = f"promised {expression}, which divides by zero ({because}), came {size}"
+        run.fail(path, part, what)
+        return True
+    if expected != size:
+        run.fail(path, part, f"promised {expression} = {expected} ({because}), came {size}")
+    return True
+
+
+def _is_solved(path: Path, part: str, expression: DimExpr, size: int, name: str, run: Run) -> bool:
+    """Gives a name the size for which an expression is what came."""
+    factors = solved_for(expression.text, name)
+    assert factors is not None
+    slope, rest = (DimExpr(text) for text in factors)
+    if any(each not in run.sizes for each in (*slope.names, *rest.names)):
+        return False
+    step, left = slope.evaluate(run.sizes), size - rest.evaluate(run.sizes)
+    if step == 0 or left % step or left // step < 0:
+        run.fail(path, part, f"promised {expression}, which is {size} for no size {name}")
+        return True
+    run.sizes[name] = left // step
+    run.places[name] = (path, f"{part} = {expression}")
+    return True

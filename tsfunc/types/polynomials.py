@@ -1,0 +1,147 @@
+"""Expressions over named sizes as polynomials: when two are the same, and solved for a name.
+
+What is divided by ``//`` without being known to go evenly is taken for a name of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_Monomial = tuple[tuple[str, int], ...]
+"""Names with their powers, sorted; without any it is 1."""
+
+_MOST_TERMS = 64
+
+
+class TooLargeError(Exception):
+    """A polynomial of more terms than anyone writes."""
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """A sum of products of names, each with an integer before it.
+
+    Example:
+        >>> print(Polynomial.of("(n + 1) * (n - 1)"), Polynomial.of("2*a - a"))
+        n ** 2 - 1 a
+    """
+
+    terms: Mapping[_Monomial, int]
+
+    @staticmethod
+    def of(text: str) -> Polynomial:
+        """The polynomial that an expression is.
+
+        Raises:
+            TooLargeError: it has too many terms.
+        """
+        return _read(ast.parse(text, mode="eval").body)
+
+    def __add__(self, other: Polynomial) -> Polynomial:
+        terms = Counter(dict(self.terms))
+        for monomial, factor in other.terms.items():
+            terms[monomial] += factor
+        return _sum(terms)
+
+    def __neg__(self) -> Polynomial:
+        return Polynomial({monomial: -factor for monomial, factor in self.terms.items()})
+
+    def __mul__(self, other: Polynomial) -> Polynomial:
+        terms: Counter[_Monomial] = Counter()
+        for one, factor in self.terms.items():
+            for two, more in other.terms.items():
+                powers = Counter(dict(one))
+                powers.update(dict(two))
+                terms[tuple(sorted(powers.items()))] += factor * more
+        return _sum(terms)
+
+    def __str__(self) -> str:
+        ordered = sorted(self.terms, key=lambda m: (-sum(power for _, power in m), m))
+        text = ""
+        for monomial in ordered:
+            factor = self.terms[monomial]
+            names = " * ".join(n if power == 1 else f"{n} ** {power}" for n, power in monomial)
+            term = names if names and abs(factor) == 1 else f"{abs(factor)} * {names}"
+            term = term if names else str(abs(factor))
+            sign = "-" if factor < 0 else "+"
+            text += f" {sign} {term}" if text else f"{'-' if factor < 0 else ''}{term}"
+        return text or "0"
+
+    def split(self, name: str) -> tuple[Polynomial, Polynomial] | None:
+        """``a`` and ``b`` of ``a * name + b``, neither with the name in it, or None."""
+        slope: dict[_Monomial, int] = {}
+        rest: dict[_Monomial, int] = {}
+        for monomial, factor in self.terms.items():
+            powers = dict(monomial)
+            power = powers.pop(name, 0)
+            if power > 1 or any(name in _names(atom) for atom in powers):
+                return None
+            (slope if power else rest)[tuple(sorted(powers.items()))] = factor
+        return Polynomial(slope), Polynomial(rest)
+
+
+def _sum(terms: Mapping[_Monomial, int]) -> Polynomial:
+    left = {monomial: factor for monomial, factor in terms.items() if factor}
+    if len(left) > _MOST_TERMS:
+        raise TooLargeError
+    return Polynomial(left)
+
+
+def _read(node: ast.expr) -> Polynomial:
+    match node:
+        case ast.Constant(value=int(value)):
+            return _sum({(): value})
+        case ast.Name(id=name):
+            return Polynomial({((name, 1),): 1})
+        case ast.UnaryOp(operand=operand):
+            return -_read(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))):
+            base, found = _read(left), _sum({(): 1})
+            for _ in range(power):
+                found = found * base
+            return found
+        case ast.BinOp(left=left, op=op, right=right):
+            one, other = _read(left), _read(right)
+            if isinstance(op, ast.FloorDiv):
+                return _quotient(one, other)
+            if isinstance(op, ast.Mult):
+                return one * other
+            return one + (-other if isinstance(op, ast.Sub) else other)
+        case _:
+            raise AssertionError(f"no expression: {ast.dump(node)}")
+
+
+def _quotient(one: Polynomial, other: Polynomial) -> Polynomial:
+    divisor = other.terms.get((), 0) if set(other.terms) <= {()} else 0
+    if divisor and all(factor % divisor == 0 for factor in one.terms.values()):
+        return Polynomial({monomial: f // divisor for monomial, f in one.terms.items()})
+    return Polynomial({((f"(({one}) // ({other}))", 1),): 1})
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(atom: str) -> frozenset[str]:
+    found = ast.walk(ast.parse(atom, mode="eval"))
+    return frozenset(node.id for node in found if isinstance(node, ast.Name))
+
+
+@functools.lru_cache(maxsize=1024)
+def normal_text(text: str) -> str:
+    """One text for all expressions that are the same polynomial."""
+    try:
+        return str(Polynomial.of(text))
+    except (TooLargeError, RecursionError):
+        return text
+
+
+@functools.lru_cache(maxsize=1024)
+def solved_for(text: str, name: str) -> tuple[str, str] | None:
+    """The texts of ``a`` and ``b`` where an expression is ``a * name + b``; None if it is not."""
+    try:
+        found = Polynomial.of(text).split(name)
+    except (TooLargeError, RecursionError):
+        return None
+    return None if found is None or not found[0].terms else (str(found[0]), str(found[1]))
