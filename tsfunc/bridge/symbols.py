@@ -8,6 +8,7 @@ second, so this file imports them where a named dim is first traced.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tsfunc.types.dims import DimExpr
+from tsfunc.types.polynomials import solved_for
 
 # Sizes that stand for a named dim while tracing; large primes, so that none is the size of
 # something else by chance.
@@ -33,12 +37,14 @@ class Symbols:
     """The named dims of one trace.
 
     Args:
-        bounds: for each name the least and the greatest size (None: no limit).
+        bounds: for each name the least and the greatest size (None: no limit), and what every
+            size is a multiple of.
     """
 
-    def __init__(self, bounds: Mapping[str, tuple[int | None, int | None]]) -> None:
+    def __init__(self, bounds: Mapping[str, tuple[int | None, int | None, int]]) -> None:
         self.sizes: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
+        self._steps: dict[Any, int] = {}
         self._env: Any = None
         if not bounds:
             self.fake = FakeTensorMode()
@@ -47,10 +53,14 @@ class Symbols:
 
         self._env = ShapeEnv(duck_shape=False)
         self.fake = FakeTensorMode(shape_env=self._env)
-        for hint, (name, (least, most)) in zip(_HINTS, bounds.items(), strict=False):
-            self.sizes[name] = self._size(name, hint, least, most)
+        hints = itertools.chain(_HINTS, itertools.count(_HINTS[-1] + 2, 2))
+        for hint, (name, (least, most, step)) in zip(hints, bounds.items(), strict=False):
+            low = -(-max(2, least or 2) // step)
+            high = None if most is None else most // step
+            self.sizes[name] = step * self._size(name, hint, low, high, step)
 
-    def _size(self, name: str, hint: int, least: int | None, most: int | None) -> Any:
+    def _size(self, name: str, hint: int, low: int, most: int | None, step: int) -> Any:
+        """A symbol for the size of a named dim, divided by what it is a multiple of."""
         from torch._guards import Source
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -69,8 +79,7 @@ class Symbols:
             def __eq__(self, other: object) -> bool:
                 return isinstance(other, NamedDim)
 
-        dim_name = name
-        low = max(2, least or 2)
+        dim_name = name if step == 1 else f"{name} // {step}"
         hint = max(low, min(hint, most)) if most is not None else max(low, hint)
         source = NamedDim()
         symbol = self._env.create_symbol(
@@ -80,6 +89,7 @@ class Symbols:
             symbol, compiler_min=low, compiler_max=most if most is not None else (1 << 62)
         )
         self._names[symbol] = name
+        self._steps[symbol] = step
         return self._env.create_symintnode(symbol, hint=hint, source=source)
 
     def needs(self) -> list[Need]:
@@ -93,7 +103,9 @@ class Symbols:
 
     def spell(self, expr: Any) -> str:
         """An expression in the user's names."""
-        names = {symbol: type(symbol)(name) for symbol, name in self._names.items()}
+        names = {
+            symbol: type(symbol)(name) / self._steps[symbol] for symbol, name in self._names.items()
+        }
         return str(expr.xreplace(names))
 
     def spell_size(self, size: Any) -> str:
@@ -121,7 +133,8 @@ class Symbols:
 
         tracer = torch.fx.proxy.GraphAppendingTracer(graph)
         values = {
-            symbol: torch.fx.Proxy(inputs[name], tracer) for symbol, name in self._names.items()
+            symbol: _divided(torch.fx.Proxy(inputs[name], tracer), self._steps[symbol])
+            for symbol, name in self._names.items()
         }
         node = sympy_interp(PythonReferenceAnalysis, values, expr).node
         node.meta["expr"] = self.spell(expr)
@@ -130,10 +143,11 @@ class Symbols:
 
     def _evaluator(self, expr: Any) -> Any:
         """A function from the sizes of the named dims to the number that an expression is."""
-        names = self._names
+        names, steps = self._names, self._steps
 
         def value(sizes: Mapping[str, int]) -> Any:
-            found = expr.subs({symbol: sizes[name] for symbol, name in names.items()})
+            known = {symbol: sizes[name] // steps[symbol] for symbol, name in names.items()}
+            found = expr.subs(known)
             return int(found) if found.is_integer else float(found)
 
         return value
@@ -151,6 +165,32 @@ def size_text(size: Any) -> str:
     expr, env = size.node.expr, size.node.shape_env
     names = {symbol: type(symbol)(name) for name, symbol in env.source_to_var.items()}
     return str(expr.xreplace(names))
+
+
+def _divided(value: Any, step: int) -> Any:
+    return value if step == 1 else value // step
+
+
+def solved_node(
+    graph: torch.fx.Graph,
+    size: torch.fx.Node,
+    expression: str,
+    name: str,
+    nodes: Mapping[str, torch.fx.Node],
+) -> torch.fx.Node:
+    """The node for a name that an expression is solved for, which is a size."""
+    factors = solved_for(expression, name)
+    assert factors is not None
+    slope, rest = factors
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    known: Any = {each: torch.fx.Proxy(node, tracer) for each, node in nodes.items()}
+    found: Any = torch.fx.Proxy(size, tracer)
+    if rest != "0":
+        found = found - DimExpr(rest).evaluate(known)
+    if slope != "1":
+        found = found // DimExpr(slope).evaluate(known)
+    node: torch.fx.Node = found.node
+    return node
 
 
 def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:

@@ -15,13 +15,13 @@ import torch.fx
 from tsfunc import pytrees
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.factories import watching_factories, watching_random
-from tsfunc.bridge.symbols import Symbols, size_node
+from tsfunc.bridge.symbols import Symbols, size_node, solved_node
 from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.untyped import without_stand_ins
 from tsfunc.dispatch import state
 from tsfunc.errors import ClosureError, ConstraintViolation, TypeCheckError
 from tsfunc.program.codegen import generate
-from tsfunc.program.inputs import InputSpec
+from tsfunc.program.inputs import InputSpec, solving_order
 from tsfunc.program.instances import Instances
 from tsfunc.program.passes import simplify
 from tsfunc.program.program import Program
@@ -60,7 +60,7 @@ def capture(
         TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
         DataDependentError: it uses a tensor as a Python number or bool.
     """
-    symbols = Symbols({dim: (d.min, d.max) for dim, d in bounds.items()})
+    symbols = Symbols({dim: (d.min, d.max, d.multiple_of or 1) for dim, d in bounds.items()})
     instances = instances or Instances(name)
     level, out = _traced(
         f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances, untyped or {}
@@ -224,15 +224,25 @@ def _size_nodes(
     tracers: Sequence[TraceTracer],
     bounds: Mapping[str, Dim],
 ) -> dict[str, torch.fx.Node]:
-    """The node of each named dim: the size of the first input that has it."""
+    """The node of each named dim: the size of the first input that has it, or worked out of one."""
     nodes: dict[str, torch.fx.Node] = {}
     for spec, tracer in zip(inputs, tracers, strict=True):
         for i, dim in enumerate(spec.dims):
             if isinstance(dim, Dim) and dim.name in bounds and dim.name not in nodes:
-                nodes[dim.name] = size_node(level.graph, tracer.node, i)
-                nodes[dim.name].meta["expr"] = dim.name
-                nodes[dim.name].meta["value"] = operator.itemgetter(dim.name)
+                nodes[dim.name] = _named(size_node(level.graph, tracer.node, i), dim.name)
+    tensors = {spec.position: tracer for spec, tracer in zip(inputs, tracers, strict=True)}
+    for position, i, expression, name in solving_order(inputs, nodes):
+        if name is not None and name in bounds:
+            size = size_node(level.graph, tensors[position].node, i)
+            nodes[name] = _named(solved_node(level.graph, size, expression.text, name, nodes), name)
     return nodes
+
+
+def _named(node: torch.fx.Node, name: str) -> torch.fx.Node:
+    """A node that is the size of a named dim."""
+    node.meta["expr"] = name
+    node.meta["value"] = operator.itemgetter(name)
+    return node
 
 
 def _check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> None:

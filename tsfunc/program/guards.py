@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.program.holding import is_instance
-from tsfunc.program.inputs import InputSpec
+from tsfunc.program.inputs import InputSpec, solving_order
 from tsfunc.types import Dim, DimExpr
+from tsfunc.types.generated import refused_sizes
+from tsfunc.types.polynomials import solved_for
 
 _PLAIN = (int, bool, str, type(None))
 
@@ -40,13 +42,37 @@ def guard_lines(
             lines.append(_static(i, value, scope))
         else:
             lines.extend(_tensor(spec, scope, bound, bounds))
-    # Expressions last: by then all of their names are bound.
-    for spec in inputs:
-        for k, dim in enumerate(spec.dims):
-            if isinstance(dim, DimExpr):
-                size = re.sub(r"[^\W\d]\w*", lambda found: _size(found[0]), str(dim))
-                lines.append(f"if args[{spec.position}].shape[{k}] != ({size}): return None")
+    # Expressions last: by then all names are bound that a dim is alone.
+    for i, k, dim, unknown in solving_order(inputs, bound):
+        size = f"args[{i}].shape[{k}]"
+        if unknown is None:
+            lines.append(f"if {size} != ({_spelled(dim.text)}): return None")
+        else:
+            lines.extend(_solved(size, dim, unknown, bounds[unknown]))
     return lines, scope
+
+
+def _spelled(text: str) -> str:
+    """An expression in the guard's variables."""
+    return re.sub(r"[^\W\d]\w*", lambda found: _size(found[0]), text)
+
+
+def _solved(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:
+    """Gives a name the size for which an expression is what came."""
+    slope, rest = map(_spelled, solved_for(dim.text, name) or ())
+    return [
+        f"d = {slope}",
+        f"if not d or ({size} - ({rest})) % d: return None",
+        f"{_size(name)} = ({size} - ({rest})) // d",
+        *_bounds(_size(name), limits),
+    ]
+
+
+def _bounds(size: str, limits: Dim) -> list[str]:
+    """NOTE [sizes 0 and 1] in ``equal`` says why those are no sizes of a symbol."""
+    return [
+        f"if {refused}: return None" for refused in (f"{size} < 2", *refused_sizes(limits, size))
+    ]
 
 
 def _size(name: str) -> str:
@@ -103,8 +129,4 @@ def _dim(k: int, dim: Any, bound: set[str], bounds: Mapping[str, Dim]) -> list[s
     if dim.name in bound:
         return [f"if s[{k}] != {size}: return None"]
     bound.add(dim.name)
-    limits = bounds[dim.name]
-    lines = [f"{size} = s[{k}]", f"if {size} < {max(2, limits.min or 0)}: return None"]
-    if limits.max is not None:
-        lines.append(f"if {size} > {limits.max}: return None")
-    return lines
+    return [f"{size} = s[{k}]", *_bounds(size, bounds[dim.name])]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 from tsfunc.program.holding import is_instance
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
+from tsfunc.types.dims import parse_dim
+from tsfunc.types.polynomials import solved_for
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def describe_inputs(
         path = places[i]
         forms = bindings.dims(path) if bindings is not None else None
         dims = _dims(value, forms, bounds)
-        used.update(dim.name for dim in dims if isinstance(dim, Dim))
+        for dim in dims:
+            used.update(names_in(dim))
         inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
     return inputs, {name: dim for name, dim in bounds.items() if name in used}
 
@@ -78,14 +82,63 @@ def _dims(
     return tuple(found)
 
 
+def names_in(dim: DimForm) -> tuple[str, ...]:
+    """The named dims that a dim speaks of."""
+    if isinstance(dim, Dim):
+        return (dim.name,)
+    return dim.names if isinstance(dim, DimExpr) else ()
+
+
+def solving_order(
+    inputs: Sequence[InputSpec], bound: Iterable[str]
+) -> Iterator[tuple[int, int, DimExpr, str | None]]:
+    """The computed dims of some inputs, in an order in which all of their names get a size.
+
+    Args:
+        inputs: the inputs.
+        bound: the names that have one, being a dim alone.
+
+    Returns:
+        For each the input's position, the dim, the expression, and the name that it is to be
+        solved for; None where all of its names are known.
+    """
+    known = set(bound)
+    pending = [
+        (spec.position, k, dim)
+        for spec in inputs
+        for k, dim in enumerate(spec.dims)
+        if isinstance(dim, DimExpr)
+    ]
+    while pending:
+        later = []
+        for position, k, dim in pending:
+            unknown = [name for name in dim.names if name not in known]
+            if len(unknown) > 1 or (unknown and solved_for(dim.text, unknown[0]) is None):
+                later.append((position, k, dim))
+                continue
+            known.update(unknown)
+            yield position, k, dim, unknown[0] if unknown else None
+        assert len(later) < len(pending), "the descriptors have been checked to give every name"
+        pending = later
+
+
 def with_sizes_fixed(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
     """The input with the sizes of some named dims taken from the call."""
     dims: list[DimForm] = []
     for size, dim in zip(spec.example.shape, spec.dims, strict=True):
-        names = dim.names if isinstance(dim, DimExpr) else ()
-        named = isinstance(dim, Dim) and dim.name in small
-        dims.append(size if named or any(name in small for name in names) else dim)
+        dims.append(_with_names_fixed(dim, size, small))
     return dataclasses.replace(spec, dims=tuple(dims))
+
+
+def _with_names_fixed(dim: DimForm, size: int, small: Mapping[str, int]) -> DimForm:
+    """A dim in which some names are numbers."""
+    names = names_in(dim)
+    if not any(name in small for name in names):
+        return dim
+    if not isinstance(dim, DimExpr) or all(name in small for name in names):
+        return size
+    text = re.sub(r"[^\W\d]\w*", lambda name: str(small.get(name[0], name[0])), dim.text)
+    return parse_dim(DimExpr(text).normal)
 
 
 def call_signature(

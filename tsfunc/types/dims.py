@@ -112,7 +112,11 @@ class Dim:
             "multiple_of": self.multiple_of,
             "one_of": self.one_of,
         }
-        if self.one_of and (self.min, self.max) == (self.one_of[0], self.one_of[-1]):
+        if (
+            isinstance(self.one_of, tuple)
+            and self.one_of
+            and (self.min, self.max) == (self.one_of[0], self.one_of[-1])
+        ):
             bounds = {"one_of": self.one_of}  # the others follow from it
         words = [f"{word}={bound!r}" for word, bound in bounds.items() if bound is not None]
         return f"Dim({', '.join([repr(self.name), *words])})"

@@ -22,6 +22,7 @@ above both; their join is `Any`. In every other case `join` is the least upper b
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterator
@@ -112,7 +113,7 @@ def _below(narrower: TSType, wider: TSType, sizes: Instance) -> bool:
             return (
                 isinstance(narrower, TSTensor)
                 and cls in narrower.cls.__mro__
-                and _describes_less(narrower.meta, meta, sizes)
+                and describes_less(narrower.meta, meta, sizes)
             )
         case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls) | TSModuleInterface(cls):
             return isinstance(narrower, _CLASSES) and cls in narrower.cls.__mro__
@@ -138,7 +139,7 @@ def plain(type_: TSType) -> TSType:
     return with_children(type_, map(plain, children_of_type(type_)))
 
 
-def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
+def describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
     """Whether all that `wider` says of a tensor follows from what `narrower` says."""
     for name in _EXACT:
         known = getattr(wider, name)
@@ -239,10 +240,10 @@ def _join(left: TSType, right: TSType, size: _Sizes) -> TSType:
     if isinstance(left, _TUPLES) and isinstance(right, _TUPLES):
         return _join_tuples(left, right, size)
     if isinstance(left, TSTensor) and isinstance(right, TSTensor):
-        cls = _common_class(left.cls, right.cls) or torch.Tensor
+        cls = common_class(left.cls, right.cls) or torch.Tensor
         return TSTensor(cls, _join_descriptions(left.meta, right.meta, size))
     if isinstance(left, _CLASSES) and isinstance(right, _CLASSES):
-        base = _common_class(left.cls, right.cls)
+        base = common_class(left.cls, right.cls)
         return ANY if base is None else nominal_type(base)
     if {left, right} == {FLOAT, DOUBLE}:
         return DOUBLE
@@ -269,6 +270,15 @@ def _join_children(left: TSType, right: TSType, size: _Sizes) -> TSType:
 
 def _inner(type_: TSType) -> TSType:
     return type_.element if isinstance(type_, TSOptional) else type_
+
+
+def join_descriptions(left: MetaTensorType, right: MetaTensorType, size: _Sizes) -> MetaTensorType:
+    """What is true of two tensors; of different ranks it keeps the last dims."""
+    joined = _join_descriptions(left, right, size)
+    if joined.shape is None:
+        shape = join_last_dims(left, right, size)
+        return dataclasses.replace(joined, shape=None if shape is None else tuple(shape))
+    return joined
 
 
 def _join_descriptions(left: MetaTensorType, right: MetaTensorType, size: _Sizes) -> MetaTensorType:
@@ -329,7 +339,7 @@ _NO_CLASSES = frozenset(
 
 
 @functools.lru_cache(maxsize=1024)
-def _common_class(left: type, right: type) -> type | None:
+def common_class(left: type, right: type) -> type | None:
     """The one class that two are derived from and that is derived from all others such."""
     common = [cls for cls in left.__mro__ if cls in right.__mro__ and _is_type(cls)]
     least = [cls for cls in common if all(other in cls.__mro__ for other in common)]

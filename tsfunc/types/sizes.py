@@ -48,6 +48,17 @@ class Instance:
         self._pending: list[tuple[DimExpr, Key]] = []
         self._opens = 0
 
+    def copy(self) -> Instance:
+        """The comparison so far, to go on with something that may turn out not to fit."""
+        made = Instance(())
+        made.adopt(self)
+        return made
+
+    def adopt(self, other: Instance) -> None:
+        """Goes on from what a copy has found."""
+        self._bounds, self._opens = other._bounds, other._opens
+        self._meaning, self._pending = dict(other._meaning), list(other._pending)
+
     def fits(self, size: DimForm, wider: DimForm) -> bool:
         """Whether a size is one of those that the wider size allows, so far."""
         if wider is None:
@@ -108,12 +119,16 @@ class Generalization:
     """The sizes that two types have in common: what is equal in both is kept.
 
     A pair of sizes that stands in several places is one size there, and gets one name. All pairs
-    are first counted by `add`; `size` then says what each has become.
+    are first counted by `add`; `size` then says what each has become. A pair that stands once is
+    open, or, with `always_named`, has a name too.
 
     Source: least general generalization, Plotkin, "A note on inductive generalization" (1970).
     """
 
-    def __init__(self, left: Iterable[DimForm], right: Iterable[DimForm]) -> None:
+    def __init__(
+        self, left: Iterable[DimForm], right: Iterable[DimForm], *, always_named: bool = False
+    ) -> None:
+        self._always_named = always_named
         self._left, self._right = all_bounds(left), all_bounds(right)
         self._counts: Counter[tuple[DimForm, DimForm]] = Counter()
         self._names: dict[tuple[DimForm, DimForm], str] = {}
@@ -135,6 +150,8 @@ class Generalization:
                 return left
             if isinstance(left, DimExpr) and self._kept().issuperset(left.names):
                 return left
+        if self._always_named:
+            return Dim(self._name(pair))
         return Dim(self._name(pair)) if self._counts[pair] > 1 else None
 
     def _kept(self) -> set[str]:
@@ -149,7 +166,9 @@ class Generalization:
             taken = {*self._kept(), *self._names.values()}
             own = sorted(dim.name for dim in pair if isinstance(dim, Dim))
             numbered = (f"n{i}" for i in itertools.count(1))
-            known = next(name for name in itertools.chain(own, numbered) if name not in taken)
+            usual = ("n", "m", "k") if self._always_named else ()
+            names = itertools.chain(own, usual, numbered)
+            known = next(name for name in names if name not in taken)
             self._names[pair] = known
         return known
 

@@ -22,7 +22,7 @@ from tsfunc.types import (
     of_value,
 )
 from tsfunc.types.control_flow import branch_faults, carry_faults
-from tsfunc.types.dims import parse_dim, spell_dim
+from tsfunc.types.dims import DimExpr, parse_dim, spell_dim
 
 BRANCH_ADVICE = (
     "Make the branches return the same structure of the same types, for example with x.to(dtype), "
@@ -50,7 +50,7 @@ def _dim(size: Any) -> DimSpec:
     if isinstance(size, int):
         return size
     try:
-        return spell_dim(parse_dim(size_text(size)))
+        return spell_dim(parse_dim(DimExpr(size_text(size)).normal))
     except DescriptorError:  # computed by more than a descriptor can say
         return None
 
