@@ -172,3 +172,5 @@ for _name in ("shape", "dtype", "device", "ndim"):
     setattr(Tracer, _name, _property(_name))
 for _name in ("dim", "stride", "is_contiguous", "numel", "storage_offset"):
     setattr(Tracer, _name, _method(_name))
+    # A function mode is told of the class's own attribute.
+    METHODS[getattr(Tracer, _name)] = metadata

@@ -24,15 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.grad_level import GradTracer
-from tsfunc.bridge.lanes import Layout, is_recorded
-from tsfunc.bridge.tracer import METHODS, StandIn, Tracer, TracerLevel, metadata, seen_here
+from tsfunc.bridge.lanes import Layout, is_recorded, takes_over
+from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
 from tsfunc.bridge.tracing import TraceLevel, TraceTracer, traced_as
 from tsfunc.dispatch.state import Level, tls, using
-
-_SHARED = (
-    "key", "depth", "bits", "outer", "name", "_site", "_restores", "autograd", "forward",
-    "torch_state", "functorch_depth", "_entered", "fake", "lines",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,8 +78,7 @@ class BodyLevel(TraceLevel, StandIn):
     __slots__ = ("_numbers", "around", "inputs", "numbers", "parent", "taken")
 
     def __init__(self, parent: TraceLevel) -> None:
-        for name in _SHARED:
-            setattr(self, name, getattr(parent, name))
+        self.stand_in_for(parent)
         self.parent = parent
         self.around = tls.state.levels
         self.graph = torch.fx.Graph()
@@ -106,6 +100,12 @@ class BodyLevel(TraceLevel, StandIn):
     @property
     def root(self) -> TracerLevel:
         return self.parent.root
+
+    def within(self, other: Level) -> bool:
+        level: Level = self
+        while isinstance(level, BodyLevel) and level is not other:
+            level = level.parent
+        return level is other
 
     def lift(self, value: torch.Tensor) -> Any:
         return self.into(value)
@@ -217,10 +217,6 @@ def _any_recorded(value: Any) -> bool:
     return False
 
 
-# What only looks at a tensor: at its shape, its type, whether it is recorded.
-_LOOKS = (metadata, METHODS[torch.Tensor.requires_grad.__get__])  # type: ignore[attr-defined]
-
-
 class _InBody(TorchFunctionMode):
     """The arguments of every call of the body are taken in."""
 
@@ -236,8 +232,7 @@ class _InBody(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # What a kernel calls with was taken in, and looks at shapes and types use nothing.
-        if tls.state.running is not None or METHODS.get(func) in _LOOKS:
+        if not takes_over(func):
             return func(*args, **kwargs)
         args = tuple([self._taken(arg) for arg in args])
         return func(*args, **{name: self._taken(arg) for name, arg in kwargs.items()})

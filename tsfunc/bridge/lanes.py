@@ -30,15 +30,9 @@ from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.split_level import StartAnew
-from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
+from tsfunc.bridge.tracer import METHODS, StandIn, Tracer, TracerLevel, metadata, seen_here
 from tsfunc.dispatch.state import tls, using
 from tsfunc.ops.splitting import groups_of
-
-_SHARED = (
-    "key", "depth", "bits", "outer", "name", "_site", "_restores", "autograd", "forward",
-    "torch_state", "functorch_depth", "randomness", "strict", "bit", "_entered", "first",
-    "generators", "axis_name", "courses",
-)  # fmt: skip
 
 
 class LaneLevel(BatchLevel, StandIn):
@@ -53,8 +47,7 @@ class LaneLevel(BatchLevel, StandIn):
     __slots__ = ("_composed", "index", "parent", "whole")
 
     def __init__(self, parent: BatchLevel, index: torch.Tensor) -> None:
-        for name in _SHARED:
-            setattr(self, name, getattr(parent, name))
+        self.stand_in_for(parent)
         self.parent = parent
         self.index = index
         self.whole: BatchLevel = parent.whole if isinstance(parent, LaneLevel) else parent
@@ -423,6 +416,20 @@ class Layout(LinearMap):
         return (cotangent,)
 
 
+def takes_over(func: Any) -> bool:
+    """Whether a call that is made while a body runs is the body's, with arguments to take over.
+
+    A kernel's own call has what was taken over. What is asked of a tensor's type is the same
+    inside and outside, and asked by the code that runs a body inside of this one too.
+    """
+    if tls.state.running is not None or func == _REQUIRES_GRAD:
+        return False
+    return METHODS.get(func) is not metadata
+
+
+_REQUIRES_GRAD: Final = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
 _WRITES = frozenset({torch.Tensor.__setitem__})
 
 
@@ -445,8 +452,8 @@ class _InLanes(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if tls.state.running is not None:
-            return func(*args, **kwargs)  # a kernel's own call: what it has was taken over
+        if not takes_over(func):
+            return func(*args, **kwargs)
         if args and isinstance(args[0], Tracer) and _writes(func) and stale(args[0], self.lanes):
             raise RuntimeError(
                 f"{self.what}: the body writes in place ({func.__name__}) into a tensor that it "

@@ -16,9 +16,11 @@ without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MemberDescriptorType
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 import torch
@@ -100,9 +102,22 @@ class StandIn:
 
     __slots__ = ()
 
+    def stand_in_for(self, level: TracerLevel) -> None:
+        """Has all that the level has; what is to be its own it sets after that."""
+        for name in _carried_over(type(self), type(level)):
+            setattr(self, name, getattr(level, name))
+
     def into(self, value: Any) -> Any:
         """A tensor from outside as the code that runs at the level is to see it."""
         raise NotImplementedError
+
+
+@functools.cache
+def _carried_over(own: type, other: type) -> tuple[str, ...]:
+    """The slots of a level's class that one in its place has too, but for what that works out."""
+    names = [name for cls in other.__mro__ for name in cls.__dict__.get("__slots__", ())]
+    places = [(name, getattr(own, name, None)) for name in names]
+    return tuple(name for name, place in places if isinstance(place, MemberDescriptorType))
 
 
 def seen_here(value: Any) -> Any:
@@ -273,7 +288,9 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
             level = innermost_level(list(value.values()))
         else:
             continue
-        if level is not None and (found is None or level.depth > found.depth or not level.alive):
+        if level is None or level is found:
+            continue
+        if found is None or level.depth > found.depth or not level.alive or level.within(found):
             found = level
     return found
 

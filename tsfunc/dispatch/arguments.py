@@ -111,8 +111,9 @@ def _items(value: Any, kind: int) -> Sequence[Any]:
 def _innermost(a: Level | None, b: Level) -> Level:
     """The inner one of two levels; of two at the same depth the one that has ended.
 
-    Values of two transforms at one depth meet only where one of them has escaped.
+    Values of two transforms at one depth meet only where one of them has escaped, or where one
+    level is within the other.
     """
-    if a is None or a is b or b.depth > a.depth or (b.depth == a.depth and not b.alive):
+    if a is None or a is b or b.depth > a.depth:
         return b
-    return a
+    return b if b.depth == a.depth and (not b.alive or b.within(a)) else a

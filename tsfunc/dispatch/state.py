@@ -322,6 +322,10 @@ class Level:
             + f" Write `with {type(self).__name__}(...) as level:`."
         )
 
+    def within(self, other: Level) -> bool:
+        """Whether it is in another level's place, and its kernels take in that one's values."""
+        return False
+
     @property
     def site(self) -> str:
         """``file:line`` of the user's code that made the level."""
