@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tsfunc
-from tsfunc import cond, grad, jvp, specialize, vmap
+from tsfunc import cond, grad, jvp, specialize, vmap, while_loop
 
 X = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3)
 SQUARE = torch.linspace(-1, 2, 48, dtype=torch.float64).reshape(4, 4, 3)
@@ -184,5 +184,45 @@ def test_what_does_not_fit_is_refused() -> None:
         over(torch.sin, chunk_size=2)
     with pytest.raises(ValueError, match=r"data_dependent=.split. runs some examples"):
         over(torch.sin, data_dependent="split")
-    with pytest.raises(RuntimeError, match="that only some examples of the axis 'i' run"):
-        over(lambda x: cond(x.sum() > 0, lambda: tsfunc.psum(x, "i"), lambda: x))(X)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
+def test_a_branch_that_exchanges_values_runs_on_all_examples(wrap: Any) -> None:
+    def f(x: torch.Tensor) -> Any:
+        return cond(x > 0, lambda: tsfunc.psum(x * x, "i"), lambda: -x)
+
+    def selected(x: torch.Tensor) -> Any:
+        return torch.where(x > 0, tsfunc.psum(x * x, "i"), -x)
+
+    for values in ([1.0, -1.0, 2.0], [1.0, 3.0, 2.0], [-1.0, -2.0, -3.0]):
+        x = torch.tensor(values)
+        torch.testing.assert_close(wrap(over(f))(x), over(selected)(x))
+        torch.testing.assert_close(wrap(over(grad(f)))(x), over(grad(selected))(x))
+    nested = over(lambda x: cond(x < 5, lambda: f(x), lambda: x))
+    x = torch.tensor([1.0, -1.0, 6.0])
+    torch.testing.assert_close(wrap(nested)(x), torch.tensor([38.0, 1.0, 6.0]))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
+def test_a_loop_that_exchanges_values_runs_on_all_examples(wrap: Any) -> None:
+    def f(x: torch.Tensor) -> Any:
+        # Those that are done give the value that they ended with.
+        return while_loop(lambda c: c < 10, lambda c: c + tsfunc.pmax(c, "i"), x)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        while (x < 10).any():
+            x = torch.where(x < 10, x + x.max(), x)
+        return x
+
+    x = torch.tensor([1.0, 2.0, 3.5])
+    torch.testing.assert_close(wrap(over(f))(x), plain(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
+def test_an_example_knows_its_number_wherever_it_runs(wrap: Any) -> None:
+    def f(x: torch.Tensor) -> Any:
+        up = while_loop(lambda c: c < tsfunc.axis_index("i"), lambda c: c + 2, x)
+        return cond(up > 2, lambda: up * tsfunc.axis_size("i"), lambda: tsfunc.axis_index("i"))
+
+    x = torch.zeros(4, dtype=torch.int64)
+    torch.testing.assert_close(wrap(over(f))(x), torch.tensor([0, 1, 2, 16]))

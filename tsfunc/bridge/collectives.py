@@ -13,26 +13,35 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.lanes import LaneLevel, LinearMap, at_level, batched_value, linear, rebuilt
+from tsfunc.bridge.lanes import (
+    LaneLevel,
+    LinearMap,
+    NeedsAll,
+    at_level,
+    batched_value,
+    linear,
+    rebuilt,
+)
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import UnboundAxisError
 
 
-def level_named(name: Any, what: str) -> BatchLevel:
+def level_named(name: Any, what: str, *, alone: bool = False) -> BatchLevel:
     """The innermost active vmap of a name.
+
+    Args:
+        name: the axis.
+        what: how errors call the collective.
+        alone: whether an example can do without the others' values.
 
     Raises:
         UnboundAxisError: there is none; the message lists those that there are.
-        RuntimeError: the code that runs is a branch or a loop's body that only some take.
+        NeedsAll: the code that runs is a branch or a loop's body, on the examples that take it.
     """
     for level in reversed(tls.state.levels):
         if isinstance(level, BatchLevel) and level.axis_name == name and name is not None:
-            if isinstance(level, LaneLevel):
-                raise RuntimeError(
-                    f"{what}: a branch or a loop's body that only some examples of the axis "
-                    f"{name!r} run can't exchange values along it. Call {what} before the cond "
-                    f"or the loop, and use the result inside."
-                )
+            if isinstance(level, LaneLevel) and not alone:
+                raise NeedsAll(level.whole)
             return level
     bound = [level.axis_name for level in tls.state.levels if isinstance(level, BatchLevel)]
     names = ", ".join(repr(known) for known in bound if known is not None) or "none"
@@ -163,4 +172,12 @@ class Permute(Collective):
 
 def index(level: BatchLevel, device: torch.device | None) -> torch.Tensor:
     """Each example's number."""
-    return wrap(torch.arange(level.batch_size, device=device), 0, level)
+    if not isinstance(level, LaneLevel):
+        return wrap(torch.arange(level.batch_size, device=device), 0, level)
+    numbers = level.index_in(level.whole)
+    return wrap(numbers if device is None else numbers.to(device), 0, level)
+
+
+def size(level: BatchLevel) -> int:
+    """How many examples the axis has, of which some may be running by themselves."""
+    return level.whole.batch_size if isinstance(level, LaneLevel) else level.batch_size

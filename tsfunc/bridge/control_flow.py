@@ -97,6 +97,13 @@ class ControlFlow:
         """
         raise NotImplementedError
 
+    def mapped(self, batched: Sequence[bool]) -> ControlFlow:
+        """The operator for a batch of calls: these operands, and all results, have a dim in front.
+
+        ``batched`` says it of each tensor that it is called with; numbers have none.
+        """
+        raise NotImplementedError
+
     def pushforward(self, count: int, by: Sequence[int]) -> ControlFlow:
         """The operator that takes tangents of the operands ``by`` to those of the results.
 
@@ -119,7 +126,7 @@ class TracedBody:
 
     Attributes:
         level: its level, with the graph.
-        leaves: what it returned, flat; tensors are traced.
+        leaves: what it returned, flat; tensors are traced, numbers are numbers until `settle`.
         spec: the structure of that.
     """
 
@@ -129,11 +136,18 @@ class TracedBody:
         with in_body(self.level):
             out = func(*arguments)
             leaves, self.spec = pytrees.flatten(out)
-            self.leaves = [_traced(leaf, self.level) for leaf in leaves]
+            self.leaves = [self.level.into(leaf) for leaf in leaves]
 
     @property
     def out(self) -> Any:
         return optree.tree_unflatten(self.spec, self.leaves)
+
+    def settle(self, dtypes: Sequence[torch.dtype | None]) -> None:
+        """Makes tensors of the numbers among the results, of these dtypes."""
+        with in_body(self.level):
+            for i, (leaf, dtype) in enumerate(zip(self.leaves, dtypes, strict=True)):
+                if isinstance(leaf, bool | int | float | complex):
+                    self.leaves[i] = self.level.into(torch.full((), leaf, dtype=dtype))
 
     def batched(self) -> list[dict[int, Layer]]:
         """For each result the layers that it can't do without, by depth."""
@@ -157,13 +171,6 @@ class TracedBody:
                 results.append(Result(inner.value, wrapping))
         self.level.graph.output(tuple(nodes))
         return results
-
-
-def _traced(leaf: Any, level: BodyLevel) -> Any:
-    """A result as one of the body's own tensors; what is neither tensor nor number is kept."""
-    if isinstance(leaf, bool | int | float | complex):
-        leaf = torch.tensor(leaf)
-    return level.into(leaf)
 
 
 def common(columns: Iterable[dict[int, Layer]]) -> Wrapping:
@@ -315,9 +322,13 @@ class _Recorded(Function):
         ]
         pulled: list[Any] = [None] * len(inputs)
         if by and of:
-            given = [arranged(cotangents[j], results[j].wrapping) for j in of]
-            wanted = [_like(inputs[i]) for i in by]
+            # Of cotangents that are batched further in than what they are pulled through.
+            inside = _layers_inside([cotangents[j] for j in of], level)
+            given = [arranged(cotangents[j], _batched(results[j].wrapping, inside)) for j in of]
             op = ctx.call.op.pullback(len(inputs), by, of)
+            for _ in inside:
+                op = op.mapped([False] * len(inputs) + [True] * len(of))
+            wanted = [_mapped(_like(inputs[i]), inside, ctx.call.trace) for i in by]
             found = call(op, ctx.call.trace, [*inputs, *given], ctx.call.numbers, wanted)
             for i, value in zip(by, found, strict=True):
                 pulled[i] = value
@@ -334,6 +345,44 @@ class _Recorded(Function):
             t if differentiable(result.value) else None
             for t, result in zip(pushed, results, strict=True)
         )
+
+
+def _layers_inside(values: Sequence[Any], level: TracerLevel) -> list[Layer]:
+    """The vmaps inside of a level that values are batched by, the innermost first."""
+    found: dict[int, Layer] = {}
+    for value in values:
+        for depth, layer in needed_layers(value).items():
+            if depth > level.depth and layer.bdim is not None:
+                found[depth] = layer
+    return [layer for _, layer in sorted(found.items(), reverse=True)]
+
+
+def _batched(wrapping: Wrapping, inside: Sequence[Layer]) -> Wrapping:
+    """The layout of physical values with the batch dims of vmaps further in before all others."""
+    rest = [
+        Layer(layer.level, None if layer.bdim is None else layer.bdim + len(inside))
+        for layer in wrapping.layers
+    ]
+    return Wrapping((*inside, *rest))
+
+
+def _mapped(result: Result, inside: Sequence[Layer], trace: TraceLevel) -> Result:
+    """What is known of a result for a batch of calls."""
+    if not inside:
+        return result
+    value = result.value
+    for layer in inside:
+        assert isinstance(layer.level, BatchLevel)
+        shape = (layer.level.batch_size, *value.shape)
+        value = trace.fake_like(value, shape, contiguous_strides(shape))
+    return Result(value, _batched(result.wrapping, inside))
+
+
+def contiguous_strides(shape: Sequence[Any]) -> list[Any]:
+    strides: list[Any] = [1] * len(shape)
+    for i in reversed(range(len(shape) - 1)):
+        strides[i] = strides[i + 1] * shape[i + 1]
+    return strides
 
 
 def _like(value: Any) -> Result:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
@@ -33,6 +33,18 @@ from tsfunc.bridge.split_level import StartAnew
 from tsfunc.bridge.tracer import METHODS, StandIn, Tracer, TracerLevel, metadata, seen_here
 from tsfunc.dispatch.state import tls, using
 from tsfunc.ops.splitting import groups_of
+
+
+class NeedsAll(BaseException):
+    """Internal: a body that runs on lanes is given up, as it asks for the other examples' values.
+
+    Who made the lanes runs it on all examples instead. No ``Exception``: the user's function is
+    not to catch it.
+    """
+
+    def __init__(self, level: BatchLevel) -> None:
+        super().__init__(f"{level.name} is needed whole (internal to tsfunc; should be caught)")
+        self.level = level
 
 
 class LaneLevel(BatchLevel, StandIn):
@@ -133,6 +145,15 @@ class LaneLevel(BatchLevel, StandIn):
         return value
 
 
+def guarded_lanes(level: BatchLevel, mask: torch.Tensor) -> LaneLevel:
+    """A lane for every example: for those outside of the mask it has the first one that is in it.
+
+    So a body sees no values that are not meant for it, where which those are can't be looked at.
+    """
+    numbers = torch.arange(level.batch_size, device=mask.device)
+    return LaneLevel(level, torch.where(mask, numbers, mask.long().argmax()))
+
+
 def stale(value: Tracer, lanes: LaneLevel) -> bool:
     """Whether a tracer is to be taken over to the lanes.
 
@@ -155,7 +176,7 @@ def is_recorded(value: Tracer) -> bool:
     level = value.dispatch_level
     if level.forward:
         return True
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():  # a mode would take the value over
         return bool(level.autograd) and value.requires_grad
 
 

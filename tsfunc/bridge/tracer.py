@@ -104,7 +104,9 @@ class StandIn:
 
     def stand_in_for(self, level: TracerLevel) -> None:
         """Has all that the level has; what is to be its own it sets after that."""
-        for name in _carried_over(type(self), type(level)):
+        own: type = type(self)
+        other: type = type(level)
+        for name in _carried_over(own, other):
             setattr(self, name, getattr(level, name))
 
     def into(self, value: Any) -> Any:

@@ -31,7 +31,8 @@ from tsfunc.bridge.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.tracer import NO_KWARGS, seen_here
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
-from tsfunc.transforms.control.programs import Operator, filled
+from tsfunc.transforms.control.operators import Operator
+from tsfunc.transforms.control.programs import filled
 
 
 def checkpoint(

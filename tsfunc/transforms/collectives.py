@@ -279,7 +279,7 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
 
     As ``jax.lax.axis_index``.
     """
-    level = _level(axis_name, "axis_index")
+    level = physical.level_named(axis_name, "axis_index", alone=True)
     return physical.index(level, None if device is None else torch.device(device))
 
 
@@ -300,7 +300,7 @@ def axis_size(axis_name: Hashable) -> int:
 
     As ``jax.lax.axis_size``.
     """
-    return _level(axis_name, "axis_size").batch_size
+    return physical.size(physical.level_named(axis_name, "axis_size", alone=True))
 
 
 def _level(name: Hashable, what: str) -> BatchLevel:

@@ -60,6 +60,21 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return pytrees.tree_map(_type_of, outline(what, func, examples, tree, _inputs(examples)))
 
 
+def without_data(what: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """What a function returns, with tensors that have a type and no data in place of tensors.
+
+    Args:
+        what: how errors call the trace.
+        func: takes and returns pytrees.
+        args: its arguments.
+
+    Raises:
+        DataDependentError: the function needs data.
+    """
+    flat, tree = pytrees.flatten((tuple(args), {}))
+    return outline(what, func, flat, tree, _inputs(flat))
+
+
 def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
     """A function's operators as a program, for arguments like those that it is given.
 

@@ -119,7 +119,7 @@ def test_branches_of_two_structures_are_refused() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "line"),
     [
-        (lambda x: (x, 1), lambda x: (x, 1.0), r"At result\[1\] one is float, the other int"),
+        (lambda x: (x, 1), lambda x: (x, True), r"At result\[1\] one is bool, the other int"),
         (lambda x: "mean", lambda x: "sum", "At result one is 'sum', the other 'mean'"),
         (lambda x: [x, x[None]], lambda x: [x, x], r"result\[1\] one is f32\[\], the other f32\[1"),
         (lambda x: x, lambda x: x.to("meta"), r"one is f32\[\] meta, the other f32\[\] cpu"),
@@ -147,7 +147,7 @@ def test_what_is_no_choice_is_refused() -> None:
     with pytest.raises(TypeError, match=r"got one of shape \(2,\).*use torch.where"):
         cond(x > 0, torch.sin, torch.cos, x)
     with pytest.raises(TypeError, match=r"a bool or an integer, got a tensor of torch\.float32"):
-        cond(x[0], torch.sin, torch.cos, x)
+        switch(x[0], [torch.sin, torch.cos], x)
     with pytest.raises(TypeError, match="the index must be an integer, got a bool"):
         switch(True, [torch.sin], x)
     with pytest.raises(ValueError, match="at least one branch"):

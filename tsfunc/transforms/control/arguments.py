@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 Batching = Literal["lanes", "select"]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Lets a function take arguments by torch's names too, each of which stands for one of ours."""
+
+    def decorator(func: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(func)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not kwargs.keys().isdisjoint(names):
+                kwargs = {names.get(name, name): value for name, value in kwargs.items()}  # type: ignore[assignment]
+            return func(*args, **kwargs)
+
+        return call
+
+    return decorator
+
+
+def check_callable(what: str, **functions: object) -> None:
+    """Refuses what is not a function where one is expected."""
+    for name, value in functions.items():
+        if not callable(value):
+            raise TypeError(f"{what}: {name} must be callable, got {type(value).__name__}.")
 
 
 def check_batching(what: str, batching: str) -> None:
@@ -19,22 +44,24 @@ def operands_of(operands: tuple[Any, ...], func: Callable[..., Any]) -> tuple[An
     """The operands, unpacked where they were given in one tuple or list, as torch takes them."""
     if len(operands) == 1 and type(operands[0]) in (tuple, list):
         given = tuple(operands[0])
-        if takes(func, len(given)):
+        known = takes(func, len(given))
+        # Of a function of C++ nothing is known: a list may be what `torch.stack` takes.
+        if known or (known is None and (len(given) == 1 or isinstance(operands[0], tuple))):
             return given
     return operands
 
 
-def takes(func: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with that many positional arguments."""
+def takes(func: Callable[..., Any], count: int) -> bool | None:
+    """Whether a function can be called with that many positional arguments, None for unknown."""
     try:
         inspect.signature(func).bind(*[None] * count)
     except TypeError:
         return False
-    except ValueError:  # no signature: a function of C++
-        return count == 1
+    except ValueError:  # no signature
+        return None
     return True
 
 
 def takes_entries(func: Callable[..., Any], carry: Any) -> bool:
     """Whether a carry's entries are the function's arguments, as torch has it."""
-    return type(carry) in (tuple, list) and bool(carry) and takes(func, len(carry))
+    return type(carry) in (tuple, list) and bool(carry) and bool(takes(func, len(carry)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
@@ -39,18 +40,37 @@ class Traced:
 Choice = bool | int | ByExample | Traced
 
 
+def predicate_of(value: Any, what: str) -> bool | ByExample | Traced:
+    """Looks at a predicate: whether it is something else than zero.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor of one element.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value != 0
+    inexact = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    choice = choice_of(value != 0 if inexact else value, what)
+    if isinstance(choice, ByExample):
+        return ByExample(choice.level, choice.values != 0, choice.known)
+    return bool(choice) if isinstance(choice, int) else choice
+
+
 def choice_of(value: Any, what: str) -> Choice:
     """Looks at a predicate or an index.
 
     Raises:
         TypeError: it is neither a number nor a tensor of one element.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, bool | int):
         return value
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{what}: expected a bool, an int or a tensor of one element to choose by, got "
-            f"{type(value).__name__}."
+            f"{'None' if value is None else type(value).__name__}."
         )
     if value.numel() != 1:
         raise TypeError(
@@ -95,10 +115,27 @@ def read(values: Any) -> torch.Tensor:
     return found
 
 
-def values_at(value: Any, level: BatchLevel) -> torch.Tensor:
-    """A predicate as each example of a level has it: a tensor of outside of the level."""
+class DiffersInside(BaseException):
+    """Internal: a predicate that is one for each example of a level differs further in.
+
+    ``by`` is who asked for it, and takes it at the level further in instead.
+    """
+
+    def __init__(self, by: object, level: BatchLevel) -> None:
+        super().__init__(f"differs at {level.name} (internal to tsfunc; it should be caught)")
+        self.by, self.level = by, level
+
+
+def values_at(value: Any, level: BatchLevel, by: object = None) -> torch.Tensor:
+    """A predicate as each example of a level has it: a tensor of outside of the level.
+
+    Raises:
+        DiffersInside: it differs among the examples of a level inside of that one.
+    """
     inner: Any = seen_here(value)
     while isinstance(inner, Tracer) and inner.dispatch_level.depth > level.depth:
+        if isinstance(inner, BatchTracer) and inner.bdim is not None:
+            raise DiffersInside(by, inner.dispatch_level)
         inner = inner.value  # type: ignore[attr-defined]
     with level.restored():
         if isinstance(inner, BatchTracer) and inner.dispatch_level.depth == level.depth:

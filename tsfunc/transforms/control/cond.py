@@ -14,48 +14,70 @@ gradient. Whether a branch is taken at all is a choice of the level outside, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
-from tsfunc.transforms.control.arguments import Batching, check_batching, operands_of
-from tsfunc.transforms.control.choice import ByExample, Traced, choice_of, read
-from tsfunc.transforms.control.outputs import check_branches, together
+from tsfunc.bridge.lanes import LaneLevel, NeedsAll, guarded_lanes, merge, retag, run_in
+from tsfunc.transforms.control.arguments import (
+    Batching,
+    also_called,
+    check_batching,
+    check_callable,
+    operands_of,
+)
+from tsfunc.transforms.control.choice import (
+    ByExample,
+    Choice,
+    Traced,
+    choice_of,
+    predicate_of,
+    read,
+)
+from tsfunc.transforms.control.operators import Switch, run_by
+from tsfunc.transforms.control.outputs import check_branches, in_tensors, together
 from tsfunc.transforms.control.programs import record_switch
+from tsfunc.transforms.control.untaken import checked
 
 Branch = Callable[..., Any]
 
 
+@also_called(true_fn="true_fun", false_fn="false_fun")
 def cond(
     pred: Any,
     true_fun: Branch,
     false_fun: Branch,
-    *operands: Any,
+    *args: Any,
     batching: Batching = "lanes",
+    **kwargs: Any,
 ) -> Any:
     """Calls one of two functions, chosen by a bool.
 
     Args:
-        pred: a bool, or a tensor of one element.
+        pred: a bool or a number, or a tensor of one element; what is not zero is true.
         true_fun: called with the operands where ``pred`` is true.
         false_fun: called where it is false. Both return pytrees of the same structure, with
             leaves of the same types and shapes. They may use other tensors of their surroundings,
             and these get their gradients.
-        operands: the arguments, any pytrees.
+        args: the operands, any pytrees.
         batching: under vmap, where the choice differs from example to example: "lanes" runs each
             branch on the examples that take it; "select" runs both on all and selects, which is
-            quicker for branches of an operator or two that never fail.
+            quicker for branches of an operator or two that never fail. So are branches run that
+            exchange values with the other examples, by a collective.
+        kwargs: ``operand=``, JAX's name for a single operand, or ``operands=``, torch's for a
+            tuple of them.
 
     Returns:
-        What the branch that was called returns.
+        What the branch that was called returns; numbers as tensors, if ``pred`` is one.
 
     Raises:
         TypeError: ``pred`` is no choice.
-        TypeCheckError: the branches' results differ in type.
+        TypeCheckError: the branches' results differ in type. Outside of transforms the branch
+            that is not taken is looked at once for each types of operands, run on tensors without
+            data; it is not checked if it needs data.
 
     Example:
         >>> import torch
@@ -65,19 +87,55 @@ def cond(
         >>> vmap(f)(torch.tensor([1., -2.]))
         tensor([0., 2.])
 
-    As ``jax.lax.cond``. ``torch.cond``'s form, with the operands in one tuple or list, is taken
-    too: where there is one such operand, and the branches take as many arguments as it has
-    entries, it is unpacked.
+    As ``jax.lax.cond``, also in its older form ``cond(pred, true_operand, true_fun,
+    false_operand, false_fun)``. ``torch.cond``'s form, with the operands in one tuple or list, is
+    taken too: where there is one such operand, and the branches take as many arguments as it has
+    entries, it is unpacked; and its names ``true_fn`` and ``false_fn``.
     """
     check_batching("cond", batching)
-    arguments = operands_of(operands, true_fun)
-    choice = choice_of(pred, "cond")
-    if isinstance(choice, bool | int):
-        return true_fun(*arguments) if choice else false_fun(*arguments)
+    operands = _given(args, kwargs)
+    if len(operands) == 2 and not callable(true_fun) and callable(operands[1]):
+        (true_operand, true_fun), (false_operand, false_fun) = (true_fun, false_fun), operands
+        true_fun = functools.partial(true_fun, true_operand)
+        false_fun = functools.partial(false_fun, false_operand)
+        operands = ()
+    check_callable("cond", true_fun=true_fun, false_fun=false_fun)
+    if not kwargs:
+        operands = operands_of(operands, true_fun)
+    return _Call(
+        "cond", (false_fun, true_fun), ("false_fun", "true_fun"), operands, batching
+    ).by_user(pred)
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The operands of a call of ``cond``, however they were given."""
+    if not kwargs:
+        return args
+    if len(kwargs) > 1 or args or not kwargs.keys() <= {"operand", "operands"}:
+        names = ", ".join(f"{name}=" for name in kwargs)
+        raise TypeError(
+            f"cond: got the keyword arguments {names}"
+            + (f" beside {len(args)} operands" if args else "")
+            + "; expected the operands by position, or operand=, or operands=(...)."
+        )
+    (given,) = kwargs.values()
+    return (given,) if "operand" in kwargs else tuple(given)
+
+
+def _index_of(value: Any, what: str, last: int) -> Choice:
+    """Which branch a predicate (of `cond`: the second for true) or an index chooses."""
+    choice: Choice
+    if what == "cond":
+        choice = predicate_of(value, what)
+    else:
+        choice = choice_of(value, what)
+        if isinstance(choice, bool):
+            raise TypeError(f"{what}: the index must be an integer, got a bool. Use cond.")
+    if isinstance(choice, int):
+        return min(max(int(choice), 0), last)
     if isinstance(choice, ByExample):
-        choice = ByExample(choice.level, (choice.values != 0).long(), choice.known)
-    call = _Call("cond", (false_fun, true_fun), ("false_fun", "true_fun"), arguments, batching)
-    return call.run(choice)
+        return ByExample(choice.level, choice.values.long().clamp(0, last), choice.known)
+    return choice
 
 
 def switch(
@@ -93,12 +151,12 @@ def switch(
         batching: as for ``cond``.
 
     Returns:
-        What the branch that was called returns.
+        What the branch that was called returns; numbers as tensors, if ``index`` is one.
 
     Raises:
         ValueError: there are no branches.
         TypeError: ``index`` is no integer.
-        TypeCheckError: the branches' results differ in type.
+        TypeCheckError: the branches' results differ in type; see ``cond``.
 
     Example:
         >>> import torch
@@ -111,17 +169,18 @@ def switch(
     check_batching("switch", batching)
     if not branches:
         raise ValueError("switch: expected at least one branch, got none.")
-    arguments = operands_of(operands, branches[0])
-    choice = choice_of(index, "switch")
-    if isinstance(choice, bool):
-        raise TypeError("switch: the index must be an integer, got a bool. Use cond.")
-    last = len(branches) - 1
-    if isinstance(choice, int):
-        return branches[min(max(choice, 0), last)](*arguments)
-    if isinstance(choice, ByExample):
-        choice = ByExample(choice.level, choice.values.clamp(0, last), choice.known)
+    check_callable("switch", **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
     names = tuple(f"branch {i}" for i in range(len(branches)))
-    return _Call("switch", tuple(branches), names, arguments, batching).run(choice)
+    return _Call(
+        "switch", tuple(branches), names, operands_of(operands, branches[0]), batching
+    ).by_user(index)
+
+
+@run_by(Switch)
+def _run(op: Switch, index: Any, *operands: Any) -> Any:
+    """What a program does for a call that was traced."""
+    call = _Call(op.name, op.bodies, op.names, (index, *operands), op.batching)
+    return call.of(_index_of(index, op.name, len(op.bodies) - 1))
 
 
 class _Call:
@@ -138,27 +197,38 @@ class _Call:
         self.what, self.branches, self.names = what, branches, names
         self.operands, self.batching = operands, batching
 
-    def run(self, choice: ByExample | Traced) -> Any:
+    def of(self, choice: Choice) -> Any:
+        """What the chosen branches return."""
+        if isinstance(choice, int):
+            return self.branches[choice](*self.operands)
         if isinstance(choice, Traced):
             return record_switch(
-                self.what, choice.value, self.branches, self.names, self.operands, self.later
+                self.what, choice.value, self.branches, self.names, self.operands, self.batching
             )
         if self.batching == "select":
             return self.select(choice)
-        return self.by_lanes(choice) if choice.known else self.unseen(choice)
+        try:
+            return self.by_lanes(choice) if choice.known else self.unseen(choice)
+        except NeedsAll as error:
+            if error.level is not choice.level.root:
+                raise
+            return self.select(choice)
 
-    def later(self, index: Any, bodies: Sequence[Branch], operands: Any) -> Any:
-        """What the program does for the call."""
-        call = cond if self.what == "cond" else switch
-        chosen = (bodies[1], bodies[0]) if self.what == "cond" else (bodies,)
-        return call(index, *chosen, *operands, batching=self.batching)
+    def by_user(self, value: Any) -> Any:
+        """The call of a predicate or an index, with a look at the branches that are not taken."""
+        choice = _index_of(value, self.what, len(self.branches) - 1)
+        out = self.of(choice)
+        if not isinstance(choice, int):
+            return out
+        found = checked(self.what, self.names, self.branches, self.operands, choice, out)
+        return found if isinstance(value, torch.Tensor) else out
 
     def by_lanes(self, choice: ByExample) -> Any:
         """Each branch on the examples that take it."""
         values = read(choice.values)
         taken = torch.unique(values).tolist()
         if len(taken) == 1:
-            return self.branches[taken[0]](*self.operands)
+            return in_tensors(self.branches[taken[0]](*self.operands))
         parts, outs = [], []
         for i in taken:
             lanes = LaneLevel(choice.level, (values == i).nonzero().squeeze(1))
@@ -193,10 +263,7 @@ class _Call:
 
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
         """A branch on all examples; those that do not take it stand for one that does."""
-        mask = values == i
-        numbers = torch.arange(level.batch_size, device=values.device)
-        index = torch.where(mask, numbers, mask.long().argmax())
-        lanes = LaneLevel(level, index)
+        lanes = guarded_lanes(level, values == i)
         out = run_in(lanes, self.what, self.branches[i], self.operands)
         return pytrees.tree_map(lambda leaf: retag(leaf, lanes, level), out)
 

@@ -14,7 +14,8 @@ from tsfunc.bridge.bodies import Wrapping, arranged, needed_layers, peeled
 from tsfunc.bridge.control_flow import TracedBody, call, common
 from tsfunc.bridge.custom_function import on_trace, torch_apply
 from tsfunc.bridge.tracing import TraceLevel
-from tsfunc.transforms.control.programs import Operator, as_traced, filled
+from tsfunc.transforms.control.operators import Operator
+from tsfunc.transforms.control.programs import as_traced, filled
 from tsfunc.transforms.vmap import vmap
 
 

@@ -9,27 +9,35 @@ batch: a step costs what its examples cost, and a loop the sum of its examples' 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import optree
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.lanes import LaneLevel, merge, retag, run_in
+from tsfunc.bridge.lanes import LaneLevel, NeedsAll, guarded_lanes, merge, retag, run_in
 from tsfunc.transforms.checkpoint import run as run_checkpointed
-from tsfunc.transforms.control.arguments import takes_entries
-from tsfunc.transforms.control.choice import ByExample, Traced, choice_of, read, values_at
-from tsfunc.transforms.control.outputs import check_carried, together
+from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
+from tsfunc.transforms.control.choice import (
+    ByExample,
+    DiffersInside,
+    Traced,
+    choice_of,
+    read,
+    values_at,
+)
+from tsfunc.transforms.control.operators import Checkpoint, While, run_by
+from tsfunc.transforms.control.outputs import check_carried, in_tensors, together
 from tsfunc.transforms.control.programs import record_scan, record_while
 
-Checkpoint = Literal["sqrt", "log"] | None
 _ADVICE = (
     "The carry keeps its structure, types and shapes from step to step: convert what the body "
     "returns (x.to(dtype)), or start with what it returns."
 )
 
 
+@also_called(cond_fn="cond_fun", body_fn="body_fun", carried_inputs="init_val")
 def while_loop(
     cond_fun: Callable[..., Any],
     body_fun: Callable[..., Any],
@@ -65,12 +73,13 @@ def while_loop(
         tensor([128., 120., 200.])
 
     As ``jax.lax.while_loop``, with reverse mode beside. ``torch``'s form, with functions that take
-    the entries of a tuple or list as arguments, is taken too.
+    the entries of a tuple or list as arguments, is taken too, and its names of the parameters.
     """
     if checkpoint not in (None, "sqrt", "log"):
         raise ValueError(
             f'while_loop: checkpoint must be None, "sqrt" or "log", got {checkpoint!r}.'
         )
+    check_callable("while_loop", cond_fun=cond_fun, body_fun=body_fun)
     if not takes_entries(cond_fun, init_val):
         return Loop("while_loop", cond_fun, body_fun, checkpoint).whole(init_val)
 
@@ -92,10 +101,10 @@ def fori_loop(
     """Calls a body with each integer of a range and its own last result.
 
     Args:
-        lower: the first integer; an int or an integer tensor of one element.
+        lower: the first integer; a number or a tensor of one element.
         upper: the first that is not called with; as ``lower``.
-        body_fun: takes the integer (an int where both bounds are known, else a tensor) and the
-            carry; returns the next carry, of the same type.
+        body_fun: takes the integer (an int where both bounds are known integers, else a tensor)
+            and the carry; returns the next carry, of the same type.
         init_val: the first carry, any pytree.
         checkpoint: as for ``while_loop``.
 
@@ -103,7 +112,7 @@ def fori_loop(
         The last carry.
 
     Raises:
-        TypeError: a bound is no integer.
+        TypeError: a bound is no number.
         TypeCheckError: the carry changes its type.
 
     Example:
@@ -114,6 +123,7 @@ def fori_loop(
 
     As ``jax.lax.fori_loop``, with reverse mode also where the bounds are tensors.
     """
+    check_callable("fori_loop", body_fun=body_fun)
     bounds: list[Any] = [_bound(value) for value in (lower, upper)]
     trace = current_trace()
     if trace is not None and all(isinstance(b, int) for b in bounds):
@@ -136,6 +146,10 @@ def fori_loop(
 
 def _bound(value: Any) -> Any:
     """A bound of a range: an int where it can be looked at."""
+    if isinstance(value, float) or (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1
+    ):
+        return value  # which has its gradient, and so have the numbers that it begins
     choice = choice_of(value, "fori_loop")
     if isinstance(choice, bool):
         raise TypeError("fori_loop: the bounds must be integers, got a bool.")
@@ -185,9 +199,8 @@ class Loop:
             value = self.cond_fun(carry)
             choice = choice_of(value, self.what)
             if isinstance(choice, ByExample):
-                if choice.known:
-                    return self.by_lanes(carry, choice, None if limit is None else limit - steps)
-                return self.unseen(carry, value, choice.level), True
+                left = None if limit is None else limit - steps
+                return self.each_its_own(carry, value, choice, left)
             if isinstance(choice, Traced):
                 return self.record(carry), True
             if not choice:
@@ -196,6 +209,26 @@ class Loop:
                 return carry, False
             carry = self.step(carry)
             steps += 1
+
+    def each_its_own(
+        self, carry: Any, value: Any, choice: ByExample, limit: int | None
+    ) -> tuple[Any, bool]:
+        """Steps where the condition differs from example to example."""
+        level = choice.level
+        try:
+            if choice.known:
+                return self.by_lanes(carry, choice, limit)
+            return self.unseen(carry, value, level), True
+        except DiffersInside as error:
+            # A carry that the body batches has its conditions do so from the second step on.
+            if error.by is not self:
+                raise
+            inside = ByExample(error.level, values_at(value, error.level), False)
+            return self.each_its_own(carry, value, inside, limit)
+        except NeedsAll as error:
+            if error.level is not level.root:
+                raise
+            return self.selected(carry, value, level), True
 
     def step(self, carry: Any) -> Any:
         """The body, once. The same body on the same types: one look at what it returns will do."""
@@ -257,25 +290,34 @@ class Loop:
 
         def body(state: Any) -> Any:
             carry, active = state
-            numbers = torch.arange(level.batch_size, device=active.device)
-            lanes = LaneLevel(level, torch.where(active, numbers, active.long().argmax()))
+            lanes = guarded_lanes(level, active)
             new, again = run_in(lanes, self.what, self.and_condition, (carry,))
             new, again = optree.tree_map(lambda x: retag(x, lanes, level), (new, again))
-            chosen = wrap(active, 0, level)
-            kept = together([new, carry], lambda pair: torch.where(chosen, pair[0], pair[1]))
-            return kept, active & values_at(again, level)
+            return _kept(level, active, new, carry), active & values_at(again, level, self)
 
         outer = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
         return outer.whole((carry, active))[0]
 
+    def selected(self, carry: Any, value: Any, level: BatchLevel) -> Any:
+        """Every step on all examples, for a body that asks for values of those that are done."""
+
+        def body(state: Any) -> Any:
+            carry, active = state
+            new, again = self.and_condition(carry)
+            return _kept(level, active, new, carry), active & values_at(again, level, self)
+
+        outer = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
+        return outer.whole((carry, values_at(value, level)))[0]
+
     def record(self, carry: Any) -> Any:
         """As one node of the program that is being traced."""
 
-        def later(condition: Any, body: Any, init: Any) -> Any:
-            return Loop(self.what, condition, body, self.checkpoint).whole(init)
+        def apart(carry: Any, value: Any, level: BatchLevel) -> Any:
+            choice = ByExample(level, values_at(value, level), False)
+            return self.each_its_own(carry, value, choice, None)[0]
 
         return record_while(
-            self.what, self.cond_fun, self.body_fun, carry, self.unseen, later, _ADVICE
+            self.what, self.cond_fun, self.body_fun, carry, apart, self.checkpoint, _ADVICE
         )
 
     def and_condition(self, carry: Any) -> Any:
@@ -283,8 +325,28 @@ class Loop:
         return new, self.cond_fun(new)
 
 
+@run_by(While)
+def _run(op: While, *operands: Any) -> Any:
+    """What a program does for a loop that was traced."""
+    condition, body = op.bodies
+    rest = operands[op.carried :]
+    loop = Loop(
+        op.name,
+        lambda carry: condition(*carry, *rest)[0],
+        lambda carry: body(*carry, *rest),
+        op.checkpoint,
+    )
+    return loop.whole(operands[: op.carried])
+
+
 def _same(carry: Any) -> Any:
     return carry
+
+
+def _kept(level: BatchLevel, active: torch.Tensor, new: Any, old: Any) -> Any:
+    """The new carry of the examples that go on, the old one of those that are done."""
+    chosen = wrap(active, 0, level)
+    return together([new, old], lambda pair: torch.where(chosen, pair[0], pair[1]))
 
 
 def _some_of(lanes: BatchLevel, which: torch.Tensor) -> LaneLevel:
@@ -307,7 +369,7 @@ class _PutAway:
     def merged_with(self, lanes: BatchLevel, carry: Any) -> Any:
         """All carries, the last of which are those of all that is left."""
         if not isinstance(lanes, LaneLevel) or lanes is self.whole:
-            return carry
+            return in_tensors(carry)
         self.parts.append(lanes)
         self.carries.append(carry)
         return self.merged()

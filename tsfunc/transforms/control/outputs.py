@@ -32,7 +32,7 @@ BRANCH_ADVICE = (
 
 def describe(leaf: Any) -> str:
     """A leaf's type as messages show it: ``f32[3, 4]``, ``int``, ``'a string'``."""
-    plain = isinstance(leaf, torch.Tensor) or _is_number(leaf)
+    plain = isinstance(leaf, torch.Tensor) or is_number(leaf)
     return str(_type(leaf)) if plain else repr(leaf)
 
 
@@ -61,22 +61,40 @@ def same_type(a: Any, b: Any) -> bool:
         return a.dtype is b.dtype and a.shape == b.shape and a.device == b.device
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         number, tensor = (b, a) if isinstance(a, torch.Tensor) else (a, b)
-        return _is_number(number) and tensor.dim() == 0 and _as(number, tensor) is not None
-    if _is_number(a) and _is_number(b):
-        return type(a) is type(b)
+        return is_number(number) and tensor.dim() == 0 and _fits(number, tensor.dtype)
+    if is_number(a) and is_number(b):
+        return isinstance(a, bool) is isinstance(b, bool)
     return a is b or bool(type(a) is type(b) and a == b)
 
 
-def _is_number(value: Any) -> bool:
+# NOTE [numbers among results]
+# A Python number has a kind and no dtype: it takes that of the tensor, or the kind of the number,
+# that another branch or step returns in its place, as in arithmetic (JAX's weak types). It may be
+# widened so, an int to a float, but not narrowed; a bool is one, and not the int 0 or 1.
+def is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex)
 
 
-def _as(number: Any, tensor: torch.Tensor) -> torch.Tensor | None:
-    """A number as a 0-d tensor of another's type, where that is the type it would be given."""
-    like = torch.tensor(number, device=tensor.device)
-    kind = (like.dtype.is_floating_point, like.dtype.is_complex, like.dtype is torch.bool)
-    wanted = (tensor.dtype.is_floating_point, tensor.is_complex(), tensor.dtype is torch.bool)
-    return like.to(tensor.dtype) if kind == wanted else None
+def _fits(number: Any, dtype: torch.dtype) -> bool:
+    """Whether a number may stand as a tensor of the dtype: NOTE [numbers among results]."""
+    if isinstance(number, bool) or dtype is torch.bool:
+        return isinstance(number, bool) and dtype is torch.bool
+    if isinstance(number, int):
+        return True
+    return dtype.is_complex or (isinstance(number, float) and dtype.is_floating_point)
+
+
+def common_dtype(column: Sequence[Any]) -> torch.dtype | None:
+    """The dtype that numbers in one place are to have: a tensor's, if there is one among them."""
+    for leaf in column:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.dtype
+    return torch.tensor(column).dtype if all(map(is_number, column)) else None
+
+
+def in_tensors(tree: Any) -> Any:
+    """A pytree with its numbers as tensors, which is what results of examples that differ are."""
+    return pytrees.tree_map(lambda x: torch.tensor(x) if is_number(x) else x, tree)
 
 
 def check_branches(what: str, names: tuple[str, str], results: tuple[Any, Any]) -> None:
@@ -166,7 +184,7 @@ class _Shown:
 def together(
     trees: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> Any:
-    """Results of one type, leaf by leaf combined; what is the same everywhere is kept as it is."""
+    """Results of one type, leaf by leaf combined, numbers as tensors; others are one everywhere."""
     flat = [pytrees.flatten(tree) for tree in trees]
     leaves = [_one(column, combine) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
     return optree.tree_unflatten(flat[0][1], leaves)
@@ -175,14 +193,17 @@ def together(
 def _one(column: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
     first = column[0]
     tensor = next((leaf for leaf in column if isinstance(leaf, torch.Tensor)), None)
-    if tensor is None:
-        if not _is_number(first) or all(leaf == first for leaf in column):
-            return first
-        tensor = torch.tensor(first)
+    if tensor is None and not is_number(first):
+        return first
+    device = None if tensor is None else tensor.device
+    dtype = common_dtype(column)
+    if tensor is None and all(leaf == first for leaf in column):
+        return torch.tensor(first, dtype=dtype)
     if all(leaf is first for leaf in column):
         return first
     tensors: list[Any] = [
-        leaf if isinstance(leaf, torch.Tensor) else _as(leaf, tensor) for leaf in column
+        leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf, dtype=dtype, device=device)
+        for leaf in column
     ]
     return combine(tensors)
 
@@ -193,16 +214,21 @@ def slice_like(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.new_empty([*x.shape[:at], *x.shape[at + 1 :]])
 
 
+def stacked_dim(rank: int, dim: int) -> int:
+    """The dim that results of a rank are stacked along: the first where they have too few."""
+    return dim if -rank - 1 <= dim <= rank else 0
+
+
 def none_stacked(types: Any, dim: int) -> Any:
     """The results of no steps: tensors of size 0 in a dim, of the types that a step returns."""
 
     def empty(leaf: Any) -> Any:
-        if _is_number(leaf):
+        if is_number(leaf):
             leaf = MetaTensorType.of(torch.tensor(leaf))
         if not isinstance(leaf, MetaTensorType):
             return leaf
         shape: list[Any] = list(leaf.shape or ())
-        at = dim % (len(shape) + 1)
+        at = stacked_dim(len(shape), dim) % (len(shape) + 1)
         return torch.empty([*shape[:at], 0, *shape[at:]], dtype=leaf.dtype, device=leaf.device)
 
     return pytrees.tree_map(empty, types)

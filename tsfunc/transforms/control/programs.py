@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -21,148 +20,35 @@ from tsfunc.bridge.bodies import (
 )
 from tsfunc.bridge.control_flow import (
     Body,
-    ControlFlow,
     Result,
     TracedBody,
     call,
     common,
+    contiguous_strides,
     operands_of,
 )
 from tsfunc.bridge.tracer import seen_here
 from tsfunc.bridge.tracing import TraceLevel
-from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.control.arguments import Batching
+from tsfunc.transforms.control.operators import (
+    AssociativeScan,
+    Checkpoint,
+    Scan,
+    Switch,
+    While,
+)
 from tsfunc.transforms.control.outputs import (
     check_branches,
     check_carried,
-    none_stacked,
-    slice_like,
+    common_dtype,
+    is_number,
+    stacked_dim,
 )
-from tsfunc.transforms.forward import jvp
-from tsfunc.transforms.outlines import eval_shape
-from tsfunc.transforms.reverse import vjp
-
-
-class Operator(ControlFlow):
-    """Control flow of a program; its derivatives are operators of a program too."""
-
-    def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
-        return _Pullback(self, count, by, of)
-
-    def pushforward(self, count: int, by: Sequence[int]) -> ControlFlow:
-        return _Pushforward(self, count, by)
-
-
-class _Pullback(Operator):
-    def __init__(self, of_op: Operator, count: int, by: Sequence[int], of: Sequence[int]) -> None:
-        super().__init__(f"{of_op.name}_pullback", of_op.bodies)
-        self.op, self.count, self.by, self.of = of_op, count, tuple(by), tuple(of)
-
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        inputs = operands[: self.count]
-        cotangents = operands[self.count : self.count + len(self.of)]
-        numbers = operands[self.count + len(self.of) :]
-
-        def run(*chosen: Any) -> tuple[Any, ...]:
-            found = self.op(*with_places(inputs, self.by, chosen), *numbers)
-            return tuple(found[j] for j in self.of)
-
-        _, pull = vjp(run, *(inputs[i] for i in self.by))
-        pulled: tuple[Any, ...] = pull(cotangents)
-        return pulled
-
-
-class _Pushforward(Operator):
-    def __init__(self, of_op: Operator, count: int, by: Sequence[int]) -> None:
-        super().__init__(f"{of_op.name}_pushforward", of_op.bodies)
-        self.op, self.count, self.by = of_op, count, tuple(by)
-
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        inputs = operands[: self.count]
-        tangents = operands[self.count : self.count + len(self.by)]
-        numbers = operands[self.count + len(self.by) :]
-
-        def run(*chosen: Any) -> tuple[Any, ...]:
-            return self.op(*with_places(inputs, self.by, chosen), *numbers)
-
-        _, pushed = jvp(run, tuple(inputs[i] for i in self.by), tuple(tangents))
-        found: tuple[Any, ...] = pushed
-        return found
-
-
-class Switch(Operator):
-    """``cond`` and ``switch``: the index, then what the branches use."""
-
-    def __init__(self, name: str, bodies: Sequence[Body], run: Callable[..., Any]) -> None:
-        super().__init__(name, bodies)
-        self.run = run
-
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = self.run(operands[0], self.bodies, operands)
-        return found
-
-
-class While(Operator):
-    """``while_loop``: the carry, then what condition and body use."""
-
-    def __init__(
-        self, name: str, bodies: Sequence[Body], carried: int, run: Callable[..., Any]
-    ) -> None:
-        super().__init__(name, bodies)
-        self.carried, self.run = carried, run
-
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        rest = operands[self.carried :]
-        condition, body = self.bodies
-        found: tuple[Any, ...] = self.run(
-            lambda carry: condition(*carry, *rest)[0],
-            lambda carry: body(*carry, *rest),
-            operands[: self.carried],
-        )
-        return found
-
-
-class Scan(Operator):
-    """``scan``: the carry, what it goes along, then what the body uses."""
-
-    def __init__(
-        self, name: str, bodies: Sequence[Body], carried: int, along: int, length: int | None,
-        reverse: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(name, bodies)
-        self.carried, self.along, self.length, self.reverse = carried, along, length, reverse
-
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        carried, stop = self.carried, self.carried + self.along
-        carry, along, rest = operands[:carried], operands[carried:stop], operands[stop:]
-        (body,) = self.bodies
-        if not (along[0].shape[0] if along else self.length):
-            none = [slice_like(x, 0) for x in along]
-            types = eval_shape(body, *carry, *none, *rest)[carried:]
-            return (*carry, *none_stacked(tuple(types), 0))
-        step: Any = body.function
-        results: list[Sequence[Any]] = []
-        for row in self.rows(along):
-            found = step((*carry, *row, *rest))
-            carry = found[:carried]
-            results.append(found[carried:])
-        if self.reverse:
-            results.reverse()
-        return (*carry, *[torch.stack(column) for column in zip(*results, strict=True)])
-
-    def rows(self, columns: Sequence[torch.Tensor]) -> Iterable[Sequence[Any]]:
-        """What each step gets of what the scan goes along, in their order."""
-        if not columns:
-            assert self.length is not None
-            return itertools.repeat((), self.length)
-        slices = [x.unbind(0) for x in columns]
-        if self.reverse:
-            slices = [part[::-1] for part in slices]
-        return zip(*slices, strict=True)
 
 
 def record_switch(
     what: str, index: Any, branches: Sequence[Callable[..., Any]], names: Sequence[str],
-    operands: Any, run: Callable[..., Any],
+    operands: Any, batching: Batching,
 ) -> Any:  # fmt: skip
     """Records a choice between branches; what the branch that is taken returns."""
     trace = _trace()
@@ -174,6 +60,9 @@ def record_switch(
         check_branches(
             what, (f"what {names[0]} returns", f"what {name} returns"), (bodies[0].out, body.out)
         )
+    dtypes = [common_dtype(column) for column in zip(*(b.leaves for b in bodies), strict=True)]
+    for body in bodies:
+        body.settle(dtypes)
     columns = zip(*(body.batched() for body in bodies), strict=True)
     wrappings = [
         common(column) if isinstance(leaf, torch.Tensor) else None
@@ -186,7 +75,7 @@ def record_switch(
         Body(name.replace(" ", "_"), body.level.graph, tuple(1 + at for at in own))
         for name, body, own in zip(names, bodies, places, strict=True)
     ]
-    op = Switch(what, made, run)
+    op = Switch(what, made, batching)
     found = call(op, trace, [inner, *tensors], numbers, [r for r in results if r is not None])
     return filled(bodies[0], found)
 
@@ -210,7 +99,7 @@ def _trace() -> TraceLevel:
 
 def as_traced(leaf: Any, trace: TraceLevel) -> Any:
     """A leaf of a carry as a tensor of the trace; what is neither tensor nor number is kept."""
-    if isinstance(leaf, bool | int | float | complex):
+    if is_number(leaf):
         leaf = torch.tensor(leaf)
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -222,12 +111,22 @@ def as_traced(leaf: Any, trace: TraceLevel) -> Any:
 
 
 class Carry:
-    """The carry of a loop that is recorded: which leaves are tensors, and their layouts."""
+    """The carry of a loop that is recorded: which leaves are tensors, and their layouts.
+
+    What is a number at first (NOTE [numbers among results] in ``outputs``) is one for the body
+    until a step has shown of what dtype the results in its place are.
+
+    Attributes:
+        leaves: the first carry, flat.
+        spec: its structure.
+        numbers: the leaves that are numbers, by their places.
+    """
 
     def __init__(self, trace: TraceLevel, init: Any) -> None:
         self.trace = trace
-        self.leaves, self.spec = pytrees.flatten(init)
-        self.leaves = [as_traced(leaf, trace) for leaf in self.leaves]
+        leaves, self.spec = pytrees.flatten(init)
+        self.numbers = {i: leaf for i, leaf in enumerate(leaves) if is_number(leaf)}
+        self.leaves = [leaf if is_number(leaf) else as_traced(leaf, trace) for leaf in leaves]
         self.needed = [needed_layers(leaf) for leaf in self.leaves]
 
     def inputs(self) -> list[Any]:
@@ -243,6 +142,33 @@ class Carry:
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return optree.tree_unflatten(self.spec, leaves)
+
+    def given(self, tensors: Sequence[Any]) -> Any:
+        """The same, with the numbers that were given in their places."""
+        leaves = pytrees.flatten(self.tree(tensors))[0]
+        return optree.tree_unflatten(
+            self.spec, [self.numbers.get(i, leaf) for i, leaf in enumerate(leaves)]
+        )
+
+    def settled(self, body: TracedBody) -> bool:
+        """Whether all numbers are of the types that a body returned in their places.
+
+        Those that were not are now, and the body is to be traced with them. What the body returned
+        is then made tensors.
+        """
+        same = True
+        for i, number in self.numbers.items():
+            dtype = common_dtype((number, body.leaves[i]))
+            known = self.leaves[i]
+            if not isinstance(known, torch.Tensor) or known.dtype is not dtype:
+                self.leaves[i] = as_traced(torch.full((), number, dtype=dtype), self.trace)
+                self.needed[i] = needed_layers(self.leaves[i])
+                same = False
+        if same:
+            rest = body.leaves[len(self.leaves) :]
+            body.settle([getattr(leaf, "dtype", None) for leaf in self.leaves]
+                        + [common_dtype((leaf,)) for leaf in rest])  # fmt: skip
+        return same
 
     def widened(self, needed: Sequence[dict[int, Any]]) -> bool:
         """Takes over what a body's results need; whether that is more than was known."""
@@ -274,20 +200,19 @@ def along_first(x: Any) -> Any:
 def stacked_result(one: Result, size: Any, trace: TraceLevel) -> Result:
     """What is known of the stacked results of all steps, from those of one."""
     value = one.value
-    like = trace.fake_like(value, *_stacked_shape(value, size))
-    layers = [
-        Layer(layer.level, None if layer.bdim is None else layer.bdim + 1)
-        for layer in one.wrapping.layers
-    ]
-    return Result(like, Wrapping(tuple(layers)))
-
-
-def _stacked_shape(value: torch.Tensor, size: Any) -> tuple[list[Any], list[Any]]:
     shape = [size, *value.shape]
-    strides: list[Any] = [1] * len(shape)
-    for i in reversed(range(len(shape) - 1)):
-        strides[i] = strides[i + 1] * shape[i + 1]
-    return shape, strides
+    like = trace.fake_like(value, shape, contiguous_strides(shape))
+    return Result(like, _one_dim_in(one.wrapping))
+
+
+def _one_dim_in(wrapping: Wrapping) -> Wrapping:
+    """The layout of physical values with one more dim in front."""
+    return Wrapping(
+        tuple(
+            Layer(layer.level, None if layer.bdim is None else layer.bdim + 1)
+            for layer in wrapping.layers
+        )
+    )
 
 
 def record_scan(
@@ -313,11 +238,14 @@ def record_scan(
         body = TracedBody(trace, run, [*inputs, *slices])
         new, ys = body.out
         check_carried(what, ("the carry", "the carry that the function returns"),
-                      (carry.tree(inputs), new), advice)  # fmt: skip
+                      (carry.given(inputs), new), advice)  # fmt: skip
+        if not carry.settled(body):
+            continue
         needed = body.batched()
         if not carry.widened(needed[: len(carry.leaves)]):
             break
-    y_leaves, y_spec = pytrees.flatten(ys)
+    y_spec = pytrees.structure_of(ys)
+    y_leaves = body.leaves[len(carry.leaves) :]
     y_wrappings = [
         common([needs]) if isinstance(leaf, torch.Tensor) else None
         for leaf, needs in zip(y_leaves, needed[len(carry.leaves) :], strict=True)
@@ -334,23 +262,27 @@ def record_scan(
     found = call(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
     rest = iter(found[len(kept) :])
     ys_found = [
-        next(rest).movedim(0, dim) if isinstance(x, torch.Tensor) else None for x in y_leaves
+        next(rest).movedim(0, stacked_dim(x.dim(), dim)) if isinstance(x, torch.Tensor) else None
+        for x in y_leaves
     ]
     return carry.tree(found[: len(kept)]), optree.tree_unflatten(y_spec, ys_found)
 
 
 def record_while(
     what: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any,
-    unseen: Callable[[Any, Any, Any], Any], run: Callable[..., Any], advice: str,
+    unseen: Callable[[Any, Any, Any], Any], checkpoint: Checkpoint, advice: str,
 ) -> Any:  # fmt: skip
     """Records a loop: one node, whatever the number of its steps."""
+    names = ("the carry", "what the body returns")
     trace = _trace()
     carry = Carry(trace, init)
     while True:
         inputs = carry.inputs()
         tree = carry.tree(inputs)
         body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs)
-        check_carried(what, ("the carry", "what the body returns"), (tree, body.out), advice)
+        check_carried(what, names, (carry.given(inputs), body.out), advice)
+        if not carry.settled(body):
+            continue
         condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs)
         needed = condition.batched()[0]
         if any(layer.bdim is not None for layer in needed.values()):
@@ -364,5 +296,53 @@ def record_while(
         Body(name, traced.level.graph, own)
         for name, traced, own in zip(("condition", "body"), (condition, body), places, strict=True)
     ]
-    op = While(what, made, len(inputs), run)
+    op = While(what, made, len(inputs), checkpoint)
     return carry.tree(call(op, trace, [*inputs, *tensors], numbers, results))
+
+
+ELEMENTS = ("the elements", "what the function returns")
+
+
+def record_associative_scan(
+    fn: Callable[[Any, Any], Any], elems: Any, axes: Sequence[int], reverse: bool, advice: str
+) -> Any:
+    """Records an associative scan: one node, whatever its length.
+
+    Args:
+        fn: combines two slices.
+        elems: what it goes along.
+        axes: the dim to go along, of each leaf.
+        reverse: whether it goes from the end.
+        advice: what errors say is to be done.
+    """
+    what = "associative_scan"
+    trace = _trace()
+    leaves, spec = pytrees.flatten(elems)
+    moved = [as_traced(x, trace).movedim(at, 0) for x, at in zip(leaves, axes, strict=True)]
+    if reverse:
+        moved = [x.flip(0) for x in moved]
+    one = Carry(trace, [along_first(x).select(0, 0) for x in moved])
+    while True:
+        slices = one.inputs()
+        body = TracedBody(
+            trace,
+            lambda *both: fn(
+                optree.tree_unflatten(spec, both[: len(leaves)]),
+                optree.tree_unflatten(spec, both[len(leaves) :]),
+            ),
+            [*slices, *slices],
+        )
+        check_carried(what, ELEMENTS, (optree.tree_unflatten(spec, slices), body.out), advice)
+        body.settle([x.dtype for x in slices])
+        if not one.widened(body.batched()):
+            break
+    wrappings = [w for w in one.wrappings() if w is not None]
+    results = [r for r in body.end(wrappings) if r is not None]
+    size = moved[0].shape[0]
+    along = [arranged(x, _one_dim_in(w)) for x, w in zip(moved, wrappings, strict=True)]
+    tensors, numbers, places = operands_of([body], 2 * len(leaves))
+    op = AssociativeScan(what, [Body("combine", body.level.graph, places[0])], len(leaves))
+    stacked = [stacked_result(r, size, trace) for r in results]
+    found = call(op, trace, [*along, *tensors], numbers, stacked)
+    done = [x.flip(0) for x in found] if reverse else found
+    return optree.tree_unflatten(spec, [x.movedim(0, at) for x, at in zip(done, axes, strict=True)])

@@ -14,17 +14,26 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.bodies import current_trace
-from tsfunc.transforms.control.outputs import check_carried, none_stacked, slice_like
-from tsfunc.transforms.control.programs import record_scan
+from tsfunc.transforms.control.arguments import also_called, check_callable
+from tsfunc.transforms.control.outputs import (
+    check_carried,
+    none_stacked,
+    slice_like,
+    stacked_dim,
+)
+from tsfunc.transforms.control.prefixes import prefixes
+from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
 from tsfunc.transforms.outlines import eval_shape
 from tsfunc.transforms.vmap import vmap
 
+_ONE_TYPE = "They must have one type."
 _ADVICE = (
     "The carry keeps its structure, types and shapes from step to step: convert what the function "
     "returns first (x.to(dtype)), or start with what it returns."
 )
 
 
+@also_called(combine_fn="f")
 def scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
     init: Any,
@@ -42,10 +51,11 @@ def scan(
             same type, and a pytree of results.
         init: the first carry, any pytree.
         xs: a pytree of tensors, which have the same size in ``dim``; or None.
-        length: how many steps; needed where there is no ``xs``.
+        length: how many steps; needed where there is no tensor in ``xs``.
         reverse: whether to begin with the last slice. Results stand where their slices did.
         unroll: in a program, how many steps one turn of its loop has; elsewhere of no effect.
-        dim: the dim of ``xs`` to go along, and of the stacked results.
+        dim: the dim of ``xs`` to go along, and of the stacked results; a result of a step that
+            has fewer dims is stacked along a new first dim.
 
     Returns:
         The last carry, and the results, stacked.
@@ -61,24 +71,26 @@ def scan(
         >>> scan(lambda total, x: (total + x, total + x), torch.tensor(0), torch.arange(4))
         (tensor(6), tensor([0, 1, 3, 6]))
 
-    As ``jax.lax.scan``; ``dim`` is ``torch``'s.
+    As ``jax.lax.scan``; ``dim`` is ``torch``'s, and so is the name ``combine_fn`` for ``f``.
     """
-    leaves, spec = pytrees.flatten(xs)
-    if xs is None:
-        leaves = []
+    check_callable("scan", f=f)
+    every, spec = pytrees.flatten(xs)
+    leaves = [leaf for leaf in every if leaf is not None]
     count = _length("scan", leaves, length, dim)
     none = isinstance(count, int) and count == 0  # a symbolic size is not asked
     if current_trace() is not None and not none:
         return record_scan("scan", f, init, xs, length, reverse, dim, _ADVICE)
-    slices = [_slices("scan", leaf, dim) for leaf in leaves]
+    slices = [None if leaf is None else leaf.unbind(dim) for leaf in every]
     step = Step("scan", f)
     carry, ys = init, []
     for i in reversed(range(count)) if reverse else range(count):
-        x = optree.tree_unflatten(spec, [part[i] for part in slices]) if leaves else None
+        x = optree.tree_unflatten(spec, [None if part is None else part[i] for part in slices])
         carry, y = step(carry, x)
         ys.append(y)
     if none:
-        x = optree.tree_unflatten(spec, [slice_like(x, dim) for x in leaves]) if leaves else None
+        x = optree.tree_unflatten(
+            spec, [None if leaf is None else slice_like(leaf, dim) for leaf in every]
+        )
         return init, none_stacked(eval_shape(step, init, x)[1], dim)
     if reverse:
         ys.reverse()
@@ -133,10 +145,6 @@ def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> i
     return sizes[0]
 
 
-def _slices(what: str, leaf: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
-    return leaf.unbind(dim)
-
-
 def stacked(ys: Sequence[Any], dim: int) -> Any:
     """Results of the steps as one pytree, their tensors stacked."""
     flat = [pytrees.flatten(y) for y in ys]
@@ -147,7 +155,8 @@ def stacked(ys: Sequence[Any], dim: int) -> Any:
 def _stack(column: Sequence[Any], dim: int) -> Any:
     if all(leaf is None for leaf in column):
         return None
-    return torch.stack([torch.as_tensor(leaf) for leaf in column], dim)
+    tensors = [torch.as_tensor(leaf) for leaf in column]
+    return torch.stack(tensors, stacked_dim(tensors[0].dim(), dim))
 
 
 def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = None) -> Any:
@@ -174,6 +183,7 @@ def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = Non
 
     As ``jax.lax.map``; further ``args`` are those of ``torch``'s ``map``.
     """
+    check_callable("map", f=f)
     if batch_size is not None:
         if batch_size < 1:
             raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
@@ -182,11 +192,13 @@ def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = Non
     return scan(lambda carry, x: (carry, f(x, *args)), None, xs)[1]
 
 
+@also_called(combine_fn="fn", xs="elems")
 def associative_scan(
     fn: Callable[[Any, Any], Any],
     elems: Any,
     reverse: bool | int = False,
-    axis: int = 0,
+    axis: int | bool = 0,
+    combine_mode: str | None = None,
     *,
     dim: int | None = None,
 ) -> Any:
@@ -199,14 +211,15 @@ def associative_scan(
         elems: a pytree of tensors, which have the same size in ``axis``.
         reverse: whether to combine from the right.
         axis: the dim to go along.
-        dim: the same by torch's name, which also takes ``fn`` as torch does: as a function of
-            single slices. So does an int in the third place.
+        combine_mode: torch's "pointwise" or "generic", which ask for torch's meaning of ``fn``, a
+            function of single slices; both run in one way.
+        dim: the same as ``axis`` by torch's name, with torch's meaning of ``fn``.
 
     Returns:
         What has the structure of ``elems``: at each place the combination of all up to it.
 
     Raises:
-        ValueError: sizes differ.
+        ValueError: sizes differ; ``combine_mode`` is neither.
         TypeCheckError: ``fn`` returns another type than it takes.
 
     Example:
@@ -216,60 +229,56 @@ def associative_scan(
         tensor([ 1,  2,  6, 24])
 
     As ``jax.lax.associative_scan``: Blelloch, "Prefix sums and their applications" (1990).
+    ``torch``'s order is taken too, with the dim in the third place and ``reverse`` in the fourth,
+    and so are its names ``combine_fn`` and ``xs``.
     """
+    check_callable("associative_scan", fn=fn)
+    if combine_mode not in (None, "pointwise", "generic"):
+        raise ValueError(
+            f'associative_scan: combine_mode must be "pointwise" or "generic", got '
+            f"{combine_mode!r}."
+        )
     if type(reverse) is int:
-        dim, reverse = reverse, False
-    if dim is not None:
-        fn, axis = vmap(fn, in_dims=dim, out_dims=dim), dim
+        dim, reverse = reverse, bool(axis)
+    if dim is None and combine_mode is not None:
+        dim = int(axis)
+    at = int(axis) if dim is None else dim
     leaves, spec = pytrees.flatten(elems)
-    size = _length("associative_scan", leaves, None, axis)
-    axes = [axis % leaf.dim() for leaf in leaves]
+    size = _length("associative_scan", leaves, None, at)
+    axes = [at % leaf.dim() for leaf in leaves]
+    if current_trace() is not None and not (isinstance(size, int) and size < 2):
+        one = fn if dim is not None else _of_slices(fn, at)
+        return record_associative_scan(one, elems, axes, bool(reverse), _ONE_TYPE)
+    if dim is not None:
+        fn = vmap(fn, in_dims=dim, out_dims=dim)
     if reverse:
         leaves = [leaf.flip(at) for leaf, at in zip(leaves, axes, strict=True)]
 
     def combine(left: Sequence[Any], right: Sequence[Any]) -> Sequence[Any]:
         operands = optree.tree_unflatten(spec, left), optree.tree_unflatten(spec, right)
         found = fn(*operands)
-        names = ("the elements", "what the function returns")
-        check_carried("associative_scan", names, (operands[0], found), "They must have one type.")
+        check_carried("associative_scan", ELEMENTS, (operands[0], found), _ONE_TYPE)
         return pytrees.flatten(found)[0]
 
-    done = _prefixes(combine, leaves, axes, size)
+    done = prefixes(combine, leaves, axes, size)
     if reverse:
         done = [leaf.flip(at) for leaf, at in zip(done, axes, strict=True)]
     return optree.tree_unflatten(spec, list(done))
 
 
-Combine = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+def _of_slices(fn: Callable[[Any, Any], Any], axis: int) -> Callable[[Any, Any], Any]:
+    """A function of single slices, by one that combines them place by place."""
+
+    def one(left: Any, right: Any) -> Any:
+        trees = [pytrees.tree_map(lambda x: _with_dim(x, axis), tree) for tree in (left, right)]
+        return pytrees.tree_map(lambda x: _without_dim(x, axis), fn(*trees))
+
+    return one
 
 
-def _prefixes(
-    combine: Combine, leaves: Sequence[torch.Tensor], axes: Sequence[int], size: int
-) -> Sequence[torch.Tensor]:
-    """Pairs are combined, their prefixes found, and those of the places between from these."""
-    if size < 2:
-        return leaves
-
-    def every(parts: Sequence[torch.Tensor], start: int, stop: int, step: int) -> list[Any]:
-        return [
-            part[(slice(None),) * at + (slice(start, stop, step),)]
-            for part, at in zip(parts, axes, strict=True)
-        ]
-
-    pairs = combine(every(leaves, 0, size - 1, 2), every(leaves, 1, size, 2))
-    odd = _prefixes(combine, pairs, axes, size // 2)
-    first = every(leaves, 0, 1, 1)
-    if size > 2:
-        before = every(odd, 0, (size - 1) // 2, 1)
-        rest = combine(before, every(leaves, 2, size, 2))
-        even = [torch.cat(two, at) for *two, at in zip(first, rest, axes, strict=True)]
-    else:
-        even = first
-    return [_interleaved(a, b, at, size) for a, b, at in zip(even, odd, axes, strict=True)]
+def _with_dim(x: torch.Tensor, axis: int) -> torch.Tensor:
+    return x.unsqueeze(axis)
 
 
-def _interleaved(even: torch.Tensor, odd: torch.Tensor, at: int, size: int) -> torch.Tensor:
-    """The entries of two tensors in turn along a dim; the first may have one more."""
-    count = size // 2
-    both = torch.stack([even.narrow(at, 0, count), odd], at + 1).flatten(at, at + 1)
-    return both if size % 2 == 0 else torch.cat([both, even.narrow(at, count, 1)], at)
+def _without_dim(x: Any, axis: int) -> Any:
+    return x.squeeze(axis) if isinstance(x, torch.Tensor) and x.dim() else x

@@ -1,0 +1,140 @@
+"""Control flow inside of control flow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tsfunc import cond, fori_loop, grad, jacfwd, jacrev, scan, specialize, switch, vmap, while_loop
+from tsfunc.bridge.bodies import BodyLevel
+from tsfunc.bridge.lanes import LaneLevel
+
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
+
+
+def triangle(n: torch.Tensor) -> Any:
+    """Counts the pairs (i, j) with j <= i < n."""
+
+    def row(i: Any, count: Any) -> Any:
+        return while_loop(lambda s: s[0] <= i, lambda s: (s[0] + 1, s[1] + 1), (0, count))[1]
+
+    return while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, row(s[0], s[1])), (0, 0))[1]
+
+
+@WRAPS
+def test_a_loop_in_a_loop(wrap: Any) -> None:
+    for size in (0, 1, 3, 4):
+        assert wrap(triangle)(torch.tensor(size)) == size * (size + 1) // 2
+    n = torch.tensor([4, 0, 3, 1])
+    torch.testing.assert_close(wrap(vmap(triangle))(n), n * (n + 1) // 2)
+    torch.testing.assert_close(vmap(wrap(triangle))(n), n * (n + 1) // 2)
+
+
+@WRAPS
+def test_an_inner_loop_begins_anew_in_every_turn_of_each_example(wrap: Any) -> None:
+    def f(a: torch.Tensor, b: torch.Tensor) -> Any:
+        def turn(state: Any) -> Any:
+            value, i = state
+            inner = while_loop(
+                lambda s: s[1] < b + 1, lambda s: (s[0] + i + s[1], s[1] + 1), (value, 0)
+            )
+            return inner[0], i + 1
+
+        return while_loop(lambda s: s[1] < a + 1, turn, (0, 0))[0]
+
+    n = torch.arange(5)
+    expected = [sum(i + j for i in range(k + 1) for j in range(k + 1)) for k in range(5)]
+    assert wrap(vmap(f))(n, n).tolist() == expected
+
+
+@WRAPS
+def test_a_branch_in_a_branch(wrap: Any) -> None:
+    def f(x: torch.Tensor) -> Any:
+        return cond(x < 2, lambda: 2 * x, lambda: cond(x < 5, lambda: 3 * x, lambda: x * x))
+
+    x = torch.tensor([1.0, 3.0, 6.0])
+    expected = torch.tensor([2.0, 9.0, 36.0])
+    torch.testing.assert_close(torch.stack([wrap(f)(one) for one in x]), expected)
+    torch.testing.assert_close(wrap(vmap(f))(x), expected)
+    torch.testing.assert_close(wrap(vmap(grad(f)))(x), torch.tensor([2.0, 3.0, 12.0]))
+    torch.testing.assert_close(wrap(vmap(grad(grad(f))))(x), torch.tensor([0.0, 0.0, 2.0]))
+
+
+@WRAPS
+def test_branches_in_steps_in_branches(wrap: Any) -> None:
+    def f(x: torch.Tensor) -> Any:
+        def step(carry: Any, row: torch.Tensor) -> Any:
+            new = switch((row > 0).long(), [lambda: carry * row, lambda: carry + row.sin()])
+            return new, new * x
+
+        def down() -> Any:
+            total, ys = scan(step, x, torch.tensor([0.5, -1.5, 2.0]))
+            return fori_loop(0, 2, lambda i, c: c * total, total) + ys.sum()
+
+        return cond(x > 0, down, lambda: x.cos())
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        if x <= 0:
+            return x.cos()
+        c, ys = x, []
+        for row in (0.5, -1.5, 2.0):
+            c = c + torch.tensor(row).sin() if row > 0 else c * row
+            ys.append(c * x)
+        return c**3 + torch.stack(ys).sum()
+
+    x = torch.tensor([0.7, -0.3, 1.2])
+    for ours, theirs in ((f, plain), (grad(f), grad(plain)), (grad(grad(f)), grad(grad(plain)))):
+        expected = torch.stack([theirs(one) for one in x])
+        torch.testing.assert_close(torch.stack([wrap(ours)(one) for one in x]), expected)
+        torch.testing.assert_close(wrap(vmap(ours))(x), expected)
+
+
+def _by_tensor(x: torch.Tensor) -> Any:
+    return cond(x.sum() > 0, lambda: x.sin() * x[0], lambda: x.cos())
+
+
+def _by_floor(x: torch.Tensor) -> Any:
+    # Floor division has no formula for tangents, so forward mode is two passes backward.
+    return switch((x.sum() // 1).to(torch.int32), [lambda: 3 * x, lambda: x.sin()])
+
+
+def _by_steps(x: torch.Tensor) -> Any:
+    return while_loop(lambda y: y.sum() < 8, lambda y: y * y + x, x)
+
+
+@pytest.mark.parametrize("f", [_by_tensor, _by_floor, _by_steps])
+def test_jacobians_of_traced_control_flow(f: Any) -> None:
+    x = torch.tensor([1.3, 0.4], dtype=torch.float64)
+    expected = torch.autograd.functional.jacobian(f, x)
+    for jacobian in (jacrev, jacfwd):
+        torch.testing.assert_close(specialize(jacobian(f))(x), expected)
+        torch.testing.assert_close(jacobian(specialize(f))(x), expected)
+        batch = torch.stack([x, x * 2])
+        every = torch.stack([torch.autograd.functional.jacobian(f, one) for one in batch])
+        torch.testing.assert_close(specialize(vmap(jacobian(f)))(batch), every)
+    second = torch.autograd.functional.hessian(lambda x: f(x).sum(), x)
+    torch.testing.assert_close(specialize(jacrev(jacrev(lambda x: f(x).sum())))(x), second)
+    torch.testing.assert_close(specialize(jacfwd(jacrev(lambda x: f(x).sum())))(x), second)
+
+
+def test_a_level_in_the_place_of_another_has_every_slot_of_it() -> None:
+    seen = []
+
+    def look(x: torch.Tensor) -> Any:
+        seen.extend(_stand_ins())
+        return x
+
+    vmap(lambda x: cond(x > 0, look, torch.neg, x))(torch.tensor([1.0, -1.0]))
+    specialize(lambda x: cond(x > 0, look, torch.neg, x))(torch.tensor(1.0))
+    assert {type(level) for level in seen} == {LaneLevel, BodyLevel}
+    for level in seen:
+        names = {name for cls in type(level).__mro__ for name in cls.__dict__.get("__slots__", ())}
+        assert {name for name in names if not hasattr(level, name)} == set()
+
+
+def _stand_ins() -> list[Any]:
+    from tsfunc.dispatch.state import tls
+
+    return [level for level in tls.state.levels if isinstance(level, LaneLevel | BodyLevel)]

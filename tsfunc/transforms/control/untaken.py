@@ -1,0 +1,115 @@
+"""The types of branches that are not taken, which a call of a known choice would never see.
+
+They are looked at once for branches and types of operands: the others are run on values without
+data, and what they return must have the type of what the taken one did. A branch that can't be run
+so (it reads data, or fails for values that are not meant for it) is left unchecked.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from types import CellType
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.dispatch import current_levels
+from tsfunc.transforms.control.outputs import check_branches, common_dtype, is_number
+from tsfunc.transforms.outlines import without_data
+
+_Dtypes = Sequence[torch.dtype | None]
+
+# For the code of the first branch: the calls that were looked at, by the codes of the others and
+# the types of the operands; and the dtypes of results for which a branch returns a number.
+_seen: Final[WeakKeyDictionary[Any, dict[Any, _Dtypes]]] = WeakKeyDictionary()
+_EMPTY: Final = CellType()
+_MOST: Final = 64  # types of operands for each; beyond it nothing more is looked at
+
+
+def checked(
+    what: str,
+    names: Sequence[str],
+    branches: Sequence[Callable[..., Any]],
+    operands: Sequence[Any],
+    taken: int,
+    out: Any,
+) -> Any:
+    """What the taken branch returned, once the others are seen to return the same types.
+
+    Inside of transforms they are not looked at: the values that a branch closes over may be theirs.
+
+    Args:
+        what: the operator.
+        names: what errors call the branches.
+        branches: all of them.
+        operands: their arguments.
+        taken: which was taken.
+        out: what it returned.
+
+    Returns:
+        The same, with its numbers as tensors: NOTE [numbers among results] in ``outputs``.
+
+    Raises:
+        TypeCheckError: a branch returns another type; the message has both.
+    """
+    dtypes = () if current_levels() else _looked_at(what, names, branches, operands, taken, out)
+    leaves, spec = pytrees.flatten(out)
+    if not any(map(is_number, leaves)):
+        return out
+    found = [
+        torch.full((), leaf, dtype=dtype) if is_number(leaf) else leaf
+        for leaf, dtype in itertools.zip_longest(leaves, dtypes)
+    ]
+    return pytrees.unflatten(spec, found)
+
+
+def _looked_at(
+    what: str,
+    names: Sequence[str],
+    branches: Sequence[Callable[..., Any]],
+    operands: Sequence[Any],
+    taken: int,
+    out: Any,
+) -> _Dtypes:
+    codes = [_code(branch) for branch in branches]
+    flat, tree = pytrees.flatten(tuple(operands))
+    try:
+        seen = _seen.setdefault(codes[0], {})
+        surroundings = [_key(value) for branch in branches for value in _closed_over(branch)]
+        key = (*map(id, codes[1:]), tree, *[_key(leaf) for leaf in flat], *surroundings)
+        known = seen.get(key)
+    except TypeError:  # a callable that can't be referred to weakly
+        return ()
+    if known is not None or len(seen) == _MOST:
+        return known or ()
+    every = [pytrees.flatten(out)[0]]
+    for i, branch in enumerate(branches):
+        if i != taken:
+            try:
+                other = without_data(what, branch, operands)
+            except Exception:
+                continue
+            called = (f"what {names[taken]} returns", f"what {names[i]} returns")
+            check_branches(what, called, (out, other))
+            every.append(pytrees.flatten(other)[0])
+    seen[key] = [common_dtype(column) for column in zip(*every, strict=True)]
+    return seen[key]
+
+
+def _code(branch: Any) -> Any:
+    while isinstance(branch, functools.partial):
+        branch = branch.func
+    return getattr(branch, "__code__", branch)
+
+
+def _closed_over(branch: Any) -> list[Any]:
+    cells = getattr(branch, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != _EMPTY]
+
+
+def _key(leaf: Any) -> Any:
+    return (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf)
