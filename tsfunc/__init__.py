@@ -24,6 +24,7 @@ from tsfunc.transforms.control.scan import associative_scan, scan
 from tsfunc.transforms.control.scan import map as map  # not in __all__: it would hide Python's
 from tsfunc.transforms.custom import custom_jvp, custom_vjp, custom_vmap
 from tsfunc.transforms.explain import CallReport, explain
+from tsfunc.transforms.files import load
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
 from tsfunc.transforms.linear import hvp, linear_transpose, stop_gradient
@@ -69,6 +70,7 @@ __all__ = [
     "jvp",
     "linear_transpose",
     "linearize",
+    "load",
     "make_graph",
     "ops",
     "pmax",

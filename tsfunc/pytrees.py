@@ -126,17 +126,47 @@ def _has_become_container(value: Any) -> bool:
         return True
     if any(adopt(kind) for adopt in _adopters):
         return True
-    if (
-        not dataclasses.is_dataclass(value)
-        or kind.__new__ is not object.__new__
-        or isinstance(value, torch.nn.Module)
-        or not _holds_tensors(value, set())
-    ):
+    if not _can_be_container(kind) or not _holds_tensors(value, set()):
         return False
     if kind in _taken_in:  # met inside of the leaf
         return True
-    optree.register_pytree_node(kind, _parts_of, _Rebuild(type(value)), namespace=NAMESPACE)
+    optree.register_pytree_node(kind, _parts_of, _Rebuild(kind), namespace=NAMESPACE)
     return True
+
+
+def _can_be_container(kind: type) -> bool:
+    """Whether instances of a class can be NOTE [dataclasses as containers]."""
+    return (
+        dataclasses.is_dataclass(kind)
+        and kind.__new__ is object.__new__
+        and not issubclass(kind, torch.nn.Module)
+    )
+
+
+def parts_of_dataclass(value: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The children of a container that is a dataclass, and what else it has; None for others."""
+    if type(value) not in _taken_in or not isinstance(_entry_of(type(value)), _Rebuild):
+        return None
+    children, shape, names = _parts_of(value)
+    return dict(zip(names, children, strict=True)), shape.kept
+
+
+def dataclass_of_parts(kind: type, children: dict[str, Any], kept: dict[str, Any]) -> Any:
+    """The instance of a dataclass that has these parts; None where the class is no container."""
+    with _lock:
+        if kind not in _taken_in and _can_be_container(kind) and _entry_of(kind) is None:
+            optree.register_pytree_node(kind, _parts_of, _Rebuild(kind), namespace=NAMESPACE)
+            _taken_in.add(kind)
+    rebuild = _entry_of(kind)
+    if not isinstance(rebuild, _Rebuild):
+        return None
+    return rebuild(_Shape(tuple(children), kept), tuple(children.values()))
+
+
+def _entry_of(kind: type) -> Any:
+    """What makes instances of a class that optree knows; None without."""
+    entry = _registered_elsewhere(kind, len(_registry))
+    return None if entry is None else entry.unflatten_func
 
 
 @functools.lru_cache(maxsize=256)

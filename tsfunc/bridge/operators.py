@@ -237,6 +237,10 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
     name = overload._schema.name.removeprefix("aten::")
     if overload.namespace != "aten" or name in _OVERLOAD_ONLY:
         return overload._op
+    # Left out, the Python function takes it for 0 (none), whatever the schema's default is.
+    at = _place_of(overload, "reduction")
+    if at is not None and len(args) <= at and "reduction" not in kwargs:
+        return overload._op
     numbers = sum(1 for arg in args if isinstance(arg, int | float) and not isinstance(arg, bool))
     if numbers > 1 and len(args) > 2:
         return overload._op
@@ -245,6 +249,13 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
         if isinstance(found, type(torch.sin)):
             return found
     return overload._op
+
+
+@functools.cache
+def _place_of(overload: OpOverload, name: str) -> int | None:
+    """Where in an overload's schema an argument of a name stands."""
+    names = [argument.name for argument in overload._schema.arguments]
+    return names.index(name) if name in names else None
 
 
 # Python functions of these names are not the operators of the same names.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import optree
 
 from tsfunc.bridge.tracer import Tracer
+from tsfunc.program.forms import CallForm
 from tsfunc.program.program import Program
 from tsfunc.program.reach import Reach
 
@@ -35,6 +36,7 @@ class Entry:
         reach: the same without a look at the arguments that are no objects.
         reason: the call that it was made for.
         signature: what that has in common with calls of other sizes.
+        form: what is taken for granted of the arguments.
     """
 
     program: Program
@@ -43,6 +45,7 @@ class Entry:
     reach: Reach
     reason: str
     signature: Any
+    form: CallForm
 
 
 class Cache:

@@ -101,7 +101,7 @@ class FirstCall:
         self.flat, self.tree, self.ambient = flat, tree, settings()
         args, kwargs = arguments
         self.parameters = target.signature
-        self.places = _places(target.signature, len(flat), tree)
+        self.places = places_of(target.signature, len(flat), tree)
         bound = target.signature.bind(*args, **kwargs).arguments
         self.contract, self.bindings = target.contract(bound)
 
@@ -150,7 +150,7 @@ class FirstCall:
             [f"{spec.name}: {short_text(spec)}" for spec in inputs]
             + [f"{place.text}: {tensor_text(x.dtype, x.shape)}" for x, place in held.inputs]
         )
-        entry = Entry(program, self.tree, accepts, reach, reason, self.signature(inputs))
+        entry = Entry(program, self.tree, accepts, reach, reason, self.signature(inputs), form)
         return entry, held.facts.values
 
     def signature(self, inputs: Sequence[InputSpec]) -> Any:
@@ -160,16 +160,7 @@ class FirstCall:
     def descriptors(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
         """Descriptors of just the calls that a program for these inputs is made for."""
         leaves = [type(value) if is_instance(value) else value for value in self.flat]
-        for spec in inputs:
-            leaves[spec.position] = MetaTensorType(
-                list(spec.dims),
-                dtype=spec.example.dtype,
-                device=spec.example.device,
-                requires_grad=spec.example.requires_grad,
-                layout=spec.example.layout,
-            )
-        args, kwargs = optree.tree_unflatten(self.tree, leaves)
-        return dict(self.parameters.bind(*args, **kwargs).arguments)
+        return described(leaves, inputs, self.tree, self.parameters)
 
     def _instances(self) -> Instances:
         instances = Instances(self.name, self.closure)
@@ -184,7 +175,27 @@ class FirstCall:
         return instances
 
 
-def _places(
+def described(
+    leaves: Sequence[Any],
+    inputs: Sequence[InputSpec],
+    tree: optree.PyTreeSpec,
+    parameters: inspect.Signature,
+) -> dict[str, Any]:
+    """Descriptors by parameter name of flattened arguments, tensors as these inputs are."""
+    flat = list(leaves)
+    for spec in inputs:
+        flat[spec.position] = MetaTensorType(
+            list(spec.dims),
+            dtype=spec.example.dtype,
+            device=spec.example.device,
+            requires_grad=spec.example.requires_grad,
+            layout=spec.example.layout,
+        )
+    args, kwargs = optree.tree_unflatten(tree, flat)
+    return dict(parameters.bind(*args, **kwargs).arguments)
+
+
+def places_of(
     signature: inspect.Signature, count: int, tree: optree.PyTreeSpec
 ) -> dict[int, tuple[Any, ...]]:
     """For each flattened argument its path from a parameter."""

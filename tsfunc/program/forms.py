@@ -17,7 +17,7 @@ from tsfunc.dispatch import state
 from tsfunc.program.guards import guard_lines
 from tsfunc.program.holding import is_instance
 from tsfunc.program.inputs import InputSpec
-from tsfunc.types import Dim
+from tsfunc.types import Dim, DimExpr
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +59,57 @@ def form_of_call(
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
     return CallForm(tree, leaves, specs, dict(bounds), ambient)
+
+
+def example_call(
+    form: CallForm, sizes: Mapping[str, int], requires_grad: bool | None = None
+) -> list[Any]:
+    """The flattened arguments of a call that is much like those of a form, without data.
+
+    Args:
+        form: what calls have in common.
+        sizes: for some of the named dims the size; the others are as in the form's own call.
+        requires_grad: whether the tensors do; None: as in the form's own call.
+    """
+    flat = list(form.leaves)
+    named = {
+        dim.name: size
+        for spec in form.inputs
+        for dim, size in zip(spec.dims, spec.example.shape, strict=True)
+        if isinstance(dim, Dim)
+    }
+    named = {**named, **sizes}
+    fake = Symbols({}).fake
+    for spec in form.inputs:
+        shape = [
+            named[dim.name]
+            if isinstance(dim, Dim)
+            else dim.evaluate(named)
+            if isinstance(dim, DimExpr)
+            else dim
+            for dim in spec.dims
+        ]
+        wanted = spec.example.requires_grad if requires_grad is None else requires_grad
+        flat[spec.position] = _at_shape(spec.example, shape, wanted, fake)
+    return flat
+
+
+def _at_shape(
+    example: torch.Tensor,
+    shape: Sequence[Any],
+    requires_grad: bool,
+    fake: AbstractContextManager[Any],
+) -> torch.Tensor:
+    """A tensor like another, of other sizes and the same order of strides."""
+    order = sorted(range(len(shape)), key=lambda d: (example.stride(d), -d))
+    strides, step = [0] * len(shape), 1
+    for d in order:
+        strides[d] = step
+        step *= max(1, shape[d])
+    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
+        made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+        can = made.is_floating_point() or made.is_complex()
+        return made.requires_grad_() if requires_grad and can else made
 
 
 @dataclass(frozen=True)

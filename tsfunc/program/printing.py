@@ -50,19 +50,24 @@ def _lines(
     for node in graph.nodes:
         if node.op == "get_attr":
             yield f"# {node.target}: {known[node.name]}"
-    last: Place | None = None
+    last: Place | str | None = None
     for statement in statements(graph, inputs, names_of(name, graph, lifted), updates):
         node = statement.node
         place = node.meta.get("place") if node is not None else None
         if place is not None and place != last:
             last = place
             indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
-            yield f"{indent}# {_line(place)}"
+            yield f"{indent}# {line_of(place)}"
         comment = f"  # {known[node.name]}" if node is not None and node.name in known else ""
         yield statement.text + comment
 
 
-def _line(place: Place) -> str:
-    """One of the user's lines: the file, its number and its text, as far as there is one."""
+def line_of(place: Place | str) -> str:
+    """One of the user's lines: the file, its number and its text, as far as there is one.
+
+    A program that was loaded from a file has the text itself.
+    """
+    if isinstance(place, str):
+        return place
     text = linecache.getline(place.file, place.line).strip()
     return f"{Path(place.file).name}:{place.line}" + (f"  {text}" if text else "")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -149,6 +151,29 @@ class Program:
                 f"{self.name}: its graph has {placeholders} inputs, the program {len(self.inputs)}."
             )
         verify(self.graph, self.lifted, self.name)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file that :func:`~tsfunc.load` reads: this program, and the calls it answers.
+
+        Args:
+            path: where to; a file that is there is replaced when the new one is whole.
+
+        Raises:
+            ValueError: the program has something that a file can't hold.
+
+        Example:
+            >>> import os, tempfile, torch, tsfunc
+            >>> f = tsfunc.specialize(lambda x: x.sin())
+            >>> _ = f(torch.ones(3))
+            >>> path = os.path.join(tempfile.mkdtemp(), "sin.tsf")
+            >>> f.program.save(path)
+            >>> tsfunc.load(path)(torch.zeros(3))
+            tensor([0., 0., 0.])
+        """
+        # Here, and not above: files need safetensors, which `import tsfunc` is to do without.
+        from tsfunc.program.files.saving import program_to_save, write
+
+        write(Path(path), program_to_save(self))
 
     def __str__(self) -> str:
         return printed(self.name, self.graph, self.inputs, self.lifted, self.updates)

@@ -8,10 +8,13 @@ program is kept.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import optree
@@ -174,6 +177,49 @@ class Specialized:
     def cache_clear(self) -> None:
         """Forgets all programs."""
         self.cache.clear()
+
+    def save(self, path: str | os.PathLike[str], *programs: Program, exact: bool = False) -> None:
+        """Writes a file that :func:`~tsfunc.load` reads.
+
+        Args:
+            path: where to; a file that is there is replaced when the new one is whole.
+            programs: which of ``self.programs`` are saved; without any, all.
+            exact: the file answers only calls like those that were made. Else the function is
+                traced for more of them: for named dims of size 0 and 1, without recording
+                (``torch.no_grad``), and for arguments that require grad, or do not.
+
+        Raises:
+            RuntimeError: there is no program yet.
+            ValueError: a program has something that a file can't hold, or is none of this
+                function's.
+        """
+        # Here, and not above: files need safetensors, which `import tsfunc` is to do without.
+        from tsfunc.program.files.saving import function_to_save, write
+
+        write(Path(path), function_to_save(self.target, self.cache, programs, exact))
+
+    def __reduce__(self) -> Any:
+        """Its file form: what is unpickled has the programs, and not the function."""
+        from tsfunc.program.files.saving import function_to_save, pickled
+        from tsfunc.transforms.files import unpickle
+
+        return unpickle, pickled(function_to_save(self.target, self.cache, ()))
+
+    def __copy__(self) -> Specialized:
+        return self._with(self.func)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Specialized:
+        return self._with(copy.deepcopy(self.func, memo))
+
+    def _with(self, func: Callable[..., Any]) -> Specialized:
+        """The same for a function, or a copy of it, that has no programs yet."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.func, made.target = func, dataclasses.replace(self.target, func=func)
+        made.cache = Cache(self.cache.limit)
+        if func is self.func:
+            made.cache.entries = list(self.cache.entries)
+        return made
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)

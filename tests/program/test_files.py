@@ -1,0 +1,367 @@
+"""Files: what is loaded is what was saved."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tsfunc
+from tests.program.damage import rewrite
+from tsfunc import Dim, grad, load, pytrees, specialize, vmap
+from tsfunc import MetaTensorType as Meta
+from tsfunc.errors import DescriptorViolation, FileFormatError
+
+WEIGHT = torch.randn(4, 3, requires_grad=True)
+KEPT = Path(__file__).parent / "files"
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@dataclasses.dataclass
+class Scaled:
+    x: Tensor
+    by: float
+
+
+RESULTS: dict[str, Callable[[Tensor], Any]] = {
+    "nested": lambda x: (x, [x + 1, None], {"b": x, "a": 3, 1: "text"}),
+    "named": lambda x: Pair(x, Pair(2.5, x)),
+    "dataclass": lambda x: Scaled(x, 0.5),
+    "torch": lambda x: x.max(0),
+    "ordered": lambda x: collections.OrderedDict(z=x, a=x * 2),
+    "deque": lambda x: collections.deque([x], 3),
+    "constants": lambda x: {"f": torch.half, "d": x.device, "n": math.nan, "c": 1j, "b": True},
+    "made": lambda x: torch.zeros(x.shape[0] * 2 + 1, dtype=torch.int32),
+    "sizes": lambda x: (x.shape[0] // 2, x.unsqueeze(-1), x.view(-1, 1)[:: x.shape[0] - 1]),
+    "nothing": lambda x: (),
+}
+
+
+def saved(func: Any, path: Path, *calls: tuple[Any, ...], **options: Any) -> Any:
+    """A function specialized for some calls, saved and loaded."""
+    made = specialize(func, **options)
+    for args in calls:
+        made(*args)
+    made.save(path / "f.tsf")
+    return load(path / "f.tsf")
+
+
+def same(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+class TestRoundTrips:
+    def test_plain_case(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: F.relu(x @ WEIGHT), {"x": Meta(["n", 4])})
+        x = torch.randn(5, 4)
+        want = f(x)
+        f.save(tmp_path / "layer.tsf")
+        loaded = tsfunc.load(tmp_path / "layer.tsf")
+        same(loaded(x), want)
+        assert loaded.program.source == f.program.source
+        assert str(loaded.program) == str(f.program)
+        assert str(loaded.program.properties()) == str(f.program.properties())
+        loaded.program.verify()
+
+    @pytest.mark.parametrize("n", [0, 1, 2, 3, 17])
+    def test_every_size_of_a_named_dim(self, n: int, tmp_path: Path) -> None:
+        """Also those that a program with symbolic sizes is never made for."""
+
+        def f(x: Tensor) -> Tensor:
+            total = x.sum(0)
+            return total + 1 if x.shape[0] == 1 else total * x.shape[0]
+
+        loaded = saved(f, tmp_path, (torch.randn(5, 3),), descriptors={"x": Meta(["n", 3])})
+        x = torch.randn(n, 3)
+        same(loaded(x), f(x))
+
+    @pytest.mark.parametrize("kind", RESULTS)
+    def test_results(self, kind: str, tmp_path: Path) -> None:
+        result = RESULTS[kind]
+        loaded = saved(result, tmp_path, (torch.randn(4),), descriptors={"x": Meta(["n"])})
+        x = torch.randn(6)
+        got, want = loaded(x), result(x)
+        assert type(got) is type(want)
+        assert pytrees.structure_of(got) == pytrees.structure_of(want)
+        for g, w in zip(pytrees.leaves_of(got), pytrees.leaves_of(want), strict=True):
+            assert type(g) is type(w)
+            if isinstance(w, Tensor | float):
+                same(g, w)
+            else:
+                assert g == w
+
+    def test_static_arguments_are_guarded(self, tmp_path: Path) -> None:
+        def f(x: Tensor, *, scale: float, mode: str) -> Any:
+            return x * scale if mode == "times" else x + scale
+
+        made = specialize(f)
+        x = torch.randn(3)
+        for scale, mode in ((2, "times"), (2.0, "times"), (-0.0, "plus"), (math.nan, "plus")):
+            made(x, scale=scale, mode=mode)
+        made.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        for scale, mode in ((2, "times"), (2.0, "times"), (-0.0, "plus"), (math.nan, "plus")):
+            same(loaded(x, scale=scale, mode=mode), f(x, scale=scale, mode=mode))
+        with pytest.raises(DescriptorViolation, match="no program for this call"):
+            loaded(x, scale=True, mode="times")
+        with pytest.raises(DescriptorViolation, match=r"It has programs for:\n  x: float32\[3\]"):
+            loaded(torch.randn(4), scale=2, mode="times")
+
+    def test_descriptors_go_with_it(self, tmp_path: Path) -> None:
+        described = {"x": Meta([Dim("n", min=2, max=8)], dtype=torch.float32), "k": 3}
+        loaded = saved(lambda x, k: x * k, tmp_path, (torch.ones(4), 3), descriptors=described)
+        same(loaded(torch.ones(8), 3), torch.full((8,), 3.0))
+        with pytest.raises(DescriptorViolation, match=r"x.shape\[0\]: promised"):
+            loaded(torch.ones(9), 3)
+        with pytest.raises(DescriptorViolation, match="k: promised the value 3"):
+            loaded(torch.ones(8), 4)
+
+    def test_settings_are_guarded(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: x * 2 if torch.is_grad_enabled() else x * 3)
+        f(torch.ones(4))
+        f.save(tmp_path / "exact.tsf", exact=True)
+        f.save(tmp_path / "f.tsf")
+        with torch.no_grad(), pytest.raises(DescriptorViolation, match="no program"):
+            load(tmp_path / "exact.tsf")(torch.ones(4))
+        loaded = load(tmp_path / "f.tsf")
+        for grad_mode, requires_grad in itertools.product((True, False), repeat=2):
+            with torch.set_grad_enabled(grad_mode):
+                x = torch.ones(4, requires_grad=requires_grad)
+                same(loaded(x), f(x))
+        torch.set_default_dtype(torch.float64)
+        try:
+            with pytest.raises(DescriptorViolation, match="no program"):
+                loaded(torch.ones(4, dtype=torch.float32))
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def test_what_was_closed_over_is_kept_as_it_was(self, tmp_path: Path) -> None:
+        scale = 3.0
+        loaded = saved(lambda x: x * scale, tmp_path, (torch.ones(2),))
+        scale = 5.0
+        same(loaded(torch.ones(2)), torch.full((2,), 3.0))
+
+    def test_one_program_of_several(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: x.cos())
+        f(torch.ones(2))
+        f(torch.ones(3))
+        f.save(tmp_path / "f.tsf", f.program)
+        loaded = load(tmp_path / "f.tsf")
+        same(loaded(torch.ones(3)), torch.ones(3).cos())
+        with pytest.raises(DescriptorViolation):
+            loaded(torch.ones(2))
+
+    def test_a_program_by_itself(self, tmp_path: Path) -> None:
+        f = specialize(lambda x, y: {"z": x.cos().sum() + y}, {"x": Meta(["n"])})
+        f(torch.ones(2), y=torch.ones(2))
+        f.program.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        same(loaded(torch.zeros(3), y=torch.ones(2)), {"z": torch.full((2,), 4.0)})
+        assert loaded.cache_info().programs == 1
+
+    def test_no_grad_inside(self, tmp_path: Path) -> None:
+        def f(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = x * 2
+            return x * y
+
+        x = torch.ones(3, requires_grad=True)
+        loaded = saved(f, tmp_path, (x,))
+        same(torch.autograd.grad(loaded(x).sum(), x)[0], torch.full((3,), 2.0))
+
+    def test_other_transforms_of_what_was_loaded(self, tmp_path: Path) -> None:
+        loaded = saved(lambda x: x.sin().sum(), tmp_path, (torch.ones(3),))
+        x = torch.randn(5, 3)
+        same(vmap(grad(loaded))(x), x.cos())
+        same(specialize(loaded)(x[0]), x[0].sin().sum())
+
+    def test_the_same_program_makes_the_same_file(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: x @ WEIGHT)
+        f(torch.ones(2, 4))
+        for name in ("a", "b"):
+            f.save(tmp_path / name)
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        load(tmp_path / "a").save(tmp_path / "c")
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "c").read_bytes()
+
+
+class TestTensors:
+    def test_views_of_one_storage_stay_views_of_one(self, tmp_path: Path) -> None:
+        base = torch.zeros(6)
+        even, whole, bits = base[::2], base, base.view(torch.int32)
+
+        def f(x: Tensor) -> tuple[Tensor, ...]:
+            even.add_(x)
+            return whole + 0, bits + 0
+
+        loaded = saved(f, tmp_path, (torch.ones(3),))
+        for _ in range(2):
+            got, want = loaded(torch.ones(3)), f(torch.ones(3))
+            same(got, want)
+
+    def test_state_is_written_and_saved_again(self, tmp_path: Path) -> None:
+        norm = nn.BatchNorm1d(3)
+        f = specialize(norm)
+        x = torch.randn(8, 3)
+        f(x)
+        f.save(tmp_path / "a.tsf")
+        loaded = load(tmp_path / "a.tsf")
+        same(loaded(x), f(x))
+        loaded.save(tmp_path / "b.tsf")
+        same(load(tmp_path / "b.tsf")(x), f(x))
+
+    def test_parameters_stay_parameters(self, tmp_path: Path) -> None:
+        layer = nn.Linear(4, 3)
+        loaded = saved(layer, tmp_path, (torch.ones(2, 4),))
+        kept = list(loaded.program.lifted.values())
+        assert all(type(each) is nn.Parameter and each.requires_grad for each in kept)
+        loaded(torch.ones(2, 4)).sum().backward()
+        assert all(each.grad is not None for each in kept)
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.randn(3, dtype=torch.float64),
+            torch.randn(4, 3).t(),
+            torch.randn(1).expand(4),
+            torch.randn(3, dtype=torch.complex128),
+            torch.randn(3, dtype=torch.complex64).conj(),
+            torch.tensor([True, False]),
+            torch.tensor(3),
+            torch.zeros(0, 3),
+            torch.randn(1000)[5:8],
+            torch.randn(4).to(torch.float8_e4m3fn),
+            torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        ],
+        ids=lambda t: f"{t.dtype}{list(t.shape)}",
+    )
+    def test_kinds_of_tensors(self, tensor: Tensor, tmp_path: Path) -> None:
+        loaded = saved(lambda x: (x, tensor.clone(), tensor), tmp_path, (torch.ones(1),))
+        _, cloned, whole = loaded(torch.ones(1))
+        for got in (cloned, whole):
+            assert got.dtype is tensor.dtype
+            same(got.to(torch.complex128), tensor.to(torch.complex128))
+        assert whole.is_conj() or whole.stride() == tensor.stride() or tensor.is_conj()
+
+    def test_only_the_part_that_is_used_is_saved(self, tmp_path: Path) -> None:
+        part = torch.zeros(1_000_000)[5:8]
+        saved(lambda x: x + part, tmp_path, (torch.ones(3),))
+        assert (tmp_path / "f.tsf").stat().st_size < 20_000
+
+    def test_elsewhere(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: x + torch.ones(3, device=x.device))
+        f(torch.ones(3))
+        f.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf", device="meta")
+        assert loaded(torch.ones(3, device="meta")).device.type == "meta"
+
+
+class TestCopies:
+    def test_pickle(self) -> None:
+        f = specialize(lambda x: Pair(x @ WEIGHT, 3), {"x": Meta(["n", 4])})
+        f(torch.ones(2, 4))
+        x = torch.randn(3, 4)
+        again = pickle.loads(pickle.dumps(f))
+        assert type(again(x)) is Pair
+        same(again(x).a, x @ WEIGHT)
+
+    def test_copies_of_a_function_share_its_programs(self) -> None:
+        f = specialize(lambda x: x + 1)
+        f(torch.ones(2))
+        for make in (copy.copy, copy.deepcopy):
+            other = make(f)
+            assert other.programs == f.programs
+            other(torch.ones(3))
+            assert len(other.programs) == 2 and len(f.programs) == 1
+
+    def test_a_deep_copy_of_a_module_has_weights_of_its_own(self) -> None:
+        f = specialize(nn.Linear(2, 2))
+        x = torch.ones(1, 2)
+        want = f(x)
+        other = copy.deepcopy(f)
+        with torch.no_grad():
+            other.func.weight.zero_()
+        same(f(x), want)
+        same(other(x), other.func.bias[None])
+
+
+class TestRefusals:
+    def test_what_no_file_can_hold(self, tmp_path: Path) -> None:
+        class Config:
+            width = 3
+
+        f = specialize(lambda x, config, out: x * config.width)
+        f(torch.ones(2), Config(), out=None)
+        with pytest.raises(ValueError, match=r"args\[1\], an object of class Config"):
+            f.save(tmp_path / "f.tsf")
+        assert not list(tmp_path.iterdir())
+
+    def test_by_the_name_of_the_argument(self, tmp_path: Path) -> None:
+        f = specialize(lambda x, *, how: x)
+        f(torch.ones(2), how={"key": [torch.sin]})
+        with pytest.raises(ValueError, match=r"the argument how\['key'\]\[0\], a builtin"):
+            f.save(tmp_path / "f.tsf")
+
+    def test_sparse_state(self, tmp_path: Path) -> None:
+        generator = torch.Generator()
+        f = specialize(lambda x: x + torch.rand(2, generator=generator))
+        f(torch.ones(2))
+        with pytest.raises(ValueError, match="can't hold a Generator, in %rand"):
+            f.save(tmp_path / "f.tsf")
+
+    def test_nothing_to_save(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: x)
+        with pytest.raises(RuntimeError, match="there is no program yet"):
+            f.save(tmp_path / "f.tsf")
+        f(torch.ones(1))
+        other = specialize(lambda x: x)
+        other(torch.ones(1))
+        with pytest.raises(ValueError, match="some of its own programs"):
+            f.save(tmp_path / "f.tsf", other.program)
+
+    def test_a_class_that_is_not_there(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: Pair(x, 1))
+        f(torch.ones(1))
+        f.save(tmp_path / "f.tsf")
+        rewrite(tmp_path / "f.tsf", "programs/0.json", lambda data: data.replace(b"Pair", b"Pear"))
+        with pytest.raises(FileFormatError, match=r"results.class: the class .*Pear' is not known"):
+            load(tmp_path / "f.tsf")
+        name = f"{Pair.__module__}.Pear"
+        assert type(load(tmp_path / "f.tsf", classes={name: Pair})(torch.ones(1))) is Pair
+
+
+class TestVersions:
+    def test_a_file_of_format_1(self) -> None:
+        """It was written by the first version that wrote files, and is never written again."""
+        step = load(KEPT / "format_1.tsf")
+        weight = torch.arange(12.0).reshape(4, 3)
+        for n in (5, 1, 2, 9):
+            x, y = torch.ones(n, 4), torch.zeros(2)
+            got = step(x, y, scale=2.0)
+            h = (x @ weight) * 2.0
+            same(got["total"], h.sum())
+            same(got["pair"], (h.max(0)[0], [h.max(0)[1], None]))
+            same(got["y"], torch.tensor([0.0, 0.0, 0.0, 2.0]))
+            assert got["n"] == 2 * n + 1
+        assert got["count"] == 4
+        assert step(x, y, scale=math.nan, mode="mean")["total"].isnan()
+        with torch.no_grad():
+            same(step(x, y, scale=2.0)["total"], h.sum())
+        with pytest.raises(DescriptorViolation, match=r"x.shape\[1\]: promised 4, came 3"):
+            step(torch.ones(2, 3), y, scale=2.0)
+        step.program.verify()

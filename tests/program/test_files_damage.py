@@ -1,0 +1,255 @@
+"""Each way in which a file can be wrong, and what is said of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.program.damage import edited, entries_of, file_of
+from tsfunc import MetaTensorType as Meta
+from tsfunc import load, specialize
+from tsfunc.errors import FileFormatError
+
+WEIGHT = torch.randn(4, 3)
+EVEN = WEIGHT[:, ::2]
+GRAPH, FUNCTION, TENSORS = "programs/0.json", "function.json", "tensors.json"
+
+
+def layer(x: torch.Tensor, k: float) -> Any:
+    return {"z": (x @ WEIGHT) * k, "n": x.shape[0] + 1, "e": EVEN + 1}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    f = specialize(layer, {"x": Meta(["n", 4])})
+    f(torch.randn(5, 4), 2.0)
+    path = tmp_path_factory.mktemp("files") / "f.tsf"
+    f.save(path, exact=True)
+    return path.read_bytes()
+
+
+def refused(path: Path, data: bytes, match: str) -> None:
+    path /= "f.tsf"
+    path.write_bytes(data)
+    with pytest.raises(FileFormatError, match=match) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def archive_of(entries: dict[str, bytes], manifest: Any) -> bytes:
+    """A file with a manifest that is not made right."""
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        for name, data in {**entries, "format.json": json.dumps(manifest).encode()}.items():
+            archive.writestr(zipfile.ZipInfo(name), data)
+    return held.getvalue()
+
+
+class TestContainers:
+    def test_no_archive(self, good: bytes, tmp_path: Path) -> None:
+        refused(tmp_path, b"", "no file of tsfunc, or it is cut off")
+        refused(tmp_path, b"\x80\x04pickle", "no file of tsfunc, or it is cut off")
+        for end in (1, 100, len(good) // 2, len(good) - 1):
+            refused(tmp_path, good[:end], "no file of tsfunc, or it is cut off")
+
+    def test_another_archive(self, tmp_path: Path) -> None:
+        with zipfile.ZipFile(tmp_path / "f.tsf", "w") as archive:
+            archive.writestr("data.json", "{}")
+        refused(tmp_path, (tmp_path / "f.tsf").read_bytes(), r"no file of tsfunc.*format\.json")
+
+    def test_flipped_bits(self, good: bytes, tmp_path: Path) -> None:
+        at = good.index(b"aten::mul")
+        flipped = good[:at] + b"b" + good[at + 1 :]
+        refused(tmp_path, flipped, rf"entry '{GRAPH}' is damaged: Bad CRC-32")
+
+    def test_checksums(self, good: bytes, tmp_path: Path) -> None:
+        """What the archive's own check of 32 bits misses."""
+        other = edited(good, GRAPH, set_in("mul", "requires_grad", False))
+        entries = {**entries_of(other), "format.json": entries_of(good)["format.json"]}
+        sizes = json.loads(entries["format.json"])
+        sizes["entries"][GRAPH]["bytes"] = len(entries[GRAPH])
+        refused(tmp_path, archive_of(entries, sizes), "is damaged: its checksum is another")
+
+    @pytest.mark.parametrize("name", ["../../etc/x.json", "/etc/x.json", "C:/x.json", "x.pickle"])
+    def test_names_that_lead_elsewhere(self, name: str, good: bytes, tmp_path: Path) -> None:
+        data = file_of({**entries_of(good), name: b"{}"})
+        refused(tmp_path, data, "is no name of an entry")
+
+    def test_entries_that_are_compressed(self, good: bytes, tmp_path: Path) -> None:
+        bomb = {**entries_of(good), "tensors.safetensors": bytes(50_000_000)}
+        data = file_of(bomb, zipfile.ZIP_DEFLATED)
+        assert len(data) < 100_000
+        refused(tmp_path, data, "is compressed, which entries never are")
+
+    def test_entries_twice(self, good: bytes, tmp_path: Path) -> None:
+        (tmp_path / "f.tsf").write_bytes(good)
+        with (
+            pytest.warns(UserWarning, match="Duplicate"),
+            zipfile.ZipFile(tmp_path / "f.tsf", "a") as archive,
+        ):
+            archive.writestr(GRAPH, "{}")
+        refused(tmp_path, (tmp_path / "f.tsf").read_bytes(), f"entry '{GRAPH}' is there twice")
+
+    def test_entries_missing_and_more(self, good: bytes, tmp_path: Path) -> None:
+        entries = entries_of(good)
+        del entries[GRAPH]
+        refused(tmp_path, file_of(entries), "none of a file of tsfunc|is missing")
+        more = {**entries_of(good), "programs/7.json": b"{}"}
+        refused(tmp_path, file_of(more), r"'programs/7\.json' is none of a file of tsfunc")
+
+    def test_sizes_that_are_not_so(self, good: bytes, tmp_path: Path) -> None:
+        manifest = json.loads(entries_of(good)["format.json"])
+        manifest["entries"][GRAPH]["bytes"] = 1 << 60
+        data = archive_of(entries_of(good), manifest)
+        refused(tmp_path, data, f"entry '{GRAPH}' has .* bytes, not")
+
+    def test_a_later_format(self, good: bytes, tmp_path: Path) -> None:
+        data = edited(good, "format.json", lambda manifest: {**manifest, "version": 2})
+        refused(tmp_path, data, r"format 2, of a later version of tsfunc \(.*\); this one reads")
+
+    def test_no_such_file(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            load(tmp_path / "f.tsf")
+
+
+def node(document: Any, name: str) -> Any:
+    return next(n for n in document["graph"]["nodes"] if n["name"].startswith(name))
+
+
+def set_in(name: str, key: str, value: Any) -> Callable[[Any], None]:
+    def change(document: Any) -> None:
+        node(document, name)[key] = value
+
+    return change
+
+
+def first_leaf(document: Any) -> Any:
+    return document["calls"][0]["form"]["leaves"][0]
+
+
+GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("unknown operator", set_in("mul", "operator", "aten::mull.Tensor"),
+     r"nodes\[\d+\]\.operator: there is no operator 'aten::mull.Tensor'.*torch is 2"),
+    ("another library's", set_in("mul", "operator", "mine::mul"),
+     r"import what registers it \(mine\)"),
+    ("files", set_in("mul", "operator", "aten::from_file"), "no operator 'aten::from_file'"),
+    ("attributes", set_in("mul", "operator", "__class__::__init__"), "there is no operator"),
+    ("too many arguments", set_in("mul", "args", [1, 2, 3, 4]), "takes 2 arguments, not 4"),
+    ("too few", set_in("mul", "args", []), "has no self"),
+    ("kinds", set_in("mul", "args", [{"node": "x"}, "two"]), "other of aten::mul.Tensor is of"),
+    ("keywords", set_in("mul", "kwargs", {"out": None}), "has no argument 'out'"),
+    ("code in a keyword", set_in("mul", "kwargs", {"a=print()": 1}), "no name of an argument"),
+    ("cycles", set_in("mul", "args", [{"node": "mul_tensor"}, 2]), "no node 'mul_tensor' before"),
+    ("names that are code", set_in("mul", "name", "x; print()"), "expected the name of a node"),
+    ("names of others", set_in("mul", "name", "torch"), "expected another name"),
+    ("keywords as names", set_in("mul", "name", "while"), "expected another name"),
+    ("functions",
+     lambda d: next(n for n in d["graph"]["nodes"] if "function" in n).update(function="eval"),
+     "expected a function on sizes"),
+    ("lines that are code", set_in("mul", "line", "\nprint()"), r"line: expected a line of text"),
+    ("dtypes", set_in("mul", "args", [{"node": "x"}, {"dtype": "float33"}]), "a dtype of torch"),
+    ("nan", lambda d: set_in("mul", "args", [{"float": "NaN"}])(d), "expected nan, inf or -inf"),
+    ("integers", set_in("mul", "args", [{"node": "x"}, 1 << 80]), "expected an integer"),
+    ("sizes", lambda d: node(d, "mul")["type"].update(shape=[1 << 62, 1 << 62]), "is no such"),
+    ("size expressions", lambda d: node(d, "mul")["type"].update(shape=[["**", 2, "n"], 3]),
+     r"shape\[0\]\[0\]: expected a size"),
+    ("dims", lambda d: node(d, "mul")["type"].update(shape=["m", 3]), "expected a size, got 'm'"),
+    ("results", lambda d: d.update(results={"tuple": ["*"]}), "the graph has 3 results"),
+    ("inputs", lambda d: d.update(inputs=[0, 1]), "the graph has 1 inputs"),
+    ("keys", lambda d: d.update(more=1), "there is no 'more' in such an object"),
+    ("no keys", lambda d: d.pop("graph"), "graph is missing"),
+    ("classes", lambda d: d.update(results={"class": "os._wrap_close", "children": []}),
+     "no container|children is missing|data is missing"),
+    ("functions as classes", lambda d: d.update(results={"class": "os.system", "children": []}),
+     "the class 'os.system' is not known here"),
+    ("depth", lambda d: d.update(results=_nested(120)), "nested too deeply"),
+]  # fmt: skip
+
+
+def _nested(depth: int) -> Any:
+    tree: Any = "*"
+    for _ in range(depth):
+        tree = {"tuple": [tree]}
+    return tree
+
+
+@pytest.mark.parametrize(("change", "match"), [g[1:] for g in GRAPHS], ids=[g[0] for g in GRAPHS])
+def test_graphs(change: Callable[[Any], Any], match: str, good: bytes, tmp_path: Path) -> None:
+    refused(tmp_path, edited(good, GRAPH, lambda d: change(d) and None), f"{GRAPH}: .*(?:{match})")
+
+
+FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("a program that is not there", lambda d: d["calls"][0].update(program=4), "expected an int"),
+    ("inputs", lambda d: d["calls"][0]["form"]["leaves"].reverse(), "inputs that are no tensors"),
+    ("no calls", lambda d: d.update(calls=[]), "programs that answer no call"),
+    ("parameters", lambda d: d["parameters"][0].update(name="a b"), "not a valid parameter name"),
+    ("two of a name", lambda d: d["parameters"].append(d["parameters"][0]), "duplicate parameter"),
+    ("descriptors", lambda d: d["descriptors"][0].update(x="f32[n"), "this is no descriptor"),
+    ("of no parameter", lambda d: d["descriptors"][0].update(z="int"), "is no such parameter"),
+    ("huge tensors", lambda d: first_leaf(d).update(shape=[1 << 62, 1 << 62], strides=[1, 1]),
+     "there is no such tensor"),
+    ("negative sizes", lambda d: first_leaf(d).update(shape=[-1, 4]), "expected an integer from 0"),
+    ("ranks", lambda d: first_leaf(d).update(dims=["n"]), "expected a list of 2"),
+    ("dims", lambda d: first_leaf(d).update(dims=["__import__('os')", 4]), "joins integers and"),
+    ("bounds", lambda d: d["calls"][0]["form"]["dims"].update(n="tensor[m]"), "of the dim 'n'"),
+    ("settings", lambda d: d["calls"][0]["form"]["settings"].update(mood=1), "no such setting"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "match"), [f[1:] for f in FUNCTIONS], ids=[f[0] for f in FUNCTIONS]
+)
+def test_functions(change: Callable[[Any], Any], match: str, good: bytes, tmp_path: Path) -> None:
+    data = edited(good, FUNCTION, lambda d: change(d) and None)
+    refused(tmp_path, data, f"{FUNCTION}: .*{match}")
+
+
+TENSOR_CHANGES: list[tuple[str, dict[str, Any], str]] = [
+    ("beyond the memory", {"first": 1000}, "goes beyond its memory of"),
+    ("long strides", {"strides": [1 << 40, 1]}, "goes beyond its memory of"),
+    ("huge", {"shape": [1 << 40, 1 << 40]}, "too many elements|goes beyond"),
+    ("dtypes", {"dtype": "object"}, "expected a dtype of torch"),
+    ("devices", {"device": "cuda:99"}, r"no device cuda:99 here .*load\(path, device=...\)"),
+    ("no devices", {"device": "os"}, "expected a device that torch knows"),
+    ("negative", {"strides": [-1, 1]}, "expected an integer from 0"),
+    ("integers that require grad", {"dtype": "int32", "requires_grad": True}, "can't require grad"),
+    ("memory", {"memory": "t9"}, "its tensors are not those"),
+]
+
+
+@pytest.mark.parametrize(
+    ("new", "match"), [t[1:] for t in TENSOR_CHANGES], ids=[t[0] for t in TENSOR_CHANGES]
+)
+def test_tensors(new: dict[str, Any], match: str, good: bytes, tmp_path: Path) -> None:
+    data = edited(good, TENSORS, lambda d: {**d, "t0": {**d["t0"], **new}})
+    refused(tmp_path, data, match)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": NaN}', "NaN is no number of JSON"),
+        (b'{"a": 1, "a": 1}', "a key twice"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "no JSON of a program"),
+        (b"\xff", "no JSON of a program"),
+        (b"", "no JSON of a program"),
+        (b"3", "expected an object"),
+    ],
+    ids=["depth", "nan", "twice", "digits", "utf", "empty", "number"],
+)
+def test_documents(text: bytes, match: str, good: bytes, tmp_path: Path) -> None:
+    refused(tmp_path, file_of({**entries_of(good), GRAPH: text}), f"{GRAPH}: .*{match}")
+
+
+def test_the_memory_of_tensors(good: bytes, tmp_path: Path) -> None:
+    entries = entries_of(good)
+    entries["tensors.safetensors"] = entries["tensors.safetensors"][:-1]
+    refused(tmp_path, file_of(entries), r"tensors\.safetensors: this is no safetensors")

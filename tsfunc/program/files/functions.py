@@ -1,0 +1,346 @@
+"""A specialized function as a file: its programs, and the calls that each of them answers.
+
+    format.json           what the file is, and the size and checksum of each other entry
+    function.json         the function: its parameters, its descriptors, the calls it answers
+    programs/0.json       a program: its graph
+    programs/0.py         the Python that it ran as, for people: it is never read
+    tensors.json          what tensors the programs have
+    tensors.safetensors   their memory
+
+See docs/files.md, which says all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+
+from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
+from tsfunc.program.calls import described, places_of
+from tsfunc.program.files.archive import Archive, json_bytes, write_archive
+from tsfunc.program.files.fields import Field
+from tsfunc.program.files.programs import (
+    Context,
+    FormReader,
+    decode_program,
+    encode_form,
+    encode_program,
+    what_it_does,
+)
+from tsfunc.program.files.tensors import TensorReader, TensorWriter
+from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.forms import CallForm
+from tsfunc.program.program import Program
+from tsfunc.types import parse_descriptor
+from tsfunc.types.descriptors import Descriptor
+
+KIND, VERSION = "tsfunc program", 1
+_KINDS = {
+    str(kind).lower(): kind
+    for kind in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.VAR_KEYWORD,
+    )
+}
+_LONGEST_TEXT = 20_000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A program of a function, and a kind of call that it answers."""
+
+    program: Program
+    form: CallForm
+    reason: str
+
+
+@dataclass(frozen=True)
+class SavedFunction:
+    """What a file has of a function.
+
+    Attributes:
+        name: what it is called.
+        signature: its parameters.
+        descriptors: its sets of descriptors.
+        limit: how many programs it keeps.
+        answers: its programs, and the calls that they answer, the last used first.
+        made_with: the torch version that it was made with.
+    """
+
+    name: str
+    signature: inspect.Signature
+    descriptors: tuple[Mapping[str, Descriptor], ...]
+    limit: int
+    answers: tuple[Answer, ...]
+    made_with: str = torch.__version__
+
+
+class Unsaved(ValueError):
+    """A function has something that a file can't hold; the message says what and what to do."""
+
+
+# --- writing
+
+
+def function_bytes(function: SavedFunction) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        Unsaved: it has something that a file can't hold.
+    """
+    tensors = TensorWriter()
+    entries: dict[str, bytes] = {}
+    try:
+        numbers = _write_programs(function, tensors, entries)
+        calls = [
+            {
+                "program": numbers[answer.program],
+                "reason": printable(answer.reason),
+                "form": encode_form(answer.form, _places(answer.form)),
+            }
+            for answer in function.answers
+        ]
+        head = {
+            "name": printable(function.name),
+            "parameters": [_encode_parameter(p) for p in function.signature.parameters.values()],
+            "descriptors": [
+                {name: _text(name, d) for name, d in each.items()} for each in function.descriptors
+            ],
+            "limit": function.limit,
+            "calls": calls,
+        }
+    except NoFileForm as error:
+        raise Unsaved(
+            f"save({function.name}): a file can't hold {error}. Pass tensors, numbers, strings and "
+            f"containers of these; what the function has from its surroundings is part of its "
+            f"programs."
+        ) from None
+    records, memory = tensors.written()
+    all_entries = {
+        "function.json": json_bytes(head),
+        **entries,
+        "tensors.json": json_bytes(records),
+        "tensors.safetensors": memory,
+    }
+    about = {"format": KIND, "version": VERSION, "tsfunc": _version(), "torch": torch.__version__}
+    return write_archive(about, all_entries)
+
+
+def _write_programs(
+    function: SavedFunction, tensors: TensorWriter, entries: dict[str, bytes]
+) -> dict[Program, int]:
+    """Writes the programs, those that do the same once; the number of each."""
+    bounds = {name: dim for answer in function.answers for name, dim in answer.form.bounds.items()}
+    numbers: dict[Program, int] = {}
+    written: dict[bytes, int] = {}
+    for program in dict.fromkeys(answer.program for answer in function.answers):
+        encoded = encode_program(program, bounds, tensors)
+        number = written.setdefault(json_bytes(what_it_does(encoded)), len(written))
+        numbers[program] = number
+        if f"programs/{number}.json" not in entries:
+            entries[f"programs/{number}.json"] = json_bytes(encoded)
+            entries[f"programs/{number}.py"] = f"{program}\n".encode(errors="replace")
+    return numbers
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tsfunc")
+    except importlib.metadata.PackageNotFoundError:  # run from its source, not installed
+        return "unknown"
+
+
+def _places(form: CallForm) -> Callable[[int], str]:
+    """What errors call an argument, by its place among the flattened ones."""
+    paths = form.tree.paths()
+
+    def place(i: int) -> str:
+        (which, first, *rest) = paths[i]
+        at = "".join(f"[{entry!r}]" for entry in rest)
+        return f"args[{first}]{at}" if which == 0 else f"{first}{at}"
+
+    return place
+
+
+def _text(name: str, descriptor: Descriptor) -> str:
+    text = str(descriptor)
+    try:
+        if str(parse_descriptor(text)) == text:
+            return text
+    except AnnotationError:
+        pass
+    raise NoFileForm(f"the descriptor of {name}, {text[:80]}, which has no text that reads back")
+
+
+def _encode_parameter(parameter: inspect.Parameter) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": parameter.name, "kind": str(parameter.kind).lower()}
+    if parameter.default is not parameter.empty:
+        try:
+            found["default"] = encode(parameter.default)
+        except NoFileForm:
+            found["default"] = {"unknown": True}
+    return found
+
+
+# --- reading
+
+
+def read_function(
+    file: BinaryIO, what: str, classes: Mapping[str, type], device: torch.device | None
+) -> SavedFunction:
+    """The function that a file has.
+
+    Args:
+        file: where to read.
+        what: what errors call it.
+        classes: what names of classes stand for, beside those that are imported.
+        device: takes the place of every device in the file, if it is given.
+
+    Raises:
+        FileFormatError: it is no such file, or it is damaged.
+    """
+    archive = Archive(file, what)
+    made_with = _read_head(archive)
+    values = Values(device=device)
+    tensors = TensorReader(
+        archive.json("tensors.json"),
+        archive.read("tensors.safetensors"),
+        f"{what}: tensors.safetensors",
+        values,
+    )
+    context = Context(tensors, classes, device, made_with)
+    function = archive.json("function.json")
+    name, parameters, described, limit, calls = function.record(
+        "name", "parameters", "descriptors", "limit", "calls"
+    )
+    programs = list(_programs(archive, context))
+    signature = _read_signature(parameters)
+    answers = _read_calls(calls, programs, FormReader(context), signature)
+    return SavedFunction(
+        name.line(),
+        signature,
+        tuple(_read_descriptors(each, signature, classes) for each in described.items()),
+        limit.integer(1),
+        answers,
+        made_with,
+    )
+
+
+def _read_head(archive: Archive) -> str:
+    """Checks what a file says of itself; the torch version it was made with."""
+    head = archive.head
+    kind = head.get("format")
+    if kind is None or kind.value != KIND:
+        head.fail(f"this is no file of tsfunc: its format is not {KIND!r}")
+    version = head.at("version").integer(1)
+    if version > VERSION:
+        head.fail(
+            f"the file is of format {version}, of a later version of tsfunc "
+            f"({head.at('tsfunc').line()}); this one reads formats up to {VERSION}"
+        )
+    *_, made_with, entries = head.record("format", "version", "tsfunc", "torch", "entries")
+    archive.require_entries(entries)
+    return made_with.line()
+
+
+def _programs(archive: Archive, context: Context) -> Iterator[Program]:
+    known = {"format.json", "function.json", "tensors.json", "tensors.safetensors"}
+    count = (len(archive.names()) - len(known)) // 2
+    expected = known | {f"programs/{i}.{end}" for i in range(count) for end in ("json", "py")}
+    for name in archive.names():
+        if name not in expected:
+            raise FileFormatError(f"{archive.what}: entry {name!r} is none of a file of tsfunc.")
+    for i in range(count):
+        archive.read(f"programs/{i}.py")  # its checksum; nothing is made of it
+        yield decode_program(archive.json(f"programs/{i}.json"), context)
+
+
+def _read_calls(
+    field: Field, programs: list[Program], forms: FormReader, signature: inspect.Signature
+) -> tuple[Answer, ...]:
+    """The calls, and of each program the first of its calls as its own."""
+    answers = []
+    for call in field.items():
+        number_field, reason, form_field = call.record("program", "reason", "form")
+        number = number_field.integer(0, len(programs) - 1)
+        form = forms.decode(form_field)
+        if programs[number].form is None:
+            programs[number] = _of_form(call, programs[number], form, signature)
+        answers.append(_answer(call, programs[number], form, reason.line()))
+    if any(program.form is None for program in programs):
+        field.fail("there are programs that answer no call")
+    return tuple(answers)
+
+
+def _of_form(
+    field: Field, program: Program, form: CallForm, signature: inspect.Signature
+) -> Program:
+    try:
+        return dataclasses.replace(
+            program,
+            form=form,
+            places=places_of(signature, len(form.leaves), form.tree),
+            descriptors=described(form.leaves, form.inputs, form.tree, signature),
+        )
+    except (TypeError, ValueError) as error:
+        field.fail(f"it is no call of the function: {error}")
+
+
+def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answer:
+    if any(at >= len(form.leaves) for at in program.inputs):
+        field.fail("its program has inputs that the call does not have")
+    tensors = {spec.position for spec in form.inputs}
+    if any(at not in tensors for at in program.inputs):
+        field.fail("its program has inputs that are no tensors in the call")
+    return Answer(program, form, reason)
+
+
+def _read_signature(field: Field) -> inspect.Signature:
+    parameters = []
+    for each in field.items():
+        each.require_keys(("name", "kind"), ("default",))
+        name = each.at("name").text()
+        kind = each.at("kind").one_of(_KINDS, "a kind of parameter")
+        try:
+            parameters.append(inspect.Parameter(name, kind, default=_default(each.get("default"))))
+        except ValueError as error:
+            each.fail(str(error))
+    try:
+        return inspect.Signature(parameters)
+    except ValueError as error:
+        field.fail(str(error))
+
+
+class _UnknownDefault:
+    """Stands for a default value that a file can't hold."""
+
+
+def _default(field: Field | None) -> Any:
+    if field is None:
+        return inspect.Parameter.empty
+    return _UnknownDefault() if field.value == {"unknown": True} else Values().decode(field)
+
+
+def _read_descriptors(
+    field: Field, signature: inspect.Signature, classes: Mapping[str, type]
+) -> dict[str, Descriptor]:
+    found = {}
+    for name, text in field.mapping().items():
+        if name not in signature.parameters:
+            text.fail("there is no such parameter")
+        if len(text.line()) > _LONGEST_TEXT:
+            text.fail("the descriptor is too long")
+        try:
+            found[name] = parse_descriptor(text.value, classes)
+        except (DescriptorError, ValueError, TypeError, RecursionError) as error:
+            text.fail(f"this is no descriptor: {error}")
+    return found

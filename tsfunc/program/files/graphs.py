@@ -1,0 +1,290 @@
+"""Graphs as JSON, and back: a list of nodes, each with what it calls and what is known of it.
+
+    {"name": "x", "input": "tensor"}                        or "number"
+    {"name": "w", "lifted": "t0"}                           a tensor of the file
+    {"name": "y", "operator": "aten::sin", "args": [{"node": "x"}], "kwargs": {}}
+    {"name": "m", "function": "add", "args": [{"node": "n"}, 1], "kwargs": {}}
+    {"name": "c", "item": 0, "of": "pair"}
+    {"name": "z", "control": CONTROL, "args": [...], "kwargs": {}}
+
+and beside that ``type`` (what a tensor is), ``number`` (the size that a number is), ``quiet``
+(autograd is not to record it), ``requires_grad`` (it records it), ``line`` (of the user's code).
+"""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.control_flow import ControlFlow
+from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.schemas import name_of
+from tsfunc.bridge.size_forms import form_of_size
+from tsfunc.program.files.control import decode_control, encode_control
+from tsfunc.program.files.fields import Field
+from tsfunc.program.files.node_types import NodeTypes, encode_type
+from tsfunc.program.files.operators import (
+    NAMES_OF_FUNCTIONS,
+    NUMBER,
+    TENSOR,
+    Kind,
+    function_named,
+    kind_of_item,
+    kind_of_results,
+    misfit,
+    operator_named,
+)
+from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.printing import line_of
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
+# What generated code calls other things by.
+_RESERVED = frozenset({"args", "torch", "inf", "nan", "nanj", "infj", "slice", "True", "False"})
+_FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
+_OPTIONAL = ("type", "number", "line", *_FLAGS)
+
+
+def encode_graph(
+    graph: torch.fx.Graph, lifted: Callable[[str], str], names: Mapping[Any, str]
+) -> Any:
+    """A graph as JSON.
+
+    Args:
+        graph: what is written.
+        lifted: what the file calls the tensor of a ``get_attr`` node.
+        names: what the symbols of sizes are called.
+
+    Raises:
+        NoFileForm: it has something that a file can't hold.
+    """
+    nodes = []
+    outputs: Any = []
+    for node in graph.nodes:
+        if node.op == "output":
+            outputs = [encode(value, str) for value in node.args[0]]
+            continue
+        try:
+            nodes.append({**_encode_node(node, lifted, names), **_facts(node, names)})
+        except NoFileForm as error:
+            raise NoFileForm(f"{error}, in {node.format_node()}") from None
+    return {"nodes": nodes, "outputs": outputs}
+
+
+def _facts(node: torch.fx.Node, names: Mapping[Any, str]) -> dict[str, Any]:
+    """What is known of a node's value."""
+    facts: dict[str, Any] = {}
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        known = encode_type(value, names)
+        if known is not None:
+            facts["type"] = known
+    number = form_of_size(node.meta["number"], names) if "number" in node.meta else None
+    if number is not None:
+        facts["number"] = number
+    for key, name in _FLAGS.items():
+        if node.meta.get(name):
+            facts[key] = True
+    if "place" in node.meta:
+        facts["line"] = printable(line_of(node.meta["place"]))
+    return facts
+
+
+def _encode_node(
+    node: torch.fx.Node, lifted: Callable[[str], str], names: Mapping[Any, str]
+) -> dict[str, Any]:
+    target: Any = node.target
+    if node.op == "placeholder":
+        kind = TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
+        return {"name": node.name, "input": kind}
+    if node.op == "get_attr":
+        return {"name": node.name, "lifted": lifted(str(target))}
+    if target is operator.getitem:
+        of, index = node.args
+        assert isinstance(of, torch.fx.Node)
+        return {"name": node.name, "item": index, "of": of.name}
+    called: dict[str, Any]
+    op = node.meta.get("op")
+    if isinstance(target, ControlFlow):
+        called = {
+            "control": encode_control(target, lambda graph: encode_graph(graph, _none, names))
+        }
+    elif isinstance(op, TorchOperator):
+        called = {"operator": op.name}
+    elif "::" in name_of(target):
+        called = {"operator": name_of(target)}
+    elif target in NAMES_OF_FUNCTIONS:
+        called = {"function": NAMES_OF_FUNCTIONS[target]}
+    else:
+        raise NoFileForm(f"a call of {getattr(target, '__name__', target)}")
+    return {
+        "name": node.name,
+        **called,
+        "args": [encode(arg, str) for arg in node.args],
+        "kwargs": {name: encode(arg, str) for name, arg in node.kwargs.items()},
+    }
+
+
+def _none(name: str) -> str:
+    raise NoFileForm(f"the tensor {name} inside of control flow")
+
+
+class GraphReader:
+    """Reads one graph.
+
+    Args:
+        lifted: the tensor of a name in the file.
+        values: reads constants.
+        types: reads what is known of values.
+        made_with: the torch version of the file, for errors.
+    """
+
+    def __init__(
+        self,
+        lifted: Callable[[Field], torch.Tensor],
+        device: torch.device | None,
+        types: NodeTypes,
+        made_with: str,
+    ) -> None:
+        self._lifted = lifted
+        self._device = device
+        self._types = types
+        self._made_with = made_with
+        self._values = Values(self._known, device)
+        self._nodes: dict[str, torch.fx.Node] = {}
+        self._kinds: dict[torch.fx.Node, Kind] = {}
+        self.graph = torch.fx.Graph()
+        self.lifted: dict[str, torch.Tensor] = {}
+
+    def read(self, field: Field) -> torch.fx.Graph:
+        """The graph that `encode_graph` wrote."""
+        nodes, outputs = field.record("nodes", "outputs")
+        for each in nodes.items():
+            self._node(each)
+        results = tuple(self._result(out) for out in outputs.items())
+        self.graph.output(results)
+        return self.graph
+
+    def _result(self, field: Field) -> Any:
+        value = self._values.decode(field)
+        if isinstance(value, list | dict) or type(value) is tuple:
+            field.expected("the value of a leaf")
+        return value
+
+    def _known(self, field: Field) -> torch.fx.Node:
+        name = field.text()
+        if name not in self._nodes:
+            field.fail(f"there is no node {name[:40]!r} before this one")
+        return self._nodes[name]
+
+    def _node(self, field: Field) -> None:
+        readers = {
+            "input": self._input,
+            "lifted": self._lifted_tensor,
+            "operator": self._operator,
+            "function": self._function,
+            "item": self._item,
+            "control": self._control,
+        }
+        kinds = [kind for kind in readers if field.get(kind) is not None]
+        if len(kinds) != 1:
+            field.expected("a node")
+        name = field.at("name").text(_NAME, "the name of a node")
+        if name in self._nodes or name in _RESERVED or keyword.iskeyword(name):
+            field.at("name").expected("another name")
+        kind, node = readers[kinds[0]](field, name)
+        if node.name != name:
+            field.at("name").expected("a name that code can have")
+        self._nodes[name] = node
+        self._kinds[node] = kind
+        self._read_facts(field, node)
+
+    def _read_facts(self, field: Field, node: torch.fx.Node) -> None:
+        known = field.get("type")
+        if known is not None:
+            self._types.read(known, node)
+        number = field.get("number")
+        if number is not None:
+            self._types.read_number(number, node)
+        for key, name in _FLAGS.items():
+            flag = field.get(key)
+            if flag is not None:
+                node.meta[name] = flag.flag()
+        line = field.get("line")
+        if line is not None:
+            node.meta["place"] = line.line()
+
+    def _input(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+        field.require_keys(("name", "input"), _OPTIONAL)
+        kind = field.at("input").one_of({TENSOR: TENSOR, NUMBER: NUMBER}, "tensor or number")
+        if any(node.op != "placeholder" for node in self._nodes.values()):
+            field.fail("inputs come first")
+        node = self.graph.create_node("placeholder", name, name=name)
+        node.meta["kind"] = kind
+        return kind, node
+
+    def _lifted_tensor(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+        field.require_keys(("name", "lifted"), _OPTIONAL)
+        self.lifted[name] = self._lifted(field.at("lifted"))
+        return TENSOR, self.graph.create_node("get_attr", name, name=name)
+
+    def _operator(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+        args, kwargs = self._arguments(field, "operator")
+        op, signature = operator_named(field.at("operator"), self._made_with)
+        wrong = misfit(signature, args, kwargs, self._kinds.__getitem__)
+        if wrong is not None:
+            field.fail(wrong)
+        node = self.graph.create_node("call_function", op.overload, args, kwargs, name=name)
+        node.meta["op"] = op
+        return kind_of_results(signature), node
+
+    def _function(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+        args, kwargs = self._arguments(field, "function")
+        function = function_named(field.at("function"))
+        numbers = (
+            self._kinds[arg] == NUMBER
+            if isinstance(arg, torch.fx.Node)
+            else type(arg) in (int, float, bool)
+            for arg in args
+        )
+        if kwargs or not 1 <= len(args) <= 3 or not all(numbers):
+            field.fail("a function on sizes takes one to three numbers")
+        return NUMBER, self.graph.create_node("call_function", function, args, name=name)
+
+    def _item(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+        field.require_keys(("name", "item", "of"), _OPTIONAL)
+        of, index = self._known(field.at("of")), field.at("item").integer(0, 1 << 31)
+        kind = kind_of_item(self._kinds[of], index)
+        if kind is None:
+            field.fail(f"{of.name} has no item {index}")
+        node = self.graph.create_node("call_function", operator.getitem, (of, index), name=name)
+        return kind, node
+
+    def _control(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
+        args, kwargs = self._arguments(field, "control")
+        kinds = [self._kinds[arg] if isinstance(arg, torch.fx.Node) else NUMBER for arg in args]
+        if kwargs or not all(kind in (TENSOR, NUMBER) for kind in kinds):
+            field.fail("control flow takes tensors and numbers")
+        op = decode_control(field.at("control"), self._body, kinds)
+        return [TENSOR], self.graph.create_node("call_function", op, args, name=name)
+
+    def _body(self, field: Field) -> torch.fx.Graph:
+        def none(name: Field) -> torch.Tensor:
+            name.fail("there are no tensors of the file inside of control flow")
+
+        return GraphReader(none, self._device, self._types, self._made_with).read(field)
+
+    def _arguments(self, field: Field, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        field.require_keys(("name", kind, "args", "kwargs"), _OPTIONAL)
+        args = tuple(self._values.decode(arg) for arg in field.at("args").items())
+        kwargs = {}
+        for name, value in field.at("kwargs").mapping().items():
+            if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+                value.fail("this is no name of an argument")
+            kwargs[name] = self._values.decode(value)
+        return args, kwargs

@@ -1,0 +1,99 @@
+"""What is known of the tensors in a graph, as JSON and back: types, sizes, strides, devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge import torch_state
+from tsfunc.bridge.size_forms import OPERATORS, form_of_size, size_of_form
+from tsfunc.bridge.symbols import Symbols
+from tsfunc.dispatch import state
+from tsfunc.program.files.fields import Field
+from tsfunc.program.files.values import Values, dtype_of
+
+_MOST_PARTS = 1000  # operators and operands of one size
+
+
+def encode_type(value: torch.Tensor, names: Mapping[Any, str]) -> Any | None:
+    """A fake tensor as JSON; None where its sizes are not those of named dims."""
+    if value.layout is not torch.strided:
+        return None
+    shape = [form_of_size(size, names) for size in value.shape]
+    strides = [form_of_size(step, names) for step in value.stride()]
+    if None in shape or None in strides:
+        return None
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": shape,
+        "strides": strides,
+        "device": str(value.device),
+    }
+
+
+class NodeTypes:
+    """Reads types, and gives nodes the fake tensors that they describe.
+
+    Args:
+        symbols: has the named dims.
+        values: reads devices.
+    """
+
+    def __init__(self, symbols: Symbols, values: Values) -> None:
+        self._symbols = symbols
+        self._values = values
+        self._sizes: dict[str, Any] = {}
+
+    def read(self, field: Field, node: torch.fx.Node) -> None:
+        """Gives a node what is known of its value."""
+        dtype, shape_field, stride_field, device = field.record(
+            "dtype", "shape", "strides", "device"
+        )
+        shape = [self._size(size) for size in shape_field.items()]
+        strides = [self._size(step) for step in stride_field.items(len(shape))]
+        with torch_state.outside_all_levels(), state.outside_all_levels(), self._symbols.fake:
+            try:
+                value = torch.empty_strided(
+                    shape, strides, dtype=dtype_of(dtype), device=self._values.device(device)
+                )
+            except (RuntimeError, OverflowError, ValueError, TypeError) as error:
+                field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
+        node.meta["val"] = value
+        node.meta["dims"] = tuple(map(self._symbols.spell_size, shape))
+
+    def read_number(self, field: Field, node: torch.fx.Node) -> None:
+        """Gives a node that is a number what is known of it."""
+        size = self._size(field)
+        node.meta["number"] = size
+        node.meta["expr"] = self._symbols.spell_size(size)
+
+    def _size(self, field: Field) -> Any:
+        if type(field.value) is int:
+            return field.integer(0)
+        key = json.dumps(field.value)
+        if key not in self._sizes:
+            self._count(field, _MOST_PARTS)
+            try:
+                self._sizes[key] = size_of_form(field.value, self._symbols.sizes)
+            except (ValueError, TypeError, ZeroDivisionError, OverflowError) as error:
+                field.fail(f"this is no size: {error}")
+        return self._sizes[key]
+
+    def _count(self, field: Field, left: int) -> int:
+        """How many more parts a size may have; checks that it is made of numbers and names."""
+        if type(field.value) is list:
+            for part in field.items():
+                left = self._count(part, left)
+        elif type(field.value) is int:
+            field.integer()
+        elif type(field.value) is not str or (
+            field.value not in OPERATORS and field.value not in self._symbols.sizes
+        ):
+            field.expected("a size")
+        if left <= 0:
+            field.fail("the size is too long")
+        return left - 1

@@ -1,0 +1,175 @@
+"""Operators of a file: found by their names, their arguments held to their schemas.
+
+A program of a file runs torch's operators on what it is given, so that each call is looked at
+before it is taken in: that there is such an operator, that it has such arguments, and that their
+kinds are those of its schema. Nothing is called for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.operators import TorchOperator, operator_of
+from tsfunc.bridge.schemas import signature_of
+from tsfunc.ops.catalogue.signature import Signature
+from tsfunc.program.files.fields import LONGEST_INT, Field
+
+# The kinds of values in a graph: a tensor, a number, or several values by their kinds.
+TENSOR, NUMBER, NOTHING = "tensor", "number", "nothing"
+Kind = Any
+
+_NAME = re.compile(r"\w{1,80}::\w{1,120}(?:\.\w{1,80})?", re.ASCII)
+# They read or write files, or draw in other processes: no program is traced to these.
+_REACH_OUT = re.compile(r"aten::from_file|debugprims::|c10d::|symm_mem::|profiler::")
+
+# What a program calls beside operators: arithmetic of sizes. ``getitem`` is apart.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{
+        name: getattr(operator, name)
+        for name in (
+            "add", "sub", "mul", "floordiv", "mod", "pow", "truediv", "neg", "pos", "abs",
+            "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_", "xor", "invert",
+            "lshift", "rshift",
+        )
+    },
+    **{name: getattr(math, name) for name in ("trunc", "ceil", "floor", "sqrt")},
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "sym_max", "sym_min", "sym_float", "sym_int", "sym_ite", "sym_not", "_sym_sqrt",
+        )
+    },
+    "int": int, "float": float, "bool": bool, "min": min, "max": max, "round": round,
+}  # fmt: skip
+NAMES_OF_FUNCTIONS = {function: name for name, function in FUNCTIONS.items()}
+
+
+@functools.cache
+def _signature(name: str) -> Signature | None:
+    return signature_of(name) if _NAME.fullmatch(name) and not _REACH_OUT.match(name) else None
+
+
+def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, Signature]:
+    """The operator that a text names, and its schema."""
+    name = field.text()
+    signature = _signature(name)
+    if signature is None:
+        space = name.partition("::")[0][:40]
+        field.fail(
+            f"there is no operator {name[:80]!r} for a program here: torch is "
+            f"{torch.__version__}, the file was made with {made_with}. If it is one of your own, "
+            f"import what registers it ({space}) before loading"
+        )
+    overload: Any = signature.call
+    return operator_of(overload), signature
+
+
+def function_named(field: Field) -> Callable[..., Any]:
+    """The Python function on numbers that a text names."""
+    found: Callable[..., Any] = field.one_of(FUNCTIONS, "a function on sizes")
+    return found
+
+
+def kind_of_results(signature: Signature) -> Kind:
+    """The kind of what an operator returns."""
+    kinds = [_kind_of(type_) for type_ in signature.returns]
+    if not kinds:
+        return NOTHING
+    return kinds[0] if len(kinds) == 1 else tuple(kinds)
+
+
+def _kind_of(type_: str) -> Kind:
+    if type_.endswith("[]"):
+        return [_kind_of(type_[:-2])]
+    return TENSOR if type_.rstrip("?") == "Tensor" else NUMBER
+
+
+def kind_of_item(kind: Kind, index: int) -> Kind | None:
+    """The kind of one of several values; None where there is none of this index."""
+    if isinstance(kind, list):
+        return kind[0] if index >= 0 else None
+    return kind[index] if isinstance(kind, tuple) and 0 <= index < len(kind) else None
+
+
+def misfit(
+    signature: Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kind_of: Callable[[torch.fx.Node], Kind],
+) -> str | None:
+    """What in a call does not go with an operator's schema; None if all does."""
+    positional = [a for a in signature.arguments if not a.keyword]
+    if len(args) > len(positional):
+        return f"{signature.name} takes {len(positional)} arguments, not {len(args)}"
+    given = dict(zip((a.name for a in positional), args, strict=False))
+    for name, value in kwargs.items():
+        if name in given:
+            return f"{signature.name} is given {name} twice"
+        given[name] = value
+    for argument in signature.arguments:
+        if argument.name not in given:
+            if argument.required:
+                return f"{signature.name} has no {argument.name}"
+            continue
+        value = given.pop(argument.name)
+        single = argument.count and argument.type.rstrip("?").endswith("[]")
+        if single and not isinstance(value, list | tuple) and value is not None:
+            value = [value]
+        if not _fits(value, argument.type, kind_of):
+            return f"{argument.name} of {signature.name} is of type {argument.type}"
+    for name in given:
+        return f"{signature.name} has no argument {name[:40]!r}"
+    return None
+
+
+def _fits(value: Any, type_: str, kind_of: Callable[[torch.fx.Node], Kind]) -> bool:
+    if type_.endswith("?"):
+        return value is None or _fits(value, type_[:-1], kind_of)
+    if type_.endswith("[]"):
+        if isinstance(value, torch.fx.Node):
+            kind = kind_of(value)
+            inner = TENSOR if type_.rstrip("?[]") == "Tensor" else NUMBER
+            return bool(kind) and isinstance(kind, list | tuple) and all(k == inner for k in kind)
+        return isinstance(value, list | tuple) and all(
+            _fits(item, type_[:-2], kind_of) for item in value
+        )
+    if isinstance(value, torch.fx.Node):
+        kind = kind_of(value)
+        return type_ in _KINDS_OF[kind] if isinstance(kind, str) else False
+    if type_ in ("int", "SymInt"):
+        return type(value) in (int, bool) and -LONGEST_INT <= value < LONGEST_INT
+    allowed = _PYTHON.get(type_)
+    return allowed is not None and type(value) in allowed
+
+
+_NUMBERS = (int, float, bool, complex)
+_PYTHON: dict[str, tuple[type, ...]] = {
+    "Tensor": _NUMBERS,  # torch makes a tensor of a number
+    "number": _NUMBERS,
+    "Scalar": _NUMBERS,
+    "complex": _NUMBERS,
+    "float": (int, float, bool),
+    "SymFloat": (int, float, bool),
+    "bool": (bool,),
+    "SymBool": (bool,),
+    "str": (str,),
+    "ScalarType": (torch.dtype,),
+    "Layout": (torch.layout,),
+    "MemoryFormat": (torch.memory_format,),
+    "Device": (torch.device,),
+}
+_KINDS_OF: dict[str, frozenset[str]] = {
+    TENSOR: frozenset({"Tensor"}),
+    NUMBER: frozenset(
+        "Tensor number Scalar complex float SymFloat int SymInt bool SymBool".split()
+    ),
+    NOTHING: frozenset(),
+}

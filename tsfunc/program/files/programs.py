@@ -1,0 +1,276 @@
+"""Programs, and the calls that they answer, as entries of a file.
+
+``programs/0.json`` is a program: its graph, where its inputs stand among the flattened arguments,
+and the structure of its results. ``calls.json`` has for each kind of call what is taken for granted
+of it, and the number of its program; a guard is generated anew from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.settings import SETTINGS
+from tsfunc.bridge.size_forms import symbol_of
+from tsfunc.bridge.symbols import Symbols
+from tsfunc.errors import DescriptorError
+from tsfunc.program.codegen import generate
+from tsfunc.program.files.fields import Field
+from tsfunc.program.files.graphs import GraphReader, encode_graph
+from tsfunc.program.files.node_types import NodeTypes
+from tsfunc.program.files.tensors import TensorReader, TensorWriter
+from tsfunc.program.files.trees import Trees, encode_tree
+from tsfunc.program.files.values import NoFileForm, Values, dtype_of, encode, printable
+from tsfunc.program.forms import CallForm, Watched
+from tsfunc.program.inputs import InputSpec
+from tsfunc.program.program import Program
+from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, parse_descriptor
+from tsfunc.types.dims import parse_dim
+
+
+def encode_program(program: Program, bounds: Mapping[str, Dim], tensors: TensorWriter) -> Any:
+    """A program as JSON.
+
+    Raises:
+        NoFileForm: it has something that a file can't hold.
+    """
+
+    def lifted(name: str) -> str:
+        try:
+            return tensors.name(program.lifted[name])
+        except NoFileForm as error:
+            raise NoFileForm(f"{name}, {error}") from None
+
+    for update in program.updates:
+        raise NoFileForm(f"a program that assigns to {update.text}")
+    names = _names_of_symbols(program.graph)
+    return {
+        "name": printable(program.name),
+        "dims": {name: _dim_text(bounds.get(name, Dim(name))) for name in names.values()},
+        "inputs": list(program.inputs),
+        "constants": sorted(program.constants),
+        "graph": encode_graph(program.graph, lifted, names),
+        "results": encode_tree(program.out_tree),
+    }
+
+
+def what_it_does(encoded: Any) -> Any:
+    """A program's JSON without what is only known of its values."""
+    if isinstance(encoded, dict):
+        return {
+            key: what_it_does(value)
+            for key, value in encoded.items()
+            if key not in ("requires_grad", "line")
+        }
+    return [what_it_does(item) for item in encoded] if isinstance(encoded, list) else encoded
+
+
+def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, str]:
+    """What the symbols in the sizes of a graph's inputs are called."""
+    names: dict[Any, str] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+            continue
+        for size, text in zip(value.shape, node.meta.get("dims", ()), strict=False):
+            symbol = symbol_of(size)
+            if symbol is not None and text.isidentifier():
+                names[symbol] = text
+    return names
+
+
+@dataclass(frozen=True)
+class Context:
+    """What reading a file needs beside its entries.
+
+    Attributes:
+        tensors: the file's.
+        classes: what names of classes stand for.
+        device: takes the place of every device, if it is given.
+        made_with: the torch version that the file was made with.
+    """
+
+    tensors: TensorReader
+    classes: Mapping[str, type]
+    device: torch.device | None
+    made_with: str
+
+
+def decode_program(field: Field, context: Context) -> Program:
+    """The program that `encode_program` wrote; its code is generated from the graph."""
+    name_field, dims_field, inputs_field, constants, graph_field, results = field.record(
+        "name", "dims", "inputs", "constants", "graph", "results"
+    )
+    values = Values(device=context.device)
+    symbols = _symbols(dims_field)
+    reader = GraphReader(
+        context.tensors.tensor, context.device, NodeTypes(symbols, values), context.made_with
+    )
+    graph = reader.read(graph_field)
+    inputs = tuple(at.integer(0, 1 << 31) for at in inputs_field.items())
+    wanted = sum(node.op == "placeholder" for node in graph.nodes)
+    if wanted != len(inputs):
+        inputs_field.fail(f"the graph has {wanted} inputs")
+    tree = Trees(context.classes, values).decode(results)
+    (*_, last) = graph.nodes
+    if tree.num_leaves != len(last.args[0]):
+        results.fail(f"the graph has {len(last.args[0])} results")
+    name = name_field.line()
+    source, run = generate(name, graph, inputs, reader.lifted)
+    known = frozenset(each.text() for each in constants.items())
+    if not known <= reader.lifted.keys():
+        constants.fail("there are others than tensors of the program")
+    return Program(name, graph, inputs, reader.lifted, tree, source, run, known)
+
+
+def _symbols(field: Field) -> Symbols:
+    dims = {name: _read_dim(text, name) for name, text in field.mapping().items()}
+    try:
+        return Symbols(
+            {name: (dim.min, dim.max, dim.multiple_of or 1) for name, dim in dims.items()}
+        )
+    except (ValueError, TypeError, AssertionError, RuntimeError) as error:
+        field.fail(f"there are no such dims: {error}")
+
+
+# --- calls
+
+
+def encode_form(form: CallForm, where: Callable[[int], str]) -> Any:
+    """What is taken for granted of a kind of call, as JSON.
+
+    Args:
+        form: that.
+        where: how errors call an argument, by its place.
+
+    Raises:
+        NoFileForm: an argument is of a kind that files can't hold.
+    """
+    specs = {spec.position: spec for spec in form.inputs}
+    leaves = []
+    for i, leaf in enumerate(form.leaves):
+        spec = specs.get(i)
+        try:
+            leaves.append({"value": encode(leaf)} if spec is None else _encode_input(spec))
+        except NoFileForm as error:
+            raise NoFileForm(f"the argument {where(i)}, {_named(leaf, error)}") from None
+    return {
+        "arguments": encode_tree(form.tree),
+        "leaves": leaves,
+        "dims": {name: _dim_text(dim) for name, dim in form.bounds.items()},
+        "settings": {
+            setting.name: encode(value)
+            for setting, value in zip(SETTINGS, form.ambient, strict=True)
+        },
+    }
+
+
+def _named(leaf: Any, error: NoFileForm) -> str:
+    if isinstance(leaf, Watched):
+        return f"an object of class {leaf.cls.__name__}"
+    return str(error)
+
+
+def _encode_input(spec: InputSpec) -> Any:
+    x = spec.example
+    return {
+        "tensor": spec.name,
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "device": str(x.device),
+        "requires_grad": x.requires_grad,
+        "shape": list(x.shape),
+        "strides": list(x.stride()),
+        "dims": [dim if isinstance(dim, int) else _dim_name(dim) for dim in spec.dims],
+    }
+
+
+def _dim_name(dim: DimForm) -> str:
+    return dim.name if isinstance(dim, Dim) else str(dim)
+
+
+def _dim_text(dim: Dim) -> str:
+    return str(MetaTensorType([dim]))
+
+
+_SETTINGS = frozenset(setting.name for setting in SETTINGS)
+
+
+class FormReader:
+    """Reads what is taken for granted of calls."""
+
+    def __init__(self, context: Context) -> None:
+        self._values = Values(device=context.device)
+        self._trees = Trees(context.classes, self._values)
+        self._fake = Symbols({}).fake
+
+    def decode(self, field: Field) -> CallForm:
+        """The form that `encode_form` wrote."""
+        arguments, leaves_field, dims, ambient = field.record(
+            "arguments", "leaves", "dims", "settings"
+        )
+        tree = self._trees.decode(arguments)
+        bounds = {name: _read_dim(text, name) for name, text in dims.mapping().items()}
+        leaves: list[Any] = []
+        inputs = []
+        for i, leaf in enumerate(leaves_field.items(tree.num_leaves)):
+            is_value = leaf.get("value") is not None
+            leaves.append(self._values.decode(*leaf.record("value")) if is_value else None)
+            if not is_value:
+                inputs.append(self._input(i, leaf, bounds))
+        return CallForm(tree, tuple(leaves), tuple(inputs), bounds, self._settings(ambient))
+
+    def _settings(self, field: Field) -> tuple[Any, ...]:
+        """torch's settings; of one that the file does not know, any value will do."""
+        given = field.mapping()
+        for name, value in given.items():
+            if name not in _SETTINGS:
+                value.fail("there is no such setting")
+        return tuple(
+            Values().decode(given[setting.name]) if setting.name in given else setting.read()
+            for setting in SETTINGS
+        )
+
+    def _input(self, position: int, field: Field, bounds: Mapping[str, Dim]) -> InputSpec:
+        name, dtype, device, grad, shape_field, strides, dims_field = field.record(
+            "tensor", "dtype", "device", "requires_grad", "shape", "strides", "dims"
+        )
+        shape = [size.integer(0) for size in shape_field.items()]
+        steps = [step.integer(0) for step in strides.items(len(shape))]
+        dims = tuple(_read_size(dim, bounds) for dim in dims_field.items(len(shape)))
+        try:
+            with self._fake:
+                example = torch.empty_strided(
+                    shape, steps, dtype=dtype_of(dtype), device=self._values.device(device)
+                ).requires_grad_(grad.flag())
+        except (RuntimeError, OverflowError, TypeError) as error:
+            field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
+        return InputSpec(position, name.line(), example, dims)
+
+
+def _read_dim(field: Field, name: str) -> Dim:
+    try:
+        described = parse_descriptor(field.line()[:200])
+        found = described.dims if isinstance(described, MetaTensorType) else None
+    except DescriptorError as error:
+        field.fail(str(error))
+    dim = found[0] if found is not None and len(found) == 1 else None
+    if not isinstance(dim, Dim) or dim.name != name:
+        field.expected(f"a description of the dim {name[:40]!r}")
+    return dim
+
+
+def _read_size(field: Field, bounds: Mapping[str, Dim]) -> DimForm:
+    if type(field.value) is int:
+        return field.integer(0)
+    try:
+        dim = parse_dim(field.line()[:200])
+    except DescriptorError as error:
+        field.fail(str(error))
+    names = [dim.name] if isinstance(dim, Dim) else dim.names if isinstance(dim, DimExpr) else ()
+    if not names or any(name not in bounds for name in names):
+        field.expected("a size, or one made of named dims")
+    return bounds[dim.name] if isinstance(dim, Dim) else dim

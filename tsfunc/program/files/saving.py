@@ -1,0 +1,87 @@
+"""What of a specialized function goes into a file, and the writing of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import optree
+
+from tsfunc.program.cache import Cache
+from tsfunc.program.calls import Target
+from tsfunc.program.files.archive import replace
+from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes
+from tsfunc.program.files.variants import also_answered
+from tsfunc.program.program import Program
+from tsfunc.types.class_names import class_name
+
+
+def function_to_save(
+    target: Target, cache: Cache, programs: Sequence[Program], exact: bool = False
+) -> SavedFunction:
+    """A specialized function as files have it.
+
+    Args:
+        target: the function.
+        cache: its programs.
+        programs: which of them; without any, all.
+        exact: whether only calls like those that were made are to be answered.
+
+    Raises:
+        RuntimeError: there is no program.
+        ValueError: one of the programs is none of the function's.
+    """
+    if not cache.entries:
+        raise RuntimeError(
+            f"save({target.name}): there is no program yet; one is made by the first call."
+        )
+    known = cache.programs
+    if any(program not in known for program in programs):
+        raise ValueError(
+            f"save({target.name}): expected some of its own programs (see .programs), got another."
+        )
+    chosen = [entry for entry in cache.entries if not programs or entry.program in programs]
+    if not exact:
+        for entry in tuple(chosen):
+            chosen += also_answered(target, entry, chosen)
+    answers = tuple(Answer(entry.program, entry.form, entry.reason) for entry in chosen)
+    described = tuple(contract.descriptors for contract in target.contracts)
+    return SavedFunction(target.name, target.signature, described, cache.limit, answers)
+
+
+def program_to_save(program: Program) -> SavedFunction:
+    """A single program as files have it: a function of any arguments.
+
+    Raises:
+        ValueError: it was made for a graph, and not for calls.
+    """
+    if program.form is None:
+        raise ValueError(
+            f"save({program.name}): the program was made by make_graph, and not for calls. Save "
+            f"the program of a specialized function."
+        )
+    kinds = (("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds])
+    answer = Answer(program, program.form, "the program itself")
+    return SavedFunction(program.name, signature, (), 1, (answer,))
+
+
+def write(path: Path, function: SavedFunction) -> None:
+    """Writes a file."""
+    replace(path, function_bytes(function))
+
+
+def pickled(function: SavedFunction) -> tuple[bytes, dict[str, type]]:
+    """The bytes of a file, and the classes that it names."""
+    trees = [answer.program.out_tree for answer in function.answers]
+    trees += [answer.form.tree for answer in function.answers]
+    classes = {class_name(cls): cls for tree in trees for cls in _classes_of(tree)}
+    return function_bytes(function), classes
+
+
+def _classes_of(tree: optree.PyTreeSpec) -> Iterator[type]:
+    if tree.type is not None and tree.type.__module__ not in ("builtins", "collections"):
+        yield tree.type
+    for child in tree.children():
+        yield from _classes_of(child)

@@ -1,0 +1,111 @@
+"""``load``: a specialized function from a file that its ``save`` has written."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tsfunc.errors import DescriptorViolation
+from tsfunc.program.cache import Entry
+from tsfunc.program.reach import Facts
+from tsfunc.transforms.specialize import Specialized
+
+
+class LoadedFunction(Specialized):
+    """A function of which there are the programs alone; made by :func:`load`."""
+
+    def __repr__(self) -> str:
+        return f"<loaded {self.name}, {len(self.programs)} programs>"
+
+    def cache_clear(self) -> None:
+        """Does nothing but set the counts to zero: programs that go could not be made again."""
+        self.cache.hits = self.cache.misses = 0
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    classes: Mapping[str, type] | None = None,
+    device: torch.device | str | None = None,
+) -> LoadedFunction:
+    """A specialized function from a file.
+
+    Nothing that is in a file is run: its programs are graphs of operators that torch has, looked
+    up by their names, and their Python is generated anew.
+
+    Args:
+        path: a file that ``save`` of a specialized function, or of a program, has written.
+        classes: the classes of named tuples and dataclasses among arguments and results, by the
+            names that the file has for them (``module.Class``). Those that are imported already
+            are found without; nothing is imported for a file.
+        device: where everything is to be, instead of the devices that the file says.
+
+    Returns:
+        A callable like the specialized function, with the same programs, descriptors and
+        weights. It answers the calls that its programs were made for, and no others.
+
+    Raises:
+        FileFormatError: it is no such file, it is damaged, or of a later format; or it needs
+            an operator or a class that is not there. The message names the entry.
+        OSError: the file can't be read.
+        DescriptorViolation: when it is called, with what it has no program for.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from tsfunc import MetaTensorType, load, specialize
+        >>> weight = torch.full((3,), 2.0)
+        >>> f = specialize(lambda x: x @ weight, {"x": MetaTensorType(["n", 3])})
+        >>> _ = f(torch.ones(5, 3))
+        >>> path = os.path.join(tempfile.mkdtemp(), "f.tsf")
+        >>> f.save(path)
+        >>> load(path)(torch.ones(2, 3))
+        tensor([6., 6.])
+
+    As ``torch.export.load``, which keeps Python objects by pickle; the format is in
+    ``docs/files.md``.
+    """
+    target = None if device is None else torch.device(device)
+    with Path(path).open("rb") as file:
+        return _read(file, str(path), classes or {}, target)
+
+
+def unpickle(data: bytes, classes: Mapping[str, type]) -> LoadedFunction:
+    """What pickle makes of a specialized function."""
+    return _read(io.BytesIO(data), "pickle", classes, None)
+
+
+def _read(
+    file: Any, what: str, classes: Mapping[str, type], device: torch.device | None
+) -> LoadedFunction:
+    # Here, and not above: files need safetensors, which `import tsfunc` is to do without.
+    from tsfunc.program.files.functions import read_function
+
+    saved = read_function(file, what, classes, device)
+
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        listed = "".join(f"  {answer.reason}\n" for answer in saved.answers)
+        raise DescriptorViolation(
+            f"{saved.name}, loaded from {what}: there is no program for this call, and a file does "
+            f"not have the function itself. It has programs for:\n{listed}"
+            f"Call it as these were called, or save it after a call like this one."
+        )
+
+    missing.__name__ = missing.__qualname__ = saved.name
+    missing.__signature__ = saved.signature  # type: ignore[attr-defined]
+    loaded = LoadedFunction(missing, saved.descriptors, saved.limit, "freeze")
+    loaded.cache.entries = [_entry(answer) for answer in saved.answers]
+    return loaded
+
+
+def _entry(answer: Any) -> Entry:
+    form = answer.form
+    facts = Facts()
+    return Entry(
+        answer.program, form.tree, facts.function(form.ambient, *form.guard()),
+        facts.function(form.ambient), answer.reason, None, form,
+    )  # fmt: skip
