@@ -34,12 +34,13 @@ from tsfunc.transforms.outlines import eval_shape, make_graph
 from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
 from tsfunc.transforms.specialize import specialize
 from tsfunc.transforms.vmap import vmap
-from tsfunc.types import Dim, MetaTensorType
+from tsfunc.types import Descriptors, Dim, MetaTensorType, infer_descriptors
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CallReport",
+    "Descriptors",
     "Dim",
     "MetaTensorType",
     "Tracer",
@@ -65,6 +66,7 @@ __all__ = [
     "grad_and_value",
     "hessian",
     "hvp",
+    "infer_descriptors",
     "jacfwd",
     "jacrev",
     "jvp",

@@ -20,11 +20,14 @@ The types, in the order in which they rest on each other:
 
 Descriptors, in the order in which one passes through them:
 
+    polynomials  expressions over sizes: when two are the same, and solved for a name
     dims         sizes: numbers, names with bounds, expressions
     meta         MetaTensorType: a tensor's dtype, shape, device, requires_grad, layout
     values       Python values: when two are the same
     reading      what users write, read into a descriptor
     descriptors  descriptors: a union of frozen dataclasses; their text, and read back
+    descriptor_lattice  the order of descriptors, and their joins
+    descriptor_sets     the descriptors of all parameters: from examples, widened, split, as text
     checks       a descriptor as a function that finds what a value breaks
     compiled     the descriptors of a whole function, ready for its calls
 """
@@ -35,6 +38,7 @@ from tsfunc.types.classes import interface
 from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
 from tsfunc.types.conformance import Mismatch, check
 from tsfunc.types.control_flow import check_carry, differences, join_branches
+from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
 from tsfunc.types.descriptor_text import parse_descriptor
 from tsfunc.types.descriptors import Descriptor, Value
 from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
@@ -87,6 +91,7 @@ __all__ = [
     "Bindings",
     "CompiledDescriptors",
     "Descriptor",
+    "Descriptors",
     "Dim",
     "DimExpr",
     "DimForm",
@@ -122,6 +127,7 @@ __all__ = [
     "compile_descriptors",
     "differences",
     "from_annotation",
+    "infer_descriptors",
     "interface",
     "is_subtype",
     "join",

@@ -176,6 +176,72 @@ class MetaTensorType:
 
         return parse_tensor(text)
 
+    def __le__(self, other: object) -> bool:
+        """Whether every tensor that this describes is described by `other` too.
+
+        Example:
+            >>> MetaTensorType([3, 3]) <= MetaTensorType(["n", "n"]) <= MetaTensorType(rank=2)
+            True
+        """
+        if not isinstance(other, MetaTensorType):
+            return NotImplemented
+        from tsfunc.types.descriptor_lattice import is_below_alone
+
+        return is_below_alone(self, other)
+
+    def __ge__(self, other: object) -> bool:
+        return other <= self if isinstance(other, MetaTensorType) else NotImplemented
+
+    def __lt__(self, other: object) -> bool:
+        known = isinstance(other, MetaTensorType)
+        return self <= other and not other <= self if known else NotImplemented
+
+    def __gt__(self, other: object) -> bool:
+        return other < self if isinstance(other, MetaTensorType) else NotImplemented
+
+    def join(self, other: MetaTensorType) -> MetaTensorType:
+        """What both promise. Sizes that differ get a name; of different ranks the last are kept.
+
+        Example:
+            >>> print(MetaTensorType([3, 3], dtype=float).join(MetaTensorType([4, 4])))
+            tensor[n, n]
+            >>> print(MetaTensorType([2, 64]).join(MetaTensorType([64])))
+            tensor[..., 64]
+        """
+        from tsfunc.types.descriptor_lattice import join_alone
+
+        return join_alone(self, other)
+
+    def widen(self, example: torch.Tensor) -> MetaTensorType:
+        """The least that is promised here and true of one more tensor.
+
+        Example:
+            >>> print(MetaTensorType.of(torch.ones(3)).widen(torch.ones(5, dtype=torch.float64)))
+            tensor[n] cpu no_grad strided
+        """
+        return self.join(MetaTensorType.of(example))
+
+    def split(self, **alternatives: Sequence[Any]) -> tuple[MetaTensorType, ...]:
+        """Narrower descriptions, for a program each.
+
+        Args:
+            alternatives: by the name of an attribute its values (``dtype=[...]``), or by the name
+                of a size its sizes, or a `Dim` with bounds. Of several every combination is given.
+
+        Raises:
+            DescriptorError: there is no such attribute or size, or an alternative is not narrower.
+
+        Example:
+            >>> wide = MetaTensorType(["n", 3])
+            >>> for each in wide.split(dtype=[torch.float32], n=[1, Dim("n", min=2)]):
+            ...     print(each)
+            f32[1, 3]
+            f32[n>=2, 3]
+        """
+        from tsfunc.types.descriptor_sets import split_meta
+
+        return split_meta(self, alternatives)
+
     @functools.cached_property
     def dims(self) -> tuple[DimForm, ...] | None:
         """What each dim of the shape stands for; None where the rank is not known.

@@ -1,0 +1,460 @@
+"""The order of descriptors: which promises more, and the least that two promise.
+
+NOTE [the order of descriptors]
+``d <= e`` if every call that keeps ``d`` keeps ``e``. `Anything` is above all.
+
+- What is promised of a tensor less is above what is promised of it more; names of sizes mean here
+  what they mean in types (NOTE [names of sizes]). Ranks that differ leave the last dims.
+- A value is below its class, and below a description of it if it is a tensor. Two values of one
+  class are joined by the class: ``3`` and ``4`` by ``int``.
+- A container with exactly these children is below one of any number: ``[X, X]`` below ``List[X]``.
+- A union is above each of its alternatives. No join makes a new one, but for None.
+
+A join is above both, does not mind their order, and is the least that has no bounds which neither
+has: of the sizes 3 and 4 it is a name, not a name from 3 to 4. Bounds are written, never inferred.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from tsfunc.errors import DescriptorError
+from tsfunc.types.descriptors import (
+    Anything,
+    Descriptor,
+    DictOf,
+    FieldsOf,
+    InstanceOf,
+    ListOf,
+    NamedOf,
+    Nested,
+    OfType,
+    OneOf,
+    TensorOf,
+    TupleOf,
+    Value,
+)
+from tsfunc.types.dims import DimForm
+from tsfunc.types.grammar import assert_never
+from tsfunc.types.inference import names_of_class, primitive_of
+from tsfunc.types.lattice import (
+    common_class,
+    describes_less,
+    is_subtype,
+    join_descriptions,
+)
+from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.sizes import Generalization, Instance
+
+Sizes: TypeAlias = Callable[[DimForm, DimForm], DimForm]
+
+
+def is_below(narrower: Descriptor, wider: Descriptor, sizes: Instance) -> bool:
+    """Whether all that `wider` promises follows from `narrower`, as far as names allow so far."""
+    if isinstance(narrower, OneOf):
+        return all(is_below(each, wider, sizes) for each in narrower.alternatives)
+    match wider:
+        case Anything():
+            return True
+        case OneOf(alternatives):
+            return any(_is_below_for(narrower, each, sizes) for each in alternatives)
+        case MetaTensorType():
+            meta = _meta(narrower)
+            return meta is not None and describes_less(meta, wider, sizes)
+        case TensorOf(cls, meta):
+            own = _meta(narrower)
+            kept = own is not None and describes_less(own, meta, sizes)
+            return kept and issubclass(class_of(narrower) or object, cls)
+        case InstanceOf(cls):
+            return _is_of_class(narrower, cls)
+        case OfType(type_):
+            return isinstance(narrower, OfType) and is_subtype(narrower.type, type_)
+        case Value():
+            return narrower == wider
+        case ListOf(element):
+            return _all_below(_elements(narrower, list), element, sizes)
+        case TupleOf(element):
+            return _all_below(_elements(narrower, tuple), element, sizes)
+        case DictOf(key, item):
+            if isinstance(narrower, DictOf):
+                return is_below(narrower.key, key, sizes) and is_below(narrower.item, item, sizes)
+            keys = [Value(entry) for entry in _entries(narrower, dict)]
+            items = _elements(narrower, dict)
+            return _all_below(keys, key, sizes) and _all_below(items, item, sizes)
+        case Nested(kind, entries, children):
+            return _is_nested_below(narrower, kind, entries, children, sizes)
+        case NamedOf(names, children):
+            return names_of(narrower) == names and _pairs_below(
+                _elements(narrower, tuple), children, sizes
+            )
+        case FieldsOf(cls, names, children):
+            return _is_of_class(narrower, cls) and all(
+                _field_below(narrower, name, child, sizes)
+                for name, child in zip(names, children, strict=True)
+            )
+        case _:
+            assert_never(wider)
+
+
+def _is_below_for(narrower: Descriptor, wider: Descriptor, sizes: Instance) -> bool:
+    """Like `is_below`, with what names mean taken back where it is not."""
+    trial = sizes.copy()
+    if not is_below(narrower, wider, trial):
+        return False
+    sizes.adopt(trial)
+    return True
+
+
+def _meta(descriptor: Descriptor) -> MetaTensorType | None:
+    """What a descriptor promises of a tensor; None if it promises none."""
+    match descriptor:
+        case MetaTensorType():
+            return descriptor
+        case TensorOf(meta=meta):
+            return meta
+        case Value(value) if isinstance(value, torch.Tensor):
+            return MetaTensorType.of(value)
+        case InstanceOf(cls) if issubclass(cls, torch.Tensor):
+            return MetaTensorType()
+        case _:
+            return None
+
+
+def class_of(descriptor: Descriptor) -> type | None:
+    """The class of all values that keep a descriptor; None if there is no one class."""
+    match descriptor:
+        case MetaTensorType():
+            return torch.Tensor
+        case TensorOf(cls) | InstanceOf(cls) | FieldsOf(cls):
+            return cls
+        case Value(value):
+            return type(value)
+        case ListOf():
+            return list
+        case TupleOf() | NamedOf():
+            return tuple
+        case DictOf():
+            return dict
+        case Nested(kind):
+            return kind
+        case Anything() | OfType() | OneOf():
+            return None
+        case _:
+            assert_never(descriptor)
+
+
+_SINGLE = (int, float, str)
+
+
+def _is_of_class(descriptor: Descriptor, cls: type) -> bool:
+    """In the language a bool is no int, and nor is the member of an enum."""
+    own = class_of(descriptor)
+    if own is None or not issubclass(own, cls):
+        return False
+    if cls not in _SINGLE or own is cls:
+        return True
+    primitive = primitive_of(descriptor.value) if isinstance(descriptor, Value) else None
+    return str(primitive) == cls.__name__
+
+
+def _elements(descriptor: Descriptor, kind: type) -> Sequence[Descriptor] | None:
+    """What the elements of a container of a kind are; None if it is none."""
+    match descriptor:
+        case ListOf(element) | TupleOf(element) if class_of(descriptor) is kind:
+            return (element,)
+        case Nested(own, _, children) if issubclass(own, kind):
+            return children
+        case NamedOf(_, children) if kind is tuple:
+            return children
+        case _:
+            return None
+
+
+def _entries(descriptor: Descriptor, kind: type) -> Sequence[Any]:
+    fits = isinstance(descriptor, Nested) and issubclass(descriptor.kind, kind)
+    return descriptor.entries if isinstance(descriptor, Nested) and fits else ()
+
+
+def names_of(descriptor: Descriptor) -> tuple[str, ...] | None:
+    """The names of a named tuple's elements."""
+    if isinstance(descriptor, NamedOf):
+        return descriptor.names
+    return names_of_class(descriptor.kind) if isinstance(descriptor, Nested) else None
+
+
+def _all_below(narrower: Iterable[Descriptor] | None, wider: Descriptor, sizes: Instance) -> bool:
+    return narrower is not None and all(is_below(each, wider, sizes) for each in narrower)
+
+
+def _pairs_below(
+    ones: Sequence[Descriptor] | None, others: Sequence[Descriptor], sizes: Instance
+) -> bool:
+    return (
+        ones is not None
+        and len(ones) == len(others)
+        and all(is_below(*pair, sizes) for pair in zip(ones, others, strict=True))
+    )
+
+
+def _is_nested_below(
+    narrower: Descriptor, kind: type, entries: Sequence[Any], children: Any, sizes: Instance
+) -> bool:
+    if isinstance(narrower, NamedOf):
+        return kind is tuple and _pairs_below(narrower.children, children, sizes)
+    if not isinstance(narrower, Nested):
+        return False
+    if kind is dict and narrower.kind is dict:
+        own = dict(zip(narrower.entries, narrower.children, strict=True))
+        return set(own) == set(entries) and _pairs_below([own[e] for e in entries], children, sizes)
+    same_kind = narrower.kind is kind or (kind is tuple and issubclass(narrower.kind, tuple))
+    return (
+        same_kind
+        and narrower.entries == tuple(entries)
+        and _pairs_below(narrower.children, children, sizes)
+    )
+
+
+def _field_below(narrower: Descriptor, name: str, wider: Descriptor, sizes: Instance) -> bool:
+    if isinstance(narrower, FieldsOf) and name in narrower.names:
+        return is_below(narrower.children[narrower.names.index(name)], wider, sizes)
+    return wider == Anything()
+
+
+def is_below_alone(narrower: Descriptor, wider: Descriptor) -> bool:
+    """Whether all that `wider` promises follows from `narrower`, with no others beside them."""
+    sizes = Instance(dims_in(narrower))
+    return is_below(narrower, wider, sizes) and sizes.settled()
+
+
+# --- join
+
+
+def join_alone(left: MetaTensorType, right: MetaTensorType) -> MetaTensorType:
+    """The join of two descriptions of tensors."""
+    if not isinstance(right, MetaTensorType):
+        raise DescriptorError(
+            f"join: expected a MetaTensorType, got {right!r} of type {type(right).__name__}"
+        )
+    if is_below_alone(left, right) or is_below_alone(right, left):
+        return right if is_below_alone(left, right) else left
+    (joined,) = join_pairs([(left, right)])
+    assert isinstance(joined, MetaTensorType)
+    return joined
+
+
+def join_pairs(
+    pairs: Sequence[tuple[Descriptor, Descriptor]],
+) -> list[Descriptor]:
+    """The join of each pair; names of sizes hold in all of them."""
+    sizes = Generalization(
+        (dim for left, _ in pairs for dim in dims_in(left)),
+        (dim for _, right in pairs for dim in dims_in(right)),
+        always_named=True,
+    )
+
+    def count(left: DimForm, right: DimForm) -> DimForm:
+        sizes.add(left, right)
+        return None
+
+    for pair in pairs:
+        _join(*pair, count)
+    return [_join(*pair, sizes.size) for pair in pairs]
+
+
+def dims_in(descriptor: Descriptor) -> list[DimForm]:
+    """All sizes that a descriptor speaks of."""
+    found: list[DimForm] = []
+
+    def add(meta: MetaTensorType) -> MetaTensorType:
+        found.extend(meta.sizes)
+        return meta
+
+    map_metas(descriptor, add)
+    return found
+
+
+def _join(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
+    if isinstance(left, OneOf) or isinstance(right, OneOf) or Value(None) in (left, right):
+        return _join_unions(left, right, size)
+    one, other = _meta(left), _meta(right)
+    if one is not None and other is not None and left != right:
+        return _join_tensors(left, right, join_descriptions(one, other, size))
+    match left, right:
+        case (MetaTensorType(), _) if one is not None and other is not None:
+            return join_descriptions(one, other, size)
+        case TensorOf(cls), _ if one is not None and other is not None:
+            return TensorOf(cls, join_descriptions(one, other, size))
+        case _ if left == right and not dims_in(left):
+            return left
+        case Nested(kind, entries, ones), Nested(other_kind, others_entries, others) if (
+            kind is other_kind and _same_entries(kind, entries, others_entries)
+        ):
+            by_entry = dict(zip(others_entries, others, strict=True))
+            return Nested(
+                kind, entries, _join_each(ones, [by_entry[entry] for entry in entries], size)
+            )
+        case FieldsOf(cls, names, ones), FieldsOf(other_cls, other_names, others) if (
+            cls is other_cls and names == other_names
+        ):
+            return FieldsOf(cls, names, _join_each(ones, others, size))
+        case _:
+            return _join_containers(left, right, size)
+
+
+def _same_entries(kind: type, ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    return set(ones) == set(others) if kind is dict else tuple(ones) == tuple(others)
+
+
+def _join_each(
+    ones: Sequence[Descriptor], others: Sequence[Descriptor], size: Sizes
+) -> tuple[Descriptor, ...]:
+    return tuple(_join(*pair, size) for pair in zip(ones, others, strict=True))
+
+
+def _join_tensors(left: Descriptor, right: Descriptor, meta: MetaTensorType) -> Descriptor:
+    classes = [
+        torch.Tensor if isinstance(each, Value) else class_of(each) for each in (left, right)
+    ]
+    cls = common_class(classes[0] or torch.Tensor, classes[1] or torch.Tensor) or torch.Tensor
+    if cls is torch.Tensor:
+        return meta
+    return InstanceOf(cls) if meta == MetaTensorType() else TensorOf(cls, meta)
+
+
+def _join_unions(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
+    """``None`` beside one alternative is told apart; a union that was written stays one."""
+    ones, others = _alternatives(left), _alternatives(right)
+    none = (Value(None),) if Value(None) in (*_all(left), *_all(right)) else ()
+    if len(ones) <= 1 and len(others) <= 1:
+        rest = [_join(ones[0], others[0], size)] if ones and others else [*ones, *others]
+        if not ones or not others:
+            # Of the one side there is nothing that its sizes could be held against.
+            rest = [_join(each, each, lambda one, other: one) for each in rest]
+    else:
+        rest = [map_metas(each, _without_names) for each in (*ones, *others)]
+    if any(each == Anything() for each in rest):
+        return Anything()
+    least: list[Descriptor] = []
+    for each in rest:
+        if not any(is_below_alone(each, other) for other in least):
+            least = [*(other for other in least if not is_below_alone(other, each)), each]
+    found = (*sorted(least, key=str), *none)
+    return found[0] if len(found) == 1 else OneOf(found)
+
+
+def _all(descriptor: Descriptor) -> tuple[Descriptor, ...]:
+    return descriptor.alternatives if isinstance(descriptor, OneOf) else (descriptor,)
+
+
+def _alternatives(descriptor: Descriptor) -> list[Descriptor]:
+    return [each for each in _all(descriptor) if each != Value(None)]
+
+
+def _without_names(meta: MetaTensorType) -> MetaTensorType:
+    """In a union a name may mean a size of one alternative alone."""
+
+    def opened(size: DimForm, _: DimForm) -> DimForm:
+        return size if isinstance(size, int) else None
+
+    return join_descriptions(meta, meta, opened)
+
+
+def _join_containers(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
+    for kind, made in ((list, ListOf), (tuple, TupleOf)):
+        ones, others = _elements(left, kind), _elements(right, kind)
+        if ones is not None and others is not None:
+            names = names_of(left)
+            if len(ones) == len(others) and made is TupleOf and _is_fixed(left, right):
+                joined = _join_each(ones, others, size)
+                if names is not None and names == names_of(right):
+                    return NamedOf(names, joined)
+                return Nested(tuple, tuple(range(len(joined))), joined)
+            return made(_together([*ones], [*others], size))
+    if class_of(left) is dict and class_of(right) is dict:
+        keys = _together(_keys(left), _keys(right), size)
+        return DictOf(keys, _together(_items(left), _items(right), size))
+    return _join_classes(left, right)
+
+
+def _is_fixed(*descriptors: Descriptor) -> bool:
+    return not any(isinstance(each, TupleOf) for each in descriptors)
+
+
+def _keys(descriptor: Descriptor) -> list[Descriptor]:
+    if isinstance(descriptor, DictOf):
+        return [descriptor.key]
+    return [Value(entry) for entry in _entries(descriptor, dict)]
+
+
+def _items(descriptor: Descriptor) -> list[Descriptor]:
+    if isinstance(descriptor, DictOf):
+        return [descriptor.item]
+    return list(descriptor.children) if isinstance(descriptor, Nested) else []
+
+
+def _together(ones: list[Descriptor], others: list[Descriptor], size: Sizes) -> Descriptor:
+    """One descriptor for all elements of two containers."""
+    sides = [functools.reduce(_join_of_one, side) for side in (ones, others) if side]
+    if not sides:
+        return Anything()
+    if len(sides) == 1:
+        return sides[0]
+    return _join(sides[0], sides[1], size)
+
+
+def _join_of_one(left: Descriptor, right: Descriptor) -> Descriptor:
+    """The join of two parts of one descriptor, in which a name means one size."""
+    return _join(left, right, lambda one, other: one if one == other else None)
+
+
+def _join_classes(left: Descriptor, right: Descriptor) -> Descriptor:
+    one, other = class_of(left), class_of(right)
+    if isinstance(left, OfType) and left == right:
+        return left
+    if one is None or other is None:
+        return Anything()
+    for cls in _SINGLE:
+        if _is_of_class(left, cls) or _is_of_class(right, cls):
+            return (
+                InstanceOf(cls)
+                if _is_of_class(left, cls) and _is_of_class(right, cls)
+                else Anything()
+            )
+    if one is other:
+        return InstanceOf(one)
+    found = common_class(one, other)
+    return Anything() if found is None else InstanceOf(found)
+
+
+# --- all tensors of a descriptor
+
+
+def map_metas(
+    descriptor: Descriptor, func: Callable[[MetaTensorType], MetaTensorType]
+) -> Descriptor:
+    """A descriptor with each description of a tensor in it replaced."""
+    match descriptor:
+        case MetaTensorType():
+            return func(descriptor)
+        case TensorOf(cls, meta):
+            return TensorOf(cls, func(meta))
+        case Anything() | InstanceOf() | OfType() | Value():
+            return descriptor
+        case ListOf(element) | TupleOf(element):
+            return type(descriptor)(map_metas(element, func))
+        case DictOf(key, item):
+            return DictOf(key, map_metas(item, func))
+        case OneOf(alternatives):
+            return OneOf(tuple(map_metas(each, func) for each in alternatives))
+        case Nested(kind, entries, children):
+            return Nested(kind, entries, tuple(map_metas(each, func) for each in children))
+        case NamedOf(names, children):
+            return NamedOf(names, tuple(map_metas(each, func) for each in children))
+        case FieldsOf(cls, names, children):
+            return FieldsOf(cls, names, tuple(map_metas(each, func) for each in children))
+        case _:
+            assert_never(descriptor)

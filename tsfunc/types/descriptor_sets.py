@@ -1,0 +1,386 @@
+"""`Descriptors`: what is promised of each parameter of a function, as a value of its own.
+
+They can be taken from examples, widened by more of them, joined, compared, split into narrower
+ones, printed, and read back.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.errors import DescriptorError
+from tsfunc.types.descriptor_lattice import dims_in, is_below, join_pairs, map_metas
+from tsfunc.types.descriptor_text import parse_descriptor
+from tsfunc.types.descriptors import Anything, Descriptor, InstanceOf, Value
+from tsfunc.types.dims import Dim, DimExpr, DimForm, parse_dim, spell_dim
+from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.reading import as_descriptor
+from tsfunc.types.sizes import Instance
+
+
+class Descriptors(Mapping[str, Descriptor]):
+    """What is promised of a function's parameters; `specialize` takes it as it takes a dict.
+
+    Args:
+        described: parameter name to descriptor, as `specialize` takes it.
+
+    Raises:
+        DescriptorError: a key is no name of a parameter, or a descriptor is malformed.
+
+    ``d <= e`` if every call that keeps ``d`` keeps ``e``; what is not described is open.
+
+    Example:
+        >>> d = Descriptors({"x": MetaTensorType(["n", 64], dtype=torch.float32), "train": False})
+        >>> print(d)
+        x: f32[n, 64]
+        train: Literal[False]
+        >>> Descriptors.parse(str(d)) == d
+        True
+        >>> d <= Descriptors({"x": torch.Tensor})
+        True
+
+    Source: the widening and splitting of the TorchScript Input Descriptor proposal.
+    """
+
+    __slots__ = ("_described",)
+
+    def __init__(self, described: Mapping[str, object]) -> None:
+        if not isinstance(described, Mapping):
+            raise DescriptorError(
+                f"Descriptors: expected a dict of parameter name to descriptor, got {described!r} "
+                f"of type {type(described).__name__}"
+            )
+        for name in described:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise DescriptorError(f"Descriptors: {name!r} is no name of a parameter")
+        self._described = {name: as_descriptor(each, name) for name, each in described.items()}
+
+    def __getitem__(self, name: str) -> Descriptor:
+        return self._described[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._described)
+
+    def __len__(self) -> int:
+        return len(self._described)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Descriptors) and self._described == other._described
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._described.items()))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {each}" for name, each in self._described.items())
+
+    def __repr__(self) -> str:
+        return f"Descriptors.parse({', '.join(str(self).splitlines())!r})"
+
+    @classmethod
+    def parse(cls, text: str, scope: Mapping[str, object] | None = None) -> Descriptors:
+        """The descriptors that a text says; the inverse of ``str``.
+
+        Args:
+            text: ``name: descriptor``, a line each, or with commas between them.
+            scope: what the names of classes in the text stand for, see `tsfunc.types.parse`.
+
+        Raises:
+            DescriptorError: the text says none, or names a parameter twice.
+
+        Example:
+            >>> Descriptors.parse("x: f32[n, 64] cpu, y: List[f32[n]]")["y"]
+            ListOf(element=MetaTensorType(dtype=torch.float32, shape=('n',)))
+        """
+        found: dict[str, object] = {}
+        for line in text.splitlines():
+            for name, rest in _parameters(line):
+                if name in found:
+                    raise DescriptorError(f"{text!r} describes {name!r} twice")
+                found[name] = parse_descriptor(rest, scope)
+        return cls(found)
+
+    def __le__(self, other: Mapping[str, object]) -> bool:
+        wider = _as_set(other)
+        sizes = Instance(dim for each in self.values() for dim in dims_in(each))
+        return (
+            all(is_below(self.get(name, Anything()), each, sizes) for name, each in wider.items())
+            and sizes.settled()
+        )
+
+    def __lt__(self, other: Mapping[str, object]) -> bool:
+        return self <= other and not _as_set(other) <= self
+
+    def __ge__(self, other: Mapping[str, object]) -> bool:
+        return _as_set(other) <= self
+
+    def __gt__(self, other: Mapping[str, object]) -> bool:
+        return _as_set(other) < self
+
+    def join(self, other: Mapping[str, object]) -> Descriptors:
+        """What both promise: every call that keeps either keeps it.
+
+        Sizes that differ get a name, the same where they are the same in all places. Values that
+        differ are joined by their type.
+
+        Example:
+            >>> d, e = (Descriptors.parse(f"x: f32[{n}, 64], y: f32[{n}], k: Literal[{n}]")
+            ...         for n in (3, 5))
+            >>> print(d.join(e))
+            x: f32[n, 64]
+            y: f32[n]
+            k: int
+        """
+        right = _as_set(other)
+        if right <= self:
+            return self
+        if self <= right:
+            return right
+        names = [name for name in self if name in right]
+        joined = join_pairs([(self[name], right[name]) for name in names])
+        pairs = zip(names, joined, strict=True)
+        return Descriptors({name: each for name, each in pairs if each != Anything()})
+
+    def widen(self, example: Mapping[str, object]) -> Descriptors:
+        """The least that is promised here and true of one more example.
+
+        Args:
+            example: parameter name to value.
+
+        Example:
+            >>> print(Descriptors.parse("x: f32[3] cpu").widen({"x": torch.ones(4)}))
+            x: f32[n] cpu
+        """
+        return self.join(infer_descriptors(example))
+
+    def split(self, **alternatives: Iterable[Any]) -> tuple[Descriptors, ...]:
+        """Narrower descriptors, for a program each.
+
+        Args:
+            alternatives: by the name of a parameter descriptors that are narrower than its own,
+                or values; by the name of a size sizes, or a `Dim` with bounds. Of several names
+                every combination is given.
+
+        Raises:
+            DescriptorError: there is no such name, or an alternative is not narrower.
+
+        Example:
+            >>> d = Descriptors.parse("x: tensor[n, 3], train: bool")
+            >>> for each in d.split(n=[1, Dim("n", min=2)], train=[True]):
+            ...     print(", ".join(str(each).splitlines()))
+            x: tensor[1, 3], train: Literal[True]
+            x: tensor[n>=2, 3], train: Literal[True]
+        """
+        found = [self]
+        for name, several in alternatives.items():
+            choices = list(_choices(name, several))
+            found = [each._narrowed(name, choice) for each in found for choice in choices]
+        return tuple(found)
+
+    def _narrowed(self, name: str, choice: Any) -> Descriptors:
+        if name in self:
+            narrower = Descriptors({**self, name: choice})
+        else:
+            narrower = self._with_size(name, choice)
+        if not narrower <= self:
+            had = self.get(name, name)
+            raise DescriptorError(
+                f"split({name}=...): {narrower.get(name, choice)} is not narrower than {had}"
+            )
+        return narrower
+
+    def _with_size(self, name: str, size: Any) -> Descriptors:
+        names = {
+            dim.name for each in self.values() for dim in dims_in(each) if isinstance(dim, Dim)
+        }
+        if name not in names:
+            known = ", ".join([*self, *sorted(names)]) or "none"
+            raise DescriptorError(
+                f"split({name}=...): there is no parameter and no size {name!r}; there are: {known}"
+            )
+        form = _size_of(name, size)
+        return Descriptors(
+            {
+                parameter: map_metas(each, lambda meta: substitute(meta, name, form))
+                for parameter, each in self.items()
+            }
+        )
+
+
+def _parameters(line: str) -> Iterator[tuple[str, str]]:
+    """The parameters of a line, and the texts of their descriptors."""
+    starts, depth, quote = [], 0, ""
+    for i, character in enumerate(line):
+        if quote:
+            quote = "" if character == quote and line[i - 1] != "\\" else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[({":
+            depth += 1
+        elif character in "])}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            starts.append(i)
+    for start, stop in itertools.pairwise([-1, *starts, len(line)]):
+        part = line[start + 1 : stop]
+        if not part.strip():
+            continue
+        found = re.match(r"\s*([^\W\d]\w*)\s*:(.*)", part)
+        if found is None:
+            raise DescriptorError(
+                f"{part.strip()!r} is no descriptor of a parameter: `name: f32[n]`"
+            )
+        yield found[1], found[2]
+
+
+def _as_set(written: Mapping[str, object]) -> Descriptors:
+    return written if isinstance(written, Descriptors) else Descriptors(written)
+
+
+def _choices(name: str, several: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(several, str | Mapping) or not isinstance(several, Iterable):
+        raise DescriptorError(
+            f"split({name}=...): expected a list of alternatives, got {several!r} of type "
+            f"{type(several).__name__}"
+        )
+    return several
+
+
+def _size_of(name: str, size: Any) -> DimForm:
+    try:
+        form = parse_dim(size)
+    except DescriptorError as error:
+        raise DescriptorError(f"split({name}=...): {error}") from None
+    if not isinstance(form, int) and not (isinstance(form, Dim) and form.name == name):
+        raise DescriptorError(
+            f"split({name}=...): expected a size, or a Dim({name!r}, ...) with bounds, got {size!r}"
+        )
+    return form
+
+
+def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType:
+    """A description in which a named size is another, in its bounds or altogether."""
+
+    def replaced(dim: DimForm) -> DimForm:
+        if isinstance(dim, Dim) and dim.name == name:
+            return dim.meet(form) if isinstance(form, Dim) else form
+        if isinstance(dim, DimExpr) and name in dim.names and isinstance(form, int):
+            text = re.sub(r"[^\W\d]\w*", lambda n: str(form) if n[0] == name else n[0], dim.text)
+            return parse_dim(DimExpr(text).normal)
+        return dim
+
+    shape: Any = None
+    if meta.shape is not None:
+        sizes = [spell_dim(replaced(dim)) for dim in meta.dims or meta.trailing]
+        shape = [..., *sizes] if meta.dims is None else sizes
+    strides: Any = [spell_dim(replaced(each)) for each in meta.stride_forms] or None
+    return MetaTensorType(
+        meta.dtype, shape=shape, device=meta.device, requires_grad=meta.requires_grad,
+        layout=meta.layout, strides=strides, memory_format=meta.memory_format,
+    )  # fmt: skip
+
+
+# --- from examples
+
+
+def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
+    """The most that is true of all examples of a call.
+
+    Tensors are described by dtype, shape, device, requires_grad and layout, as far as they agree
+    in all examples. Sizes that differ get a name, and the same name where they are equal in every
+    example. Other values that differ are described by their type. A parameter that an example
+    lacks has its default there, and is left open.
+
+    Args:
+        examples: parameter name to value; at least one.
+
+    Raises:
+        DescriptorError: there is no example, or one is no dict of names.
+
+    Example:
+        >>> print(infer_descriptors(
+        ...     {"x": torch.ones(3, 64), "y": torch.ones(3), "train": True},
+        ...     {"x": torch.ones(5, 64), "y": torch.ones(5), "train": True},
+        ... ))
+        x: f32[n, 64] cpu no_grad strided
+        y: f32[n] cpu no_grad strided
+        train: Literal[True]
+
+    Source: the extraction of descriptors in the TorchScript Input Descriptor proposal.
+    """
+    if not examples:
+        raise DescriptorError("infer_descriptors: expected at least one example, got none")
+    found = [_of_example(example) for example in examples]
+    joined = found[0]
+    for each in found[1:]:
+        joined = joined.join(each)
+    return joined
+
+
+def _of_example(example: Any) -> Descriptors:
+    if not isinstance(example, Mapping):
+        raise DescriptorError(
+            f"infer_descriptors: an example is a dict of parameter name to value, got {example!r} "
+            f"of type {type(example).__name__}"
+        )
+    return Descriptors({name: descriptor_of(value) for name, value in example.items()})
+
+
+_PLAIN = (
+    int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, enum.Enum,
+)  # fmt: skip
+
+
+def descriptor_of(value: Any) -> Descriptor:
+    """All that is true of a value: the descriptions of the tensors in it, and plain values.
+
+    Of an object only its class is said.
+    """
+
+    def leaf(each: Any) -> Any:
+        if isinstance(each, torch.Tensor):
+            return MetaTensorType.of(each)
+        return Value(each) if isinstance(each, _PLAIN) else InstanceOf(type(each))
+
+    return as_descriptor(pytrees.tree_map(leaf, value))
+
+
+def split_meta(meta: MetaTensorType, alternatives: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
+    """`MetaTensorType.split`."""
+    found = [meta]
+    for name, several in alternatives.items():
+        choices = list(_choices(name, several))
+        found = [_split_one(each, name, choice) for each in found for choice in choices]
+    return tuple(found)
+
+
+_ATTRIBUTES = (
+    "dtype", "rank", "shape", "device", "requires_grad", "layout", "strides", "memory_format",
+)  # fmt: skip
+
+
+def _split_one(meta: MetaTensorType, name: str, choice: Any) -> MetaTensorType:
+    names = {dim.name for dim in meta.sizes if isinstance(dim, Dim)}
+    if name in _ATTRIBUTES:
+        known = {each: getattr(meta, each) for each in _ATTRIBUTES if each != "rank"}
+        if name in ("rank", "shape"):
+            del known["shape"]
+        narrower = MetaTensorType(**{**known, name: choice})
+    elif name in names:
+        narrower = substitute(meta, name, _size_of(name, choice))
+    else:
+        known_sizes = ", ".join(sorted(names)) or "none"
+        raise DescriptorError(
+            f"split({name}=...): {meta} has no attribute and no size {name!r}; its sizes are: "
+            f"{known_sizes}"
+        )
+    if not narrower <= meta:
+        raise DescriptorError(f"split({name}=...): {narrower} is not narrower than {meta}")
+    return narrower
