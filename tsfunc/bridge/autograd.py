@@ -28,7 +28,7 @@ from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge.factories import prepare
-from tsfunc.bridge.tracer import Tracer, TracerLevel, seen_here
+from tsfunc.bridge.tracer import Tracer, TracerLevel, seen_here, settle
 from tsfunc.dispatch import current_levels
 
 _alias = torch.ops.aten.alias.default
@@ -41,6 +41,7 @@ def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
         found: torch.Tensor = seen_here(value)
         return found
+    settle(value)
     return level.lift(value)
 
 
@@ -383,6 +384,7 @@ def make_dual(
 
 def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The primal and the tangent, None where the value has none."""
+    settle(value)
     with DisableTorchFunctionSubclass():
         primal, tangent = forward_ad.unpack_dual(value)
     return primal, tangent

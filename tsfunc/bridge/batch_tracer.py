@@ -163,7 +163,7 @@ class BatchTracer(Tracer):
         if not kwargs:
             rule = HOT.get(func)
             if rule is not None:
-                out = _hot_call(rule, func, args)
+                out = hot_call(rule, func, args)
                 if out is not NotImplemented:
                     return out
             return door_1(func, types, args, NO_KWARGS)
@@ -313,7 +313,7 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
     return (level, values, dims) if batched else None
 
 
-def _hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+def hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Door 1 without C++: NotImplemented where the call is not of the plain kind."""
     taken = _taken(args)
     if taken is None:

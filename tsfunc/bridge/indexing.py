@@ -4,6 +4,8 @@ Python's indexing asks an integer tensor without dims for its value, to select o
 tracer has a value for each example, so such items are served by tensor operators: each is a list
 of places along its dim (one, or as many as the slice has).
 
+What they give of a tensor is a view, as an integer's is: NOTE [gathered views].
+
 A slice's size must be the same for every example. It is worked out from the values of all, and
 is an error where they differ.
 """
@@ -17,11 +19,14 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchTracer
+from tsfunc.bridge.gathered import gather
+from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.masks import is_recorded_mask, write_by_mask
 from tsfunc.bridge.tracer import METHODS, WRITERS, Tracer
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
+from tsfunc.ops.dims import wrap as wrap_dim
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -33,6 +38,21 @@ def _is_scalar(item: Any) -> bool:
         and item.dim() == 0
         and not (item.is_floating_point() or item.is_complex() or item.dtype is torch.bool)
     )
+
+
+def _known(item: Any) -> Any:
+    """An index that is the same for every example is the number that it is."""
+    if isinstance(item, slice):
+        return slice(_known(item.start), _known(item.stop), item.step) if _is_traced(item) else item
+    if isinstance(item, list) and any(isinstance(part, Tracer) for part in item):
+        # A list stands for a tensor of its numbers, which Python can't ask for.
+        return torch.stack([torch.as_tensor(part) for part in item])
+    if not _is_scalar(item):
+        return item
+    value = item
+    while isinstance(value, BatchTracer | GradTracer) and getattr(value, "bdim", None) is None:
+        value = value.value
+    return int(value) if type(value) is torch.Tensor else item
 
 
 def _is_flag(item: Any) -> bool:
@@ -75,9 +95,9 @@ def _from_front(index: Any, size: int) -> torch.Tensor:
 
 
 def _places(item: Any, size: int) -> torch.Tensor:
-    """Which places along a dim of ``size`` an item stands for."""
+    """Which places along a dim of ``size`` an item stands for; those below 0 are from the end."""
     if not isinstance(item, slice):
-        return _from_front(item, size)
+        return item  # type: ignore[no-any-return]
     like = item.start if isinstance(item.start, Tracer) else item.stop
     step = 1 if item.step is None else item.step
     start = _bound(item.start, 0, size, like)
@@ -117,13 +137,53 @@ def _get(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     x, index = args
-    if not any(_is_traced(item) for item in (index if isinstance(index, tuple) else (index,))):
+    if type(index) is list and any(isinstance(item, Tracer) for item in index):
+        index = tuple(index)  # as torch takes a list with tensors in it
+    given = index if isinstance(index, tuple) else (index,)
+    if not any(_is_traced(item) or type(item) is list for item in given):
         return NotImplemented
-    items = _items(index, x.dim())
+    known = tuple([_known(item) for item in given])
+    if not any(_is_traced(item) for item in known):
+        same = all(a is b for a, b in zip(given, known, strict=True))
+        return NotImplemented if same else x[known]
+    items = _items(known, x.dim())
     for place in reversed(range(len(items))):
         if _is_traced(items[place]):
             x = _taken(x, items, place)
     return x[tuple(items)] if items else x
+
+
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> Sequence[Any]:
+    """A tensor and the arguments of these names; None for one that is missing."""
+    places = enumerate(("input", *names))
+    return [args[k] if k < len(args) else kwargs.get(name) for k, name in places]
+
+
+def _select(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``select(x, dim, index)``."""
+    x, dim, index = _given(args, kwargs, "dim", "index")
+    if not _is_scalar(index):
+        return NotImplemented
+    index = _known(index)
+    if isinstance(index, int):
+        return x.select(dim, index)
+    return gather(x, wrap_dim(dim, x.dim()), index)
+
+
+def _narrow(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``narrow(x, dim, start, length)``."""
+    x, dim, start, length = _given(args, kwargs, "dim", "start", "length")
+    if not _is_scalar(start):
+        return NotImplemented
+    start = _known(start)
+    if isinstance(start, int):
+        return x.narrow(dim, start, length)
+    places = start + torch.arange(length, device=start.device)
+    return gather(x, wrap_dim(dim, x.dim()), places)
 
 
 def _taken(x: torch.Tensor, items: list[Any], place: int) -> torch.Tensor:
@@ -133,8 +193,7 @@ def _taken(x: torch.Tensor, items: list[Any], place: int) -> torch.Tensor:
     places = _places(item, x.shape[dim])
     if places.dim():
         items.insert(place, _ALL)
-        return torch.index_select(x, dim, places)
-    return torch.index_select(x, dim, places.view(1)).squeeze(dim)
+    return gather(x, dim, places)
 
 
 def _set(
@@ -213,3 +272,5 @@ def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
 
 METHODS[_T.__getitem__] = _get
 METHODS[_T.__setitem__] = _set
+METHODS[_T.select] = METHODS[torch.select] = _select
+METHODS[_T.narrow] = METHODS[torch.narrow] = _narrow

@@ -30,7 +30,15 @@ from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.split_level import StartAnew
-from tsfunc.bridge.tracer import METHODS, StandIn, Tracer, TracerLevel, metadata, seen_here
+from tsfunc.bridge.tracer import (
+    METHODS,
+    StandIn,
+    Tracer,
+    TracerLevel,
+    metadata,
+    seen_here,
+    settle,
+)
 from tsfunc.dispatch.state import tls, using
 from tsfunc.ops.splitting import groups_of
 
@@ -141,6 +149,7 @@ class LaneLevel(BatchLevel, StandIn):
     def into(self, value: Any) -> Any:
         """A value of a level that the lanes come from, at these lanes alone."""
         if isinstance(value, Tracer) and stale(value, self):
+            settle(value)
             return linear(_Into(self), (value,))
         return value
 
@@ -311,6 +320,7 @@ def batched_value(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, 
 
 def at_level(value: torch.Tensor, level: BatchLevel) -> Any:
     """A tensor as a tracer of the level or of one inside of it."""
+    settle(value)
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
         return value
     return level.lift(value)

@@ -244,6 +244,8 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
     numbers = sum(1 for arg in args if isinstance(arg, int | float) and not isinstance(arg, bool))
     if numbers > 1 and len(args) > 2:
         return overload._op
+    if any(isinstance(arg, list) and None in arg for arg in args):
+        return overload._op  # torch's function of that name takes no list with gaps
     for owner in (torch, torch.nn.functional):
         found = getattr(owner, name, None)
         if isinstance(found, type(torch.sin)):

@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.batch_tracer import BatchTracer
 from tsfunc.bridge.fallback import PARTS
+from tsfunc.bridge.marked import record_of
 from tsfunc.bridge.turning import BornOutside, memory_of, physical, relatives_of
 from tsfunc.ops.dims import front
 
@@ -43,7 +44,7 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
     """The tracers that have the memory of ``x``, in one order; None where it can't be laid out.
 
     An operator at the level must have made it. Beside ``x`` itself there may be what it is a view
-    of, which C++ keeps for it.
+    of, which C++ or its record keeps for it.
     """
     level, plain = x.dispatch_level, physical(x)
     memory = None if plain is None else memory_of(plain)
@@ -56,12 +57,14 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
     group = [x]
     with DisableTorchFunctionSubclass():
         base = x._base
+    record = record_of(x)
+    kept = (base, record.whole if record is not None else None)
     for other in inside.values():
         # Those of other levels are what x stands for, or stand for it.
         if isinstance(other, BatchTracer) and other.dispatch_level is level and other is not x:
             plain = physical(other)
             if plain is not None and memory_of(plain) == memory:
-                if other is not base or not _same_order(x, other):
+                if not any(other is one for one in kept) or not _same_order(x, other):
                     return None
                 group.append(other)
     return group

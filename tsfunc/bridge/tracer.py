@@ -128,10 +128,21 @@ def seen_here(value: Any) -> Any:
     The outer levels' first: what an inner one makes of a tensor has to hold what they made of it.
     """
     if isinstance(value, torch.Tensor):
+        settle(value)
         for level in tls.state.levels:
             if isinstance(level, StandIn):
                 value = level.into(value)
     return value
+
+
+# Classes of tracers with a record, and what sees their calls first (``marked``).
+MARKED: dict[type, Callable[..., Any]] = {}
+
+
+def settle(value: Any) -> None:
+    """Before a value is looked at in other ways than by calls: its record may have a say."""
+    if type(value) in MARKED and value.dispatch_level.alive:
+        value.record.settle()
 
 
 class _Both:
@@ -315,6 +326,10 @@ def door_1(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """User code calls ``func`` on a tracer."""
+    if MARKED:
+        for kind in types:
+            if kind in MARKED:
+                return MARKED[kind](func, types, args, kwargs)
     method = METHODS.get(func)
     if method is not None:
         out = method(func, types, args, kwargs)

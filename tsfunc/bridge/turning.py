@@ -36,6 +36,7 @@ from torch._C import DisableTorchFunctionSubclass, _storage_Use_Count, _swap_ten
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.births import born_inside, take_place
+from tsfunc.bridge.marked import mark, unmark
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import SlottedTracer, Tracer, TracerLevel
 
@@ -378,6 +379,7 @@ def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _become(tensor: Any, tracer: Any) -> None:
     """The object stands for what the tracer stands for; another one for what it was."""
+    record = unmark(tensor)
     was = _set_aside(tensor)
     _swap_tensor_impl(tensor, tracer)
     if isinstance(tensor, torch.nn.Parameter):
@@ -388,6 +390,8 @@ def _become(tensor: Any, tracer: Any) -> None:
     if isinstance(tracer, BatchTracer):
         tensor.bdim = tracer.bdim
     tensor.value = was if tracer.value is tensor else tracer.value
+    if record is not None:
+        mark(tensor, record)
 
 
 def _set_aside(tensor: Any) -> Any:

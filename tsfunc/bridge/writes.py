@@ -69,10 +69,10 @@ def prepare_write(
         return
     if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
         return
-    targets = [t for t in _tensors(written) if not _is_of(t, level)]
+    targets = [t for t in tensors_in(written) if not _is_of(t, level)]
     if not targets:
         return
-    own = [t for t in _tensors(values) if _is_of(t, level)]
+    own = [t for t in tensors_in(values) if _is_of(t, level)]
     batched = any(getattr(t, "bdim", None) is not None for t in own)
     if not batched and not (recorded and any(differentiated(t, level) for t in own)):
         return
@@ -81,15 +81,15 @@ def prepare_write(
             adopt(name, target, level, batched=batched, words=words)
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """The tensors in lists, tuples and dicts."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+        yield from tensors_in(list(values.values()))
 
 
 def _is_of(tensor: torch.Tensor, level: TracerLevel) -> bool:
@@ -194,6 +194,25 @@ def _scattered(name: str, target: torch.Tensor, level: TracerLevel) -> str:
     )
 
 
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """The arguments that a call writes to: tensors and lists of them."""
+    if isinstance(func, OpOverload):
+        op = operator_of(func)
+        if op.name in STATISTICS:
+            return _running(func, args)
+        written = [args[i] for i in op.written if i < len(args)]
+        return written + [kwargs[name] for name in op.out_names if name in kwargs]
+    if "out" in kwargs:
+        return [kwargs["out"]]
+    prepare = WRITERS.get(func)
+    if prepare is _statistics:
+        return _running(func, args)
+    writes_first = prepare is _first or (
+        isinstance(func, OpOverloadPacket) and func.__name__.endswith("_")
+    )
+    return (*args, *kwargs.values())[:1] if writes_first else ()
+
+
 def _first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Writes to its first argument, which may be given by name: ``input=``, ``self=``."""
     values = (*args, *kwargs.values())
@@ -221,24 +240,26 @@ def _operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
     if op.name in STATISTICS:
         _statistics(func, args, kwargs)
     else:
-        written = [args[i] for i in op.written if i < len(args)]
-        written += [kwargs[name] for name in op.out_names if name in kwargs]
-        prepare_write(op.name, written, (*args, *kwargs.values()))
+        prepare_write(op.name, written_by(func, args, kwargs), (*args, *kwargs.values()))
 
 
 def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """``f(x, weight, bias, running_mean, running_var, training, momentum, ...)``.
 
-    Each is decided by ``x`` and what it was. Where nothing is in them nothing is written.
+    Each is decided by ``x`` and what it was.
     """
+    for running in _running(func, args):
+        values, words = (args[0], running), _STATISTICS_IN_TORCH_FUNC
+        prepare_write(func.__name__, running, values, recorded=False, words=words)
+
+
+def _running(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Those that are written: where there is nothing in them, or the momentum is 0, none."""
     always = isinstance(func, OpOverload) and func.name() == "aten::_batch_norm_with_update"
     decisive = [True, *args[5:6]] if always else args[5:7]
     if len(decisive) < 2 or not decisive[0] or decisive[1] == 0:
-        return  # with a momentum of 0 nothing changes
-    for running in args[3:5]:
-        if isinstance(running, torch.Tensor) and running.numel() > 0:
-            values, words = (args[0], running), _STATISTICS_IN_TORCH_FUNC
-            prepare_write(func.__name__, running, values, recorded=False, words=words)
+        return ()
+    return [x for x in args[3:5] if isinstance(x, torch.Tensor) and x.numel() > 0]
 
 
 def _writers() -> Iterator[Callable[..., Any]]:

@@ -15,6 +15,7 @@ import torch.fx
 from tsfunc import pytrees
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.factories import watching_factories, watching_random
+from tsfunc.bridge.marked import settle_all
 from tsfunc.bridge.symbols import Symbols, size_node, solved_node
 from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.untyped import without_stand_ins
@@ -152,6 +153,7 @@ def _run(
         args, kwargs = pytrees.unflatten(tree, traced)
         with Lifting(level), instances:
             out = func(*args, **kwargs)
+        settle_all(out)
         _check_containers(what, func, args, kwargs, traced, tree)
         return out
 

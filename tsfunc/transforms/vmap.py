@@ -20,6 +20,8 @@ from tsfunc.bridge.batch_tracer import HOT, BatchLevel, wrap
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
+from tsfunc.bridge.marked import settle_all
+from tsfunc.bridge.tracer import MARKED
 from tsfunc.transforms.chunks import (
     Models,
     check_chunks,
@@ -262,6 +264,8 @@ def _run(
             if spec.by_name:
                 inputs, kwargs = inputs
         out = spec.func(*inputs, **kwargs)
+        if MARKED:
+            settle_all(out)
     if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:
         return result_of(spec, out, spec.out_dims, level)
     leaves, out_tree = pytrees.flatten(out)

@@ -1,0 +1,85 @@
+"""Tracers with a record, whose calls are seen first by what the record is for.
+
+A tracer is marked by its class: a subclass of the one that it had, with nothing of its own. Other
+tracers' calls so pay nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tsfunc import pytrees
+from tsfunc.bridge.batch_tracer import KINDS, MadeTracer, TurnedTracer
+from tsfunc.bridge.tracer import MARKED, NO_KWARGS, settle
+
+
+class Record:
+    """What is known of a marked tracer."""
+
+    @staticmethod
+    def serve(
+        func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Door 1 for a call with such tracers among its arguments."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Before the tracer is looked at."""
+        raise NotImplementedError
+
+
+# The classes of marked tracers, by those without a mark.
+_classes: dict[type, type] = {}
+
+
+def mark(tracer: Any, record: Record) -> None:
+    """Gives a tracer its record."""
+    kind = type(tracer)
+    marked = _classes.get(kind)
+    if marked is None:
+        marked = _classes[kind] = _class_for(kind, record)
+        MARKED[marked] = record.serve
+    tracer.__class__ = marked
+    tracer.record = record
+
+
+def unmark(tracer: Any) -> Record | None:
+    """Makes a tracer what it is without its record, which is returned."""
+    record: Record | None = record_of(tracer)
+    if record is not None:
+        tracer.__class__ = type(tracer).__mro__[1]
+        del tracer.record
+    return record
+
+
+def record_of(value: Any) -> Any:
+    """The record of a tracer, None of what has none."""
+    return value.record if type(value) in MARKED else None
+
+
+def settle_all(tree: Any) -> None:
+    """Settles the tensors of a pytree."""
+    for leaf in pytrees.leaves_of(tree):
+        settle(leaf)
+
+
+def _class_for(kind: type, record: Record) -> type:
+    if kind is not MadeTracer:
+        return type(kind.__name__, (kind,), {"__slots__": ()})
+    serve = record.serve
+
+    def door_1(
+        cls: type,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return serve(func, types, args, kwargs or NO_KWARGS)
+
+    # Hot calls take it. It is asked before others of its level, being derived from them all.
+    members = {"__slots__": (), "__torch_function__": classmethod(door_1)}
+    marked = type(kind.__name__, (MadeTracer, TurnedTracer), members)
+    KINDS.add(marked)
+    return marked
