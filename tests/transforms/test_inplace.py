@@ -90,6 +90,32 @@ def test_differentiated(name: str) -> None:
     same(tsfunc.grad(lambda x: vmap(scalar)(x).sum())(X), want)
 
 
+def _in_shape(x: Tensor, change: Callable[[Tensor], Any], of_view: bool) -> Tensor:
+    """The shape of a tensor that has views is changed, or that of a view, and then it is written."""
+    y = x * 1.5
+    view = y[:, 1:]
+    changed = view if of_view else y
+    change(changed)
+    changed.add_(view.mean())
+    return (view.sin() ** 2).sum() + (y.cos() * torch.arange(y.numel()).view(y.shape)).sum()
+
+
+@pytest.mark.parametrize("of_view", [False, True])
+@pytest.mark.parametrize("name", ["t_", "transpose_", "unsqueeze_", "squeeze_"])
+def test_a_changed_shape_and_views_differentiated(name: str, of_view: bool) -> None:
+    change = CHANGES[name]
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(_in_shape(x, change, of_view), x)[0]
+
+    x = X[:, :, :3] if of_view else X
+    want = torch.stack([gradient(example) for example in x])
+    same(vmap(tsfunc.grad(lambda x: _in_shape(x, change, of_view)))(x), want)
+    tangents = vmap(lambda x: tsfunc.jvp(lambda x: _in_shape(x, change, of_view), (x,), (x,))[1])(x)
+    same(tangents, (want * x).flatten(1).sum(1))
+
+
 def test_a_view_and_its_base_stay_one() -> None:
     def func(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.clone()

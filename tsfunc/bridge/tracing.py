@@ -222,6 +222,9 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             f"{level.name}: {op.name} is no torch operator, so a program can't name it. Register "
             f"a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
         )
+    if op.reshapes and isinstance(args[0], TraceTracer):
+        with level.fake:  # what the graph says of the node so far stays true
+            args[0].value = torch.ops.aten.alias.default(args[0].value)
     results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
     tracks = torch.is_grad_enabled()
     any_tracks = False

@@ -271,7 +271,7 @@ def turn(kin: Kin, level: TracerLevel, *, batched: bool) -> None:
     turned = {id(tensor): tensor for tensor, _ in pairs}
     for tensor, tracer in pairs:
         before = _physical(tensor)
-        _become(tensor, tracer)
+        become(tensor, tracer)
         take_place(before, _physical(tensor), level)
     for lifted in kin.lifted:
         now: Any = turned.get(id(lifted.value))
@@ -377,7 +377,7 @@ def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return flat.view(dtype)
 
 
-def _become(tensor: Any, tracer: Any) -> None:
+def become(tensor: Any, tracer: Any) -> None:
     """The object stands for what the tracer stands for; another one for what it was."""
     record = unmark(tensor)
     was = _set_aside(tensor)
