@@ -91,7 +91,7 @@ def test_differentiated(name: str) -> None:
 
 
 def _in_shape(x: Tensor, change: Callable[[Tensor], Any], of_view: bool) -> Tensor:
-    """The shape of a tensor that has views is changed, or that of a view, and then it is written."""
+    """The shape of a tensor with views is changed, or that of a view, and then it is written."""
     y = x * 1.5
     view = y[:, 1:]
     changed = view if of_view else y

@@ -1,9 +1,9 @@
 """``t_()``, ``squeeze_()`` and their like where autograd is recorded at the tracer's level.
 
-C++ goes on taking a tensor whose shape was changed for the view that it was before, and the views of
-it for views of what it is now: it makes their gradients again by repeating the view operators. So
-the object that the user has comes to stand for the view that the functional operator gives. What it
-stood for stays what it was, to the other views of it.
+C++ goes on taking a tensor whose shape was changed for the view that it was before, and the views
+of it for views of what it is now: it makes their gradients again by repeating the view operators.
+So the object that the user has comes to stand for the view that the functional operator gives. What
+it stood for stays what it was, to the other views of it.
 """
 
 from __future__ import annotations
