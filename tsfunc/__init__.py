@@ -26,6 +26,7 @@ from tsfunc.transforms.custom import custom_jvp, custom_vjp, custom_vmap
 from tsfunc.transforms.explain import CallReport, explain
 from tsfunc.transforms.files import load
 from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.implicit import implicit_root, linear_solve
 from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
 from tsfunc.transforms.linear import hvp, linear_transpose, stop_gradient
 from tsfunc.transforms.linearize import linearize
@@ -66,10 +67,12 @@ __all__ = [
     "grad_and_value",
     "hessian",
     "hvp",
+    "implicit_root",
     "infer_descriptors",
     "jacfwd",
     "jacrev",
     "jvp",
+    "linear_solve",
     "linear_transpose",
     "linearize",
     "load",

@@ -43,7 +43,7 @@ from tsfunc.dispatch import (
 )
 from tsfunc.errors import DataDependentError, MissingRuleError
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class TraceLevel(TracerLevel):
@@ -236,7 +236,7 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             tracer: TraceTracer = arg if own else level.lift(arg)  # type: ignore[assignment]
             any_tracks = any_tracks or tracer.tracks
             return tracer.node
-        return level.sizes(arg) if isinstance(arg, _SYMBOLIC) else arg
+        return level.sizes(arg) if isinstance(arg, SYMBOLIC) else arg
 
     nodes, named = optree.tree_map(node_of, (tuple(args), dict(kwargs)), none_is_leaf=True)
     node = level.record(op.overload, _as_lists(nodes), named)
@@ -334,4 +334,4 @@ def node_of_output(value: Any, level: TraceLevel) -> Any:
         return value.node
     if isinstance(value, torch.Tensor):
         return level.lift(value).node
-    return level.sizes(value) if isinstance(value, _SYMBOLIC) else value
+    return level.sizes(value) if isinstance(value, SYMBOLIC) else value

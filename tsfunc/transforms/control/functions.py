@@ -13,7 +13,8 @@ from tsfunc.bridge.batch_tracer import BatchLevel
 from tsfunc.bridge.bodies import Wrapping, arranged, needed_layers, peeled
 from tsfunc.bridge.control_flow import TracedBody, call, common
 from tsfunc.bridge.custom_function import on_trace, torch_apply
-from tsfunc.bridge.tracing import TraceLevel
+from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel
+from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.operators import Operator
 from tsfunc.transforms.control.programs import as_traced, filled
 from tsfunc.transforms.vmap import vmap
@@ -29,9 +30,10 @@ class _Mapped:
 
 
 class FunctionCall(Operator):
-    """A call of an ``autograd.Function``: its tensors; what else it takes is fixed.
+    """A call of an ``autograd.Function``: its tensors, and the sizes of named dims among the rest.
 
-    Nothing is known of what its methods do, so calls are neither merged nor removed.
+    What else it takes is fixed. Nothing is known of what its methods do, so calls are neither
+    merged nor removed.
     """
 
     opaque = True
@@ -39,26 +41,32 @@ class FunctionCall(Operator):
     def __init__(self, function: Any, args: Sequence[Any]) -> None:
         super().__init__(function.__name__, ())
         self.function = function
-        self.places = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        self.args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self.leaves, self.tree = pytrees.flatten(tuple(args))
+        self.places = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)]
+        self.sizes = [i for i, x in enumerate(self.leaves) if isinstance(x, SYMBOLIC)]
+        self.given = [self.leaves[i] for i in (*self.places, *self.sizes)]
+        for i in (*self.places, *self.sizes):
+            self.leaves[i] = None
         self.maps: Sequence[_Mapped] = ()
 
-    def filled(self, tensors: Sequence[Any]) -> list[Any]:
-        args = list(self.args)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            args[place] = tensor
+    def filled(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """The arguments: of flattened tensors, and after these the sizes."""
+        places = (*self.places, *self.sizes)
+        args: Sequence[Any] = pytrees.unflatten(
+            self.tree, with_places(self.leaves, places, operands)
+        )
         return args
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        run = self.tensors_of
+        tensors, sizes = operands[: len(self.places)], operands[len(self.places) :]
+
+        def run(*tensors: Any) -> tuple[Any, ...]:
+            leaves = pytrees.leaves_of(self.function.apply(*self.filled((*tensors, *sizes))))
+            return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
         for mapped in self.maps:
             run = vmap(run, mapped.in_dims, mapped.out_dims, mapped.randomness)
-        return run(*operands)
-
-    def tensors_of(self, *operands: Any) -> tuple[Any, ...]:
-        """The tensors among the results of one call."""
-        leaves = pytrees.leaves_of(self.function.apply(*self.filled(operands)))
-        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return run(*tensors)
 
 
 def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> Any:
@@ -67,18 +75,21 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     The vmaps inside of the trace are vmaps of the call when the program runs.
     """
     op = FunctionCall(function, args)
+    given, sizes = op.given[: len(op.places)], op.given[len(op.places) :]
+    op.given = []
     tensors = []
-    for place in op.places:
-        x = as_traced(args[place], trace)
+    for value in given:
+        x = as_traced(value, trace)
         tensors.append(arranged(x, common([needed_layers(x)])))
-    body = TracedBody(trace, lambda *xs: torch_apply(function, *op.filled(xs)), tensors)
+    body = TracedBody(trace, lambda *xs: torch_apply(function, *op.filled((*xs, *sizes))), tensors)
     wanted = [
         common([needed]) if isinstance(leaf, torch.Tensor) else None
         for leaf, needed in zip(body.leaves, body.batched(), strict=True)
     ]
     results = [result for result in body.end(wanted) if result is not None]
     op.maps = _maps([peeled(x)[1] for x in tensors], [result.wrapping for result in results])
-    return filled(body, call(op, trace, tensors, (), results))
+    numbers = [trace.sizes(size) for size in sizes]
+    return filled(body, call(op, trace, tensors, numbers, results))
 
 
 def _maps(inputs: Sequence[Wrapping], results: Sequence[Wrapping]) -> list[_Mapped]:

@@ -1,0 +1,89 @@
+"""Functions with what they close over as arguments.
+
+NOTE [closed-over tensors]
+An ``autograd.Function`` gives gradients to its arguments, and is run anew at every level outside of
+its call, perhaps when that has ended. So what a function that it calls closes over has to be among
+its arguments. The function is traced once, on the types of its own arguments and inside of all
+levels, and runs as the graph of that: a function of tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc import pytrees
+from tsfunc.bridge.bodies import current_trace
+from tsfunc.bridge.factories import watching_factories, watching_random
+from tsfunc.bridge.symbols import Symbols
+from tsfunc.bridge.torch_state import outside_all_levels as outside_torch
+from tsfunc.bridge.tracing import Lifting, TraceLevel, node_of_output
+from tsfunc.dispatch.state import outside_all_levels
+from tsfunc.program.codegen import generate
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A function of tensors.
+
+    Attributes:
+        run: takes the function's own arguments, and then what is closed over; returns the flattened
+            results.
+        closed: the tensors that it closes over, and the symbolic sizes.
+        tree: the structure of its results.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    closed: tuple[Any, ...]
+    tree: Any
+
+
+def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tensor]) -> Converted:
+    """Traces a function of tensors that look like these.
+
+    Raises:
+        DataDependentError: it uses a tensor as a Python number or bool.
+    """
+    around = current_trace()
+    fake = Symbols({}).fake if around is None else around.fake
+    numbers: dict[str, tuple[Any, torch.fx.Node]] = {}
+
+    def number(value: Any) -> torch.fx.Node:
+        known = numbers.get(str(value))
+        if known is None:
+            with level.graph.inserting_before(next(iter(level.graph.nodes))):
+                node = level.graph.placeholder(f"n{len(numbers)}")
+            known = numbers[str(value)] = value, node
+        return known[1]
+
+    with outside_torch(), outside_all_levels():
+        level = TraceLevel(what, fake, number)
+        with level, watching_random(), watching_factories():
+            inputs = [
+                level.input(f"x{i}", level.fake_like(x, x.shape, x.stride()), x.requires_grad)
+                for i, x in enumerate(examples)
+            ]
+            with Lifting(level):
+                leaves, tree = pytrees.flatten(func(*inputs))
+        level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
+    tensors = [(tensor, tracer.node) for tensor, tracer in level.lifted.values()]
+    closed = [*tensors, *numbers.values()]
+    run = _function(what, level.graph, [*(x.node for x in inputs), *(node for _, node in closed)])
+    return Converted(run, tuple(value for value, _ in closed), tree)
+
+
+def _function(
+    what: str, graph: torch.fx.Graph, inputs: Sequence[torch.fx.Node]
+) -> Callable[..., Sequence[Any]]:
+    """A graph as a function of some of its nodes."""
+    made = torch.fx.Graph()
+    places = {node: made.placeholder(node.name) for node in inputs}
+    for node in graph.nodes:
+        if node not in places:
+            places[node] = made.node_copy(node, places.__getitem__)
+    _, function = generate(what, made, range(len(inputs)), {})
+    return lambda *values: function(values)

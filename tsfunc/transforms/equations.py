@@ -1,0 +1,225 @@
+"""The derivatives of solutions: NOTE [implicit derivatives] in ``implicit``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from tsfunc.bridge.mapped_function import differentiable
+from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.reverse import vjp
+
+Values = Sequence[Any]
+# Takes values, and what it closes over: tensors, and sizes of a trace.
+Closed = Callable[[Values, Values], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``A x = b``, for ``b``.
+
+    Attributes:
+        what: which function the user called.
+        count: how many tensors ``x`` is.
+        product: ``A x``.
+        solve: ``x``; what else it returns comes after that.
+        transposed: the solution of the transposed equation, None where nobody gave it.
+    """
+
+    what: str
+    count: int
+    product: Closed
+    solve: Closed
+    transposed: Closed | None
+
+    def adjoint(self, ct: Values, closed: Values) -> Values:
+        """The cotangent of the right-hand side, from that of the solution."""
+        if self.transposed is None:
+            raise TypeError(
+                f"{self.what}: reverse mode needs the solution of the transposed equation. Give "
+                f"transpose_solve, or symmetric=True where matvec is its own transpose."
+            )
+
+        def product(values: Values, closed: Values) -> Values:
+            return transpose(lambda *v: tuple(self.product(v, closed)), values)
+
+        other = Linear(self.what, self.count, product, self.transposed, self.solve)
+        return _conjugated(solved(other, _conjugated(ct), closed)[: self.count])
+
+    def pull(self, x: Values, ct: Values, closed: Values) -> tuple[Values, list[Any]]:
+        """Cotangents of the right-hand side, and of what is closed over."""
+        w = self.adjoint(ct, closed)
+        return w, _pulled(lambda own: self.product(x, own), closed, w)
+
+    def push(self, x: Values, given: Values, closed: Values, tangents: Values) -> list[Any]:
+        """Tangents of the solution, from those of the right-hand side and of what is closed over.
+
+        None stands for zeros.
+        """
+        moved = _pushed(lambda own: self.product(x, own), closed, tangents)
+        zeros = [torch.zeros_like(value) for value in x]
+        rhs = [z if t is None else t for t, z in zip(given, zeros, strict=True)]
+        if moved is not None:
+            rhs = [r - m for r, m in zip(rhs, moved, strict=True)]
+        return solved(self, rhs, closed)[: self.count]
+
+
+@dataclass(frozen=True)
+class Root:
+    """``f(x) = 0``, for a guess.
+
+    Attributes:
+        what: which function the user called.
+        count: how many tensors ``x`` is.
+        residual: ``f``.
+        solve: ``x``; what else it returns comes after that.
+        tangent: the solution of the tangents' equation, for ``x`` and the right-hand side.
+    """
+
+    what: str
+    count: int
+    residual: Closed
+    solve: Closed
+    tangent: Closed
+
+    def at_root(self) -> Linear:
+        """The tangents' equation: the root comes first in what it closes over."""
+        count = self.count
+
+        def product(values: Values, closed: Values) -> Values:
+            def residual(*x: Any) -> Any:
+                return tuple(self.residual(x, closed[count:]))
+
+            found: Values = jvp(residual, tuple(closed[:count]), tuple(values))[1]
+            return found
+
+        def solve(values: Values, closed: Values) -> Values:
+            return self.tangent([*closed[:count], *values], closed[count:])
+
+        def transposed(values: Values, closed: Values) -> Values:
+            return transpose(lambda *v: tuple(solve(v, closed)), values)
+
+        return Linear(self.what, count, product, solve, transposed)
+
+    def pull(self, x: Values, ct: Values, closed: Values) -> tuple[Values, list[Any]]:
+        w = self.at_root().adjoint(ct, [*x, *closed])
+        return [None] * self.count, _pulled(lambda own: self.residual(x, own), closed, w)
+
+    def push(self, x: Values, given: Values, closed: Values, tangents: Values) -> list[Any]:
+        moved = _pushed(lambda own: self.residual(x, own), closed, tangents)
+        if moved is None:
+            return [torch.zeros_like(value) for value in x]
+        return solved(self.at_root(), [-m for m in moved], [*x, *closed])[: self.count]
+
+
+def _conjugated(values: Values) -> list[torch.Tensor]:
+    return [x.conj() if x.is_complex() else x for x in values]
+
+
+def transpose(linear: Callable[..., Any], values: Values) -> list[torch.Tensor]:
+    """The transpose of a linear map of such values to such; reverse mode's is conjugated."""
+    _, pull = vjp(linear, *[torch.zeros_like(x) for x in values])
+    return _conjugated(pull(tuple(_conjugated(values))))
+
+
+def _smooth(closed: Values) -> list[int]:
+    return [i for i, x in enumerate(closed) if isinstance(x, torch.Tensor) and differentiable(x)]
+
+
+def _pulled(function: Callable[[Values], Values], closed: Values, w: Values) -> list[Any]:
+    """What the closed-over tensors get, where the function takes minus ``w``."""
+    by = _smooth(closed)
+    found: list[Any] = [None] * len(closed)
+    if by:
+        _, pull = vjp(
+            lambda *own: tuple(function(with_places(closed, by, own))), *[closed[i] for i in by]
+        )
+        for i, value in zip(by, pull(tuple(-x for x in w)), strict=True):
+            found[i] = value
+    return found
+
+
+def _pushed(function: Callable[[Values], Values], closed: Values, tangents: Values) -> Any:
+    """The tangents of a function of the closed-over tensors; None where these have none."""
+    by = [i for i in _smooth(closed) if tangents[i] is not None]
+    if not by:
+        return None
+    return jvp(
+        lambda *own: tuple(function(with_places(closed, by, own))),
+        tuple(closed[i] for i in by),
+        tuple(tangents[i] for i in by),
+    )[1]
+
+
+_TENSOR = object()  # stands for a tensor among other results
+
+
+class Call:
+    """One call of an equation's solver, and what it returned beside tensors."""
+
+    def __init__(self, equation: Linear | Root) -> None:
+        self.equation = equation
+        self.rest: list[Any] = []
+
+    def tensors(self, given: Values, closed: Values) -> tuple[torch.Tensor, ...]:
+        leaves = self.equation.solve(given, closed)
+        self.rest = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
+        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+
+
+def solved(equation: Linear | Root, given: Values, closed: Values) -> list[Any]:
+    """The solution, and after it what else the solver returns.
+
+    Args:
+        given: the right-hand side, or the guess.
+        closed: what the equation's functions close over.
+    """
+    call = Call(equation)
+    apply: Any = _Solved.apply
+    tensors = iter(apply(call, *given, *closed))
+    return [next(tensors) if x is _TENSOR else x for x in call.rest]
+
+
+class _Solved(Function):
+    @staticmethod
+    def forward(call: Call, *values: Any) -> Any:
+        count = call.equation.count
+        found = call.tensors(values[:count], values[count:])
+        return tuple(x.view_as(x) if any(x is v for v in values) else x for x in found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        call, *values = inputs
+        ctx.call = call
+        ctx.numbers = [_TENSOR if isinstance(x, torch.Tensor) else x for x in values]
+        kept = [x for x in values if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*output[: call.equation.count], *kept)
+        ctx.save_for_forward(*output[: call.equation.count], *kept)
+        ctx.mark_non_differentiable(*output[call.equation.count :])
+
+    @staticmethod
+    def parts(ctx: Any) -> tuple[Values, Values]:
+        """The solution, and what is closed over."""
+        count = ctx.call.equation.count
+        saved = ctx.saved_tensors
+        rest = iter(saved[count:])
+        values = [next(rest) if x is _TENSOR else x for x in ctx.numbers]
+        return saved[:count], values[count:]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, closed = _Solved.parts(ctx)
+        given, others = ctx.call.equation.pull(x, cotangents[: len(x)], closed)
+        return (None, *given, *others)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        x, closed = _Solved.parts(ctx)
+        found = ctx.call.equation.push(x, tangents[: len(x)], closed, tangents[len(x) :])
+        others = ctx.call.rest.count(_TENSOR) - len(x)
+        return (*found, *[None] * others)
