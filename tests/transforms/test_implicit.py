@@ -27,10 +27,10 @@ Function = Callable[..., Any]
 def solved(a: Tensor, b: Tensor) -> Any:
     """By a solver that nobody could differentiate."""
 
-    def solve(matvec: Function, b: Tensor) -> Tensor:
+    def solve(matvec: Function, b: Tensor) -> Any:
         return torch.linalg.solve(a.detach(), b.detach())
 
-    def transpose_solve(matvec: Function, b: Tensor) -> Tensor:
+    def transpose_solve(matvec: Function, b: Tensor) -> Any:
         return torch.linalg.solve(a.detach().T, b.detach())
 
     return linear_solve(lambda x: a @ x, b, solve, transpose_solve)
@@ -48,7 +48,7 @@ def iterated(a: Tensor, b: Tensor) -> Any:
 def rooted(a: Tensor, b: Tensor) -> Any:
     """A linear equation is one whose root is sought."""
 
-    def solve(f: Function, x: Tensor) -> Tensor:
+    def solve(f: Function, x: Tensor) -> Any:
         return torch.linalg.solve(a.detach(), b.detach())
 
     return implicit_root(lambda x: a @ x - b, torch.zeros(3, dtype=F64), solve)
@@ -62,7 +62,7 @@ def _tuple(x: Any) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def slopes(f: Function) -> Function:
+def slopes(f: Function) -> Any:
     return grad(summed(f), (0, 1))
 
 
