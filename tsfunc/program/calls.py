@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from tsfunc.bridge.settings import settings
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.cache import Cache, Entry
 from tsfunc.program.capture import capture
+from tsfunc.program.entering import opening_lines
 from tsfunc.program.equal import same_program
 from tsfunc.program.forms import form_of_call
 from tsfunc.program.guards import guard_lines
@@ -23,15 +25,16 @@ from tsfunc.program.inputs import (
     InputSpec,
     call_signature,
     describe_inputs,
-    short_text,
     with_sizes_fixed,
 )
 from tsfunc.program.instances import Instances
 from tsfunc.program.program import Program
+from tsfunc.program.reasons import facts_of_call, reason_for
 from tsfunc.program.surroundings import FUNCTIONS, Surroundings
 from tsfunc.program.untyped import any_arguments
+from tsfunc.program.widening import size_names, varying_sizes, widen
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, MetaTensorType
-from tsfunc.types.meta import tensor_text
+from tsfunc.types.runs import place_text
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,23 @@ class FirstCall:
         args, kwargs = arguments
         self.parameters = target.signature
         self.places = places_of(target.signature, len(flat), tree)
-        bound = target.signature.bind(*args, **kwargs).arguments
-        self.contract, self.bindings = target.contract(bound)
+        self.arguments = dict(target.signature.bind(*args, **kwargs).arguments)
+        self.contract, self.bindings = target.contract(self.arguments)
 
-    def program(self, cache: Cache) -> tuple[Program, Sequence[Any]]:
-        """A program for the call, which is kept, and what it reads of objects in the arguments."""
+    def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
+        """A program for the call, which is kept, and what it reads of objects in the arguments.
+
+        Args:
+            cache: where it is kept.
+            reason: why it is made, if not for what is new in the call.
+        """
         inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
+        facts = self.facts(inputs)
+        self.reason = reason or reason_for(facts, cache.history)
         known = cache.known(self.signature(inputs), self.flat)
-        entry, reached = known or self.trace(inputs, bounds)
+        entry, reached = known or self._widened(cache, inputs, bounds) or self.trace(inputs, bounds)
+        if known is None:
+            cache.history.appendleft(facts)
         sizes = self.bindings.sizes if self.bindings is not None else {}
         small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
         if small:
@@ -129,10 +141,33 @@ class FirstCall:
         cache.keep(entry)
         return entry.program, reached
 
+    def _widened(
+        self, cache: Cache, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+    ) -> tuple[Entry, Sequence[Any]] | None:
+        """A program for any size in the place of one that has varied; NOTE [widening]."""
+        if not cache.auto_widen:
+            return None
+        names = {i: place_text(path, self.arguments) for i, path in self.places.items()}
+        where = size_names(inputs, names)
+        sizes = {name: inputs[i].example.shape[k] for name, (i, k) in where.items()}
+        varying = varying_sizes(self.facts(inputs), cache.history, sizes)
+        if not varying or varying in cache.fixed:
+            return None
+        try:
+            return self.trace(*widen(inputs, bounds, [where[name] for name in varying]))
+        except Exception:  # the function needs the number: the trace without a symbol will tell
+            cache.fixed.add(varying)
+            return None
+
+    def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
+        """What a program for the call takes for granted, by names."""
+        return facts_of_call(self.flat, self.places, inputs, self.ambient, self.arguments)
+
     def trace(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
     ) -> tuple[Entry, Sequence[Any]]:
         """A program for such calls, and the tensors that it reads of objects in the arguments."""
+        start = time.perf_counter()
         instances = self._instances()
         described = {} if self.contract is None else self.contract.descriptors
         program = capture(
@@ -143,15 +178,21 @@ class FirstCall:
         program = dataclasses.replace(
             program, form=form, places=self.places, descriptors=self.descriptors(inputs)
         )
-        held = instances.held
-        accepts = held.facts.function(self.ambient, *guard_lines(self.flat, inputs, bounds))
-        reach = held.facts.function(self.ambient)
-        reason = "; ".join(
-            [f"{spec.name}: {short_text(spec)}" for spec in inputs]
-            + [f"{place.text}: {tensor_text(x.dtype, x.shape)}" for x, place in held.inputs]
+        facts = instances.held.facts
+        lines, scope = guard_lines(self.flat, inputs, bounds)
+        opening = opening_lines(self.tree, scope)
+        entry = Entry(
+            program,
+            self.tree,
+            facts.function(self.ambient, lines, scope),
+            facts.function(self.ambient),
+            self.reason,
+            self.signature(inputs),
+            form,
+            None if opening is None else facts.entering(self.ambient, opening, lines, scope),
+            time.perf_counter() - start,
         )
-        entry = Entry(program, self.tree, accepts, reach, reason, self.signature(inputs), form)
-        return entry, held.facts.values
+        return entry, facts.values
 
     def signature(self, inputs: Sequence[InputSpec]) -> Any:
         """What calls have in common that differ in nothing but the sizes of named dims."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tsfunc.bridge.quick_checks import quick_check
 from tsfunc.program.holding import is_instance
 from tsfunc.program.inputs import InputSpec, solving_order
 from tsfunc.types import Dim, DimExpr
@@ -32,16 +33,18 @@ def guard_lines(
     scope: dict[str, Any] = {}
     specs = {spec.position: spec for spec in inputs}
     lines: list[str] = []
+    closely: list[str] = []  # at those of which no size is a named dim's
     bound: set[str] = set()
     for i, value in enumerate(flat):
         if is_instance(value):
             continue
-        lines.append(f"a = args[{i}]")
         spec = specs.get(i)
         if spec is None:
-            lines.append(_static(i, value, scope))
+            lines += [f"a = args[{i}]", _static(i, value, scope)]
         else:
-            lines.extend(_tensor(spec, scope, bound, bounds))
+            where = closely if _is_fixed(spec) else lines
+            where += [f"a = args[{i}]", *_tensor(spec, scope, bound, bounds)]
+    lines += _quickly([spec for spec in inputs if _is_fixed(spec)], len(flat), closely, scope)
     # Expressions last: by then all names are bound that a dim is alone.
     for i, k, dim, unknown in solving_order(inputs, bound):
         size = f"args[{i}].shape[{k}]"
@@ -80,6 +83,23 @@ def _size(name: str) -> str:
     return f"size_{name}"
 
 
+def _is_fixed(spec: InputSpec) -> bool:
+    return all(isinstance(dim, int) for dim in spec.dims)
+
+
+def _quickly(
+    inputs: Sequence[InputSpec], count: int, closely: Sequence[str], scope: dict[str, Any]
+) -> Sequence[str]:
+    """A look at all inputs of fixed sizes at once, and a closer one if it does not say yes."""
+    check = quick_check([spec.example for spec in inputs])
+    if check is None:
+        return closely
+    scope["quick"] = check
+    every = ", ".join(f"args[{spec.position}]" for spec in inputs)
+    given = "*args" if len(inputs) == count else every
+    return [f"if not quick({given}):", *(f"    {line}" for line in closely)]
+
+
 def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
     """An argument that is burnt in: the same number or string, or the same object."""
     scope[f"value_{i}"] = value
@@ -101,7 +121,7 @@ def _tensor(
         f"if not isinstance(a, Tensor) or a.dtype is not dtype_{i} or a.device != device_{i} "
         f"or a.requires_grad is not {example.requires_grad}: return None",
     ]
-    if all(isinstance(dim, int) for dim in spec.dims):
+    if _is_fixed(spec):
         lines.append(f"if a.shape != {tuple(spec.dims)!r}: return None")
         if not example.is_contiguous():
             lines.append(f"if a.stride() != {tuple(example.stride())!r}: return None")

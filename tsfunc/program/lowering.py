@@ -49,14 +49,16 @@ def sizes_for(dims: Mapping[str, Dim]) -> dict[str, int]:
     """A size of 2 or more for each named dim, different ones as far as their bounds allow it."""
     sizes: dict[str, int] = {}
     for name, dim in dims.items():
-        least = max(2, dim.min or 0)
-        allowed = [n for n in range(least, least + _TRIED) if dim.admits(n)]
+        step = dim.multiple_of or 1
+        least = -(-max(2, dim.min or 0) // step) * step
+        candidates = dim.one_of or range(least, least + _TRIED * step, step)
+        allowed = [n for n in candidates if n >= 2 and dim.admits(n)]
         fresh = [n for n in allowed[1:] if n not in sizes.values()]
         sizes[name] = (fresh or allowed or [dim.max or least])[0]
     return sizes
 
 
-_TRIED = 1024  # sizes that are tried for a named dim
+_TRIED = 256  # sizes that are tried for a named dim
 
 
 class _Maker:

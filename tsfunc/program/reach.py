@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge import settings
+from tsfunc.program.entering import Enter
 from tsfunc.types.values import same_value
 
 Reach = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
@@ -54,16 +55,46 @@ class Facts:
             guard: lines that come before the others, about the arguments.
             scope: what these name.
         """
+        results = "".join(f"{name}, " for name, _ in self._results)
+        reach: Reach = self._made("args", now, guard, scope, f"({results})")
+        return reach
+
+    def entering(
+        self,
+        now: tuple[Any, ...],
+        opening: Sequence[str],
+        guard: Sequence[str],
+        scope: dict[str, Any],
+    ) -> Enter:
+        """The same for arguments that are not flattened; it gives all that the program runs on.
+
+        Args:
+            opening: lines that flatten ``args, kwargs`` to ``args``.
+            now, guard, scope: as for ``function``.
+        """
+        results = ", ".join(["*args", *(name for name, _ in self._results)])
+        given = f"[{results}]" if self._results else "args"
+        enter: Enter = self._made("args, kwargs", now, [*opening, *guard], scope, given)
+        return enter
+
+    def _made(
+        self,
+        parameters: str,
+        now: tuple[Any, ...],
+        guard: Sequence[str],
+        scope: dict[str, Any] | None,
+        results: str,
+    ) -> Any:
         names = {**self._scope, **(scope or {})}
         lines = [f"if {settings.condition(now, names)}: return None", *guard]
         for line in self._lines:
             lines.extend([line] if isinstance(line, str) else line)
-        lines.append(f"return ({''.join(f'{name}, ' for name, _ in self._results)})")
+        lines.append(f"return {results}")
         body = "".join(f"        {line}\n" for line in lines)
-        source = f"def reach(args):\n    try:\n{body}    except {_GONE}:\n        return None\n"
+        ending = f"    except {_GONE}:\n        return None\n"
+        source = f"def reach({parameters}):\n    try:\n{body}{ending}"
         exec(compile(source, "<reach>", "exec"), names)
-        reach: Reach = names["reach"]
-        return reach
+        return names["reach"]
 
     # --- what the function gives
 

@@ -12,6 +12,7 @@ import torch
 
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.cache import Entry
+from tsfunc.program.entering import opening_lines
 from tsfunc.program.reach import Facts
 from tsfunc.transforms.specialize import Specialized
 
@@ -24,7 +25,7 @@ class LoadedFunction(Specialized):
 
     def cache_clear(self) -> None:
         """Does nothing but set the counts to zero: programs that go could not be made again."""
-        self.cache.hits = self.cache.misses = 0
+        self.cache.forget_counts()
 
 
 def load(
@@ -98,14 +99,17 @@ def _read(
     missing.__name__ = missing.__qualname__ = saved.name
     missing.__signature__ = saved.signature  # type: ignore[attr-defined]
     loaded = LoadedFunction(missing, saved.descriptors, saved.limit, "freeze")
-    loaded.cache.entries = [_entry(answer) for answer in saved.answers]
+    loaded.cache.entries = tuple(_entry(answer) for answer in saved.answers)
     return loaded
 
 
 def _entry(answer: Any) -> Entry:
     form = answer.form
     facts = Facts()
+    lines, scope = form.guard()
+    opening = opening_lines(form.tree, scope)
     return Entry(
-        answer.program, form.tree, facts.function(form.ambient, *form.guard()),
+        answer.program, form.tree, facts.function(form.ambient, lines, scope),
         facts.function(form.ambient), answer.reason, None, form,
+        None if opening is None else facts.entering(form.ambient, opening, lines, scope),
     )  # fmt: skip

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import optree
 import torch
 
 from tsfunc import pytrees
@@ -44,6 +43,7 @@ class Specialized:
         descriptors: Sequence[Mapping[str, object]],
         max_specializations: int,
         closure: Closure,
+        auto_widen: bool = True,
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
@@ -51,34 +51,39 @@ class Specialized:
         signature = inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
         contracts = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
         self.target = Target(func, self.name, signature, contracts, closure)
-        self.cache = Cache(max_specializations)
+        self.cache = Cache(max_specializations, auto_widen)
 
     @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flat, tree = optree.tree_flatten(
-            (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE
-        )
-        found = self.cache.find(flat, tree)
-        if found is not None:
-            program, values = found
-            return optree.tree_unflatten(program.out_tree, program.run(values))
+        entries = self.cache.entries
+        for entry in entries:
+            values = entry.enter(args, kwargs)
+            if values is not None:
+                entry.hits += 1
+                if entry is not entries[0]:
+                    self.cache.use(entry)
+                return entry.build(entry.run(values))
         try:
-            return self._first_call(args, kwargs, flat, tree)
+            return self._first_call(args, kwargs)
         except UnboundAxisError as error:
             if not is_bound(error.axis_name):
                 raise
             # A program is made outside of all transforms, where the vmap that has the name is not.
             return self.func(*args, **kwargs)
 
-    def _first_call(self, args: Any, kwargs: Any, flat: list[Any], tree: optree.PyTreeSpec) -> Any:
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checks the contract, traces, and keeps the program."""
-        if pytrees.structure_of((args, kwargs)) != tree:  # a class is taken for a container now
-            return self(*args, **kwargs)
+        flat, tree = pytrees.flatten((args, kwargs))
         call = FirstCall(self.target, (args, kwargs), flat, tree)
         if tracing_here():
             return self.func(*args, **kwargs)
-        self.cache.misses += 1
-        program, reached = call.program(self.cache)
+        with self.cache.lock:
+            found = self.cache.find(args, kwargs)
+            if found is None:
+                self.cache.misses += 1
+                program, reached = call.program(self.cache)
+        if found is not None:  # another thread has made it meanwhile
+            return self(*args, **kwargs)
         return program([*flat, *reached])
 
     def lower(self, *descriptors: Mapping[str, object]) -> Any:
@@ -132,7 +137,8 @@ class Specialized:
         arguments = bound.args, bound.kwargs
         flat, tree = pytrees.flatten(arguments)
         target = dataclasses.replace(self.target, contracts=(contract,))
-        return FirstCall(target, arguments, flat, tree).program(self.cache)[0]
+        with self.cache.lock:
+            return FirstCall(target, arguments, flat, tree).program(self.cache, "lower()")[0]
 
     @property
     def program(self) -> Program:
@@ -171,7 +177,17 @@ class Specialized:
         return self.program.to_exported_program()
 
     def cache_info(self) -> CacheInfo:
-        """How many calls found a program, and why each program was made."""
+        """How many calls found a program, and for each what it is for and why it was made.
+
+        Example:
+            >>> import torch
+            >>> from tsfunc import specialize
+            >>> f = specialize(lambda x: x.sin())
+            >>> for n in (5, 7, 7):
+            ...     _ = f(torch.ones(n))
+            >>> [entry.reason for entry in f.cache_info().entries]
+            ['x.shape[0]: 7, was 5', 'the first call']
+        """
         return self.cache.info()
 
     def cache_clear(self) -> None:
@@ -216,9 +232,9 @@ class Specialized:
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         made.func, made.target = func, dataclasses.replace(self.target, func=func)
-        made.cache = Cache(self.cache.limit)
+        made.cache = Cache(self.cache.limit, self.cache.auto_widen)
         if func is self.func:
-            made.cache.entries = list(self.cache.entries)
+            made.cache.entries = self.cache.entries
         return made
 
     def __get__(self, instance: Any, owner: Any) -> Any:
@@ -237,6 +253,7 @@ def specialize(
     *,
     max_specializations: int = 64,
     closure: Closure = "guard",
+    auto_widen: bool = True,
 ) -> Any:
     """Makes a function run as programs, each traced once for calls that look alike.
 
@@ -250,6 +267,8 @@ def specialize(
             gives several contracts, tried in order. What they leave open is taken from the call,
             and another value means another program.
         max_specializations: how many programs are kept; beyond it the least recently used one goes.
+        auto_widen: whether a size that is all in which a call differs from three programs becomes
+            a named dim by itself, so that there is one program for all such calls.
         closure: what becomes of what the function reads and is no argument: variables, defaults,
             its own objects. ``"guard"``: every call looks whether it is as it was, and a tensor's
             data is read anew. ``"freeze"``: it is burnt in. ``"error"``: reading it is an error.
@@ -287,7 +306,11 @@ def specialize(
             )
         given: Any = func if func is not None else descriptors
         return lambda f: specialize(
-            f, given, max_specializations=max_specializations, closure=closure
+            f,
+            given,
+            max_specializations=max_specializations,
+            closure=closure,
+            auto_widen=auto_widen,
         )
     if closure not in get_args(Closure):
         raise ValueError(f"specialize: closure= takes one of {get_args(Closure)}, got {closure!r}.")
@@ -300,7 +323,7 @@ def specialize(
         every: Sequence[Mapping[str, object]] = ()
     else:
         every = (descriptors,) if isinstance(descriptors, Mapping) else tuple(descriptors)
-    return Specialized(func, every, max_specializations, closure)
+    return Specialized(func, every, max_specializations, closure, auto_widen)
 
 
 def _is_list_of_mappings(value: Any) -> bool:

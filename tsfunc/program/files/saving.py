@@ -45,7 +45,7 @@ def function_to_save(
     if not exact:
         for entry in tuple(chosen):
             chosen += also_answered(target, entry, chosen)
-    answers = tuple(Answer(entry.program, entry.form, entry.reason) for entry in chosen)
+    answers = tuple(Answer(entry.program, entry.form, entry.text) for entry in chosen)
     described = tuple(contract.descriptors for contract in target.contracts)
     return SavedFunction(target.name, target.signature, described, cache.limit, answers)
 

@@ -40,14 +40,15 @@ def _traced(
 ) -> list[Entry]:
     """New entries that a call makes."""
     tree = entry.form.tree
-    cache = Cache(len(known) + 2)
-    cache.entries = list(known)
+    cache = Cache(len(known) + 2, auto_widen=False)
+    cache.entries = tuple(known)
+    args, kwargs = arguments = optree.tree_unflatten(tree, flat)
     with torch.set_grad_enabled(grad):
         if settings()[1:] != entry.form.ambient[1:]:  # all but the grad mode
             return []
         try:
-            if cache.find(flat, tree) is None:
-                FirstCall(target, optree.tree_unflatten(tree, flat), flat, tree).program(cache)
+            if cache.find(args, kwargs) is None:
+                FirstCall(target, arguments, flat, tree).program(cache)
         except Exception:  # the function does not take such calls, or its descriptors do not
             return []
     return [made for made in cache.entries if made not in known]

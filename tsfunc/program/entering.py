@@ -1,0 +1,109 @@
+"""From a call's arguments to a program's list of values, and from its results to what is returned.
+
+Where the arguments are in tuples, lists and dicts, as most are, the generated Python of the guard
+takes them out itself: no pytree library has to look at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import optree
+
+# Takes args and kwargs; None, or the values that the program runs on.
+Enter = Callable[[tuple[Any, ...], dict[str, Any]], "list[Any] | None"]
+Build = Callable[[Sequence[Any]], Any]
+
+
+def opening_lines(tree: optree.PyTreeSpec, scope: dict[str, Any]) -> list[str] | None:
+    """Python that makes the list ``args`` of the flattened arguments of ``args, kwargs``.
+
+    It returns None where the arguments are not of the structure.
+
+    Args:
+        tree: the structure of ``(args, kwargs)``.
+        scope: where the names are put that the lines use.
+
+    Returns:
+        The lines; None where there are other containers than tuples, lists and dicts.
+    """
+    args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
+    opening = _Opening(scope)
+    count = f"len(kwargs) != {len(kwargs)}" if kwargs else "kwargs"
+    opening.lines.append(f"if len(args) != {len(args)} or {count}: return None")
+    opening.children(args, "args")
+    opening.children(kwargs, "kwargs")
+    if not opening.plain:
+        return None
+    leaves = ", ".join(at for _, at in sorted(opening.leaves))
+    return [*opening.lines, f"args = [{leaves}]"]
+
+
+class _Opening:
+    def __init__(self, scope: dict[str, Any]) -> None:
+        self.scope = scope
+        self.lines: list[str] = []
+        self.leaves: list[tuple[int, str]] = []
+        self.plain = True
+
+    def value(self, value: Any, at: str) -> None:
+        """A leaf's number, or a container, and the Python for what stands in its place."""
+        kind = type(value)
+        if kind is int:
+            self.leaves.append((value, at))
+        elif kind in (tuple, list, dict):
+            name = f"c{len(self.lines)}"
+            wrong = f"type({name}) is not {kind.__name__} or len({name}) != {len(value)}"
+            self.lines += [f"{name} = {at}", f"if {wrong}: return None"]
+            self.children(value, name)
+        else:
+            self.plain = False
+
+    def children(self, container: Any, name: str) -> None:
+        """What is in a container."""
+        if isinstance(container, dict):
+            for key, item in container.items():
+                self.value(item, f"{name}[{_spelled(key, self.scope)}]")
+        elif container and all(type(item) is int for item in container):
+            self.leaves.append((container[0], f"*{name}"))
+        else:
+            for i, item in enumerate(container):
+                self.value(item, f"{name}[{i}]")
+
+
+def _spelled(key: Any, scope: dict[str, Any]) -> str:
+    if type(key) in (int, str):
+        return repr(key)
+    name = f"key_{len(scope)}"
+    scope[name] = key
+    return name
+
+
+def builder(tree: optree.PyTreeSpec) -> Build:
+    """A function from flattened results to what they were flattened from."""
+    scope: dict[str, Any] = {}
+    text = _built(optree.tree_unflatten(tree, range(tree.num_leaves)), scope)
+    if text is None:
+        return partial(optree.tree_unflatten, tree)
+    build: Build = eval(f"lambda results: {text}", scope)
+    return build
+
+
+def _built(value: Any, scope: dict[str, Any]) -> str | None:
+    """The Python for results with numbers in their places; None for other containers."""
+    kind = type(value)
+    if kind is int:
+        return f"results[{value}]"
+    if kind is dict:
+        parts = [(_spelled(key, scope), _built(item, scope)) for key, item in value.items()]
+        known = all(item is not None for _, item in parts)
+        return f"{{{', '.join(f'{key}: {item}' for key, item in parts)}}}" if known else None
+    if kind not in (tuple, list):
+        return None
+    items = [_built(item, scope) for item in value]
+    if any(item is None for item in items):
+        return None
+    inside = "".join(f"{item}, " for item in items)
+    return f"({inside})" if kind is tuple else f"[{inside}]"
