@@ -14,6 +14,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.tracer import Tracer
 from tsfunc.program.entering import Build, Enter, builder
 from tsfunc.program.forms import CallForm
+from tsfunc.program.inputs import short_text
 from tsfunc.program.program import Program
 from tsfunc.program.reach import Reach
 from tsfunc.program.reasons import Facts
@@ -104,9 +105,8 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The calls that it answers, in a line."""
-        described = self.program.descriptors.items()
-        return ", ".join(f"{name}: {value}" for name, value in described)
+        """The tensors of the calls that it answers, in a line."""
+        return "; ".join(f"{spec.name}: {short_text(spec)}" for spec in self.form.inputs)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """As ``given``, for arguments in containers of any kind."""
