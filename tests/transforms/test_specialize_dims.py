@@ -52,7 +52,7 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any], list[list[list[int]]], lis
     ),
     (
         lambda x, y: x.sum() * y,
-        {"x": Meta(["n"]), "y": Meta(["n//2"])},
+        {"x": Meta([Dim("n", min=4)]), "y": Meta(["n//2"])},
         [[[8], [4]], [[6], [3]]],
         [[8], [3]],
     ),

@@ -9,6 +9,7 @@ second, so this file imports them where a named dim is first traced.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,14 +40,21 @@ class Symbols:
     Args:
         bounds: for each name the least and the greatest size (None: no limit), and what every
             size is a multiple of.
+        scalars: numbers among the arguments that stay symbolic, by their names. What the trace
+            asks of these is no need of it, but a condition of its program.
     """
 
-    def __init__(self, bounds: Mapping[str, tuple[int | None, int | None, int]]) -> None:
+    def __init__(
+        self,
+        bounds: Mapping[str, tuple[int | None, int | None, int]],
+        scalars: Mapping[str, int | float] | None = None,
+    ) -> None:
         self.sizes: dict[str, Any] = {}
+        self.scalars: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self._steps: dict[Any, int] = {}
         self._env: Any = None
-        if not bounds:
+        if not bounds and not scalars:
             self.fake = FakeTensorMode()
             return
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -58,30 +66,27 @@ class Symbols:
             low = -(-max(2, least or 2) // step)
             high = None if most is None else most // step
             self.sizes[name] = step * self._size(name, hint, low, high, step)
+        for name, value in (scalars or {}).items():
+            self.scalars[name] = self._scalar(name, value)
+
+    def _scalar(self, name: str, value: int | float) -> Any:
+        """A symbol for a number of which nothing is promised."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = _source(name)
+        symbol = self._env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        self._names[symbol], self._steps[symbol] = name, 1
+        make = self._env.create_symintnode
+        if isinstance(value, float):
+            make = self._env.create_symfloatnode
+        return make(symbol, hint=value, source=source)
 
     def _size(self, name: str, hint: int, low: int, most: int | None, step: int) -> Any:
         """A symbol for the size of a named dim, divided by what it is a multiple of."""
-        from torch._guards import Source
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-        class NamedDim(Source):
-            @property
-            def name(self) -> str:
-                return dim_name
-
-            @property
-            def _name_template(self) -> str:
-                return dim_name
-
-            def __hash__(self) -> int:
-                return hash(dim_name)
-
-            def __eq__(self, other: object) -> bool:
-                return isinstance(other, NamedDim)
-
-        dim_name = name if step == 1 else f"{name} // {step}"
         hint = max(low, min(hint, most)) if most is not None else max(low, hint)
-        source = NamedDim()
+        source = _source(name if step == 1 else f"{name} // {step}")
         symbol = self._env.create_symbol(
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
         )
@@ -99,7 +104,32 @@ class Symbols:
         return [
             Need(self.spell(guard.expr), _line(guard.sloc.framework_loc))
             for guard in self._env.guards
+            if not self._is_of_scalars(guard.expr)
         ]
+
+    def conditions(self, variables: Mapping[str, str]) -> list[str]:
+        """What the trace found out about numbers among the arguments, as Python.
+
+        Args:
+            variables: what the names of dims and numbers are called there.
+        """
+        if not self.scalars:
+            return []
+        from torch.utils._sympy.printers import PythonPrinter
+
+        known = {
+            symbol: type(symbol)(_divided_text(variables[name], self._steps[symbol]))
+            for symbol, name in self._names.items()
+        }
+        found = [
+            PythonPrinter().doprint(guard.expr.xreplace(known))
+            for guard in self._env.guards
+            if self._is_of_scalars(guard.expr)
+        ]
+        return list(dict.fromkeys(found))
+
+    def _is_of_scalars(self, expr: Any) -> bool:
+        return any(self._names.get(symbol) in self.scalars for symbol in expr.free_symbols)
 
     def spell(self, expr: Any) -> str:
         """An expression in the user's names."""
@@ -131,12 +161,17 @@ class Symbols:
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+        class Recorded(PythonReferenceAnalysis):
+            """Python's operators on the graph's values."""
+
+            int_truediv = staticmethod(operator.truediv)
+
         tracer = torch.fx.proxy.GraphAppendingTracer(graph)
         values = {
             symbol: _divided(torch.fx.Proxy(inputs[name], tracer), self._steps[symbol])
             for symbol, name in self._names.items()
         }
-        node = sympy_interp(PythonReferenceAnalysis, values, expr).node
+        node = sympy_interp(Recorded, values, expr).node
         node.meta["expr"] = self.spell(expr)
         node.meta["value"] = self._evaluator(expr)
         return node
@@ -165,6 +200,32 @@ def size_text(size: Any) -> str:
     expr, env = size.node.expr, size.node.shape_env
     names = {symbol: type(symbol)(name) for name, symbol in env.source_to_var.items()}
     return str(expr.xreplace(names))
+
+
+def _source(text: str) -> Any:
+    """Where a symbol comes from, which ShapeEnv wants to be told."""
+    from torch._guards import Source
+
+    class NamedDim(Source):
+        @property
+        def name(self) -> str:
+            return text
+
+        @property
+        def _name_template(self) -> str:
+            return text
+
+        def __hash__(self) -> int:
+            return hash(text)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, NamedDim)
+
+    return NamedDim()
+
+
+def _divided_text(variable: str, step: int) -> str:
+    return variable if step == 1 else f"({variable} // {step})"
 
 
 def _divided(value: Any, step: int) -> Any:

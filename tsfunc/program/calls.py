@@ -23,8 +23,10 @@ from tsfunc.program.guards import guard_lines
 from tsfunc.program.holding import Closure, is_instance
 from tsfunc.program.inputs import (
     InputSpec,
+    ScalarSpec,
     call_signature,
     describe_inputs,
+    describe_scalars,
     with_sizes_fixed,
 )
 from tsfunc.program.instances import Instances
@@ -167,19 +169,33 @@ class FirstCall:
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
     ) -> tuple[Entry, Sequence[Any]]:
         """A program for such calls, and the tensors that it reads of objects in the arguments."""
+        scalars = describe_scalars(self.flat, self.places, self.contract, inputs, bounds)
+        if scalars:
+            try:
+                found = self._trace(inputs, bounds, scalars)
+            except Exception:  # a symbol can't do all that a number can, such as being hashed
+                return self._trace(inputs, bounds, ())
+            # What holds of the number and of sizes in general may not hold of these sizes.
+            if found[0].accepts([*self.flat]) is not None:
+                return found
+        return self._trace(inputs, bounds, ())
+
+    def _trace(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
+    ) -> tuple[Entry, Sequence[Any]]:
         start = time.perf_counter()
         instances = self._instances()
         described = {} if self.contract is None else self.contract.descriptors
         program = capture(
             self.func, self.name, self.flat, self.tree, inputs, bounds, instances=instances,
-            untyped=any_arguments(self.func, described, self.places, _spell),
+            untyped=any_arguments(self.func, described, self.places, _spell), scalars=scalars,
         )  # fmt: skip
         form = form_of_call(self.flat, self.tree, inputs, bounds, self.ambient)
         program = dataclasses.replace(
-            program, form=form, places=self.places, descriptors=self.descriptors(inputs)
+            program, form=form, places=self.places, descriptors=self.descriptors(inputs, scalars)
         )
         facts = instances.held.facts
-        lines, scope = guard_lines(self.flat, inputs, bounds)
+        lines, scope = guard_lines(self.flat, inputs, bounds, scalars, program.conditions)
         opening = opening_lines(self.tree, scope)
         entry = Entry(
             program,
@@ -198,9 +214,13 @@ class FirstCall:
         """What calls have in common that differ in nothing but the sizes of named dims."""
         return call_signature(self.flat, self.tree, self.ambient, inputs)
 
-    def descriptors(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
+    def descriptors(
+        self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]
+    ) -> dict[str, Any]:
         """Descriptors of just the calls that a program for these inputs is made for."""
         leaves = [type(value) if is_instance(value) else value for value in self.flat]
+        for scalar in scalars:
+            leaves[scalar.position] = type(scalar.value)
         return described(leaves, inputs, self.tree, self.parameters)
 
     def _instances(self) -> Instances:

@@ -22,7 +22,8 @@ from tsfunc.bridge.untyped import without_stand_ins
 from tsfunc.dispatch import state
 from tsfunc.errors import ClosureError, ConstraintViolation, TypeCheckError
 from tsfunc.program.codegen import generate
-from tsfunc.program.inputs import InputSpec, solving_order
+from tsfunc.program.guards import variables_of
+from tsfunc.program.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.program.instances import Instances
 from tsfunc.program.passes import simplify
 from tsfunc.program.program import Program
@@ -41,6 +42,7 @@ def capture(
     what: str = "specialize",
     instances: Instances | None = None,
     untyped: Mapping[int, StandIn] | None = None,
+    scalars: Sequence[ScalarSpec] = (),
 ) -> Program:
     """Traces a function.
 
@@ -55,17 +57,22 @@ def capture(
         instances: the objects whose attributes are watched. The tensors among what is read of
             arguments are inputs of the program that come after the flattened arguments.
         untyped: the arguments of type ``Any``, with which nothing may be computed.
+        scalars: the numbers among the arguments that are inputs.
 
     Raises:
         ConstraintViolation: the function's course depends on the size of a named dim.
         TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
         DataDependentError: it uses a tensor as a Python number or bool.
     """
-    symbols = Symbols({dim: (d.min, d.max, d.multiple_of or 1) for dim, d in bounds.items()})
+    symbols = Symbols(
+        {dim: (d.min, d.max, d.multiple_of or 1) for dim, d in bounds.items()},
+        {spec.name: spec.value for spec in scalars},
+    )
     instances = instances or Instances(name)
     level, out = _traced(
-        f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances, untyped or {}
-    )
+        f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances, untyped or {},
+        scalars,
+    )  # fmt: skip
     updates = instances.finish()
     leaves, out_tree = pytrees.flatten(without_stand_ins(out))
     level.graph.output(tuple(node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)))
@@ -75,7 +82,10 @@ def capture(
     frozen = instances.held.closure == "freeze"
     if frozen:
         _check_frozen(name, level, reached)
-    return _finish(name, level, inputs, reached, out_tree, symbols, assigned, frozen)
+    positions = [*(spec.position for spec in inputs), *(spec.position for spec in scalars)]
+    program = _finish(name, level, positions, reached, out_tree, symbols, assigned, frozen)
+    conditions = symbols.conditions(variables_of(bounds, scalars))
+    return replace(program, conditions=tuple(conditions)) if conditions else program
 
 
 def outline(
@@ -94,7 +104,7 @@ def outline(
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
     """
-    level, out = _traced(what, func, flat, tree, inputs, {}, Symbols({}), Instances(what), {})
+    level, out = _traced(what, func, flat, tree, inputs, {}, Symbols({}), Instances(what), {}, ())
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -116,13 +126,14 @@ def _traced(
     symbols: Symbols,
     instances: Instances,
     untyped: Mapping[int, StandIn],
+    scalars: Sequence[ScalarSpec],
 ) -> tuple[TraceLevel, Any]:
     """Traces a function outside of all levels; the trace's level, and what it returns."""
     with torch_state.outside_all_levels(), state.outside_all_levels():
         level = TraceLevel(what, symbols.fake, lambda value: None)
         try:
             return level, _run(
-                what, level, func, flat, tree, inputs, bounds, symbols, instances, untyped
+                what, level, func, flat, tree, inputs, bounds, symbols, instances, untyped, scalars
             )
         except BaseException:
             instances.put_back()
@@ -140,12 +151,17 @@ def _run(
     symbols: Symbols,
     instances: Instances,
     untyped: Mapping[int, StandIn],
+    scalars: Sequence[ScalarSpec],
 ) -> Any:
     """Runs the function on traced tensors; what it returns."""
     traced = list(flat)
     with level, watching_random(), watching_factories():
         tracers = [_input(level, spec, symbols) for spec in inputs]
-        level.sizes = symbols.as_nodes(level.graph, _size_nodes(level, inputs, tracers, bounds))
+        numbers = {spec.name: _number(level, spec, symbols) for spec in scalars}
+        sizes = _size_nodes(level, inputs, tracers, bounds)
+        level.sizes = symbols.as_nodes(level.graph, {**sizes, **numbers})
+        for scalar in scalars:
+            traced[scalar.position] = symbols.scalars[scalar.name]
         for spec, tracer in zip(inputs, tracers, strict=True):
             traced[spec.position] = tracer
         for position, stand_in in untyped.items():
@@ -196,6 +212,13 @@ def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
     shape = [_size(dim, symbols) for dim in spec.dims]
     like = level.fake_like(example, shape, _strides(example, shape))
     return level.input(spec.name, like, example.requires_grad)
+
+
+def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.Node:
+    """The input for a number."""
+    node = _named(level.graph.placeholder(spec.name), spec.name)
+    node.meta["number"] = symbols.scalars[spec.name]
+    return node
 
 
 def _size(dim: DimForm, symbols: Symbols) -> Any:
@@ -287,7 +310,7 @@ def _check_needs(name: str, symbols: Symbols) -> None:
 def _finish(
     name: str,
     level: TraceLevel,
-    inputs: Sequence[InputSpec],
+    positions: list[int],
     reached: Mapping[int, int],
     out_tree: optree.PyTreeSpec,
     symbols: Symbols,
@@ -300,7 +323,6 @@ def _finish(
     constants = simplify(name, graph, outside)
     used = {node for node in graph.nodes if node.op == "get_attr"}
     lifted: dict[str, torch.Tensor] = {node: constants[node] for node in constants}
-    positions = [spec.position for spec in inputs]
     for tensor, tracer in level.lifted.values():
         if tracer.node not in used:
             continue

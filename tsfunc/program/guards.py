@@ -6,13 +6,14 @@ sizes of named dims, and these it checks itself.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.bridge.quick_checks import quick_check
 from tsfunc.program.holding import is_instance
-from tsfunc.program.inputs import InputSpec, solving_order
+from tsfunc.program.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.generated import refused_sizes
 from tsfunc.types.polynomials import solved_for
@@ -21,9 +22,16 @@ _PLAIN = (int, bool, str, type(None))
 
 
 def guard_lines(
-    flat: Sequence[Any], inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+    flat: Sequence[Any],
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+    scalars: Sequence[ScalarSpec] = (),
+    conditions: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, Any]]:
     """The guard for calls that look like the one whose flattened arguments are given.
+
+    Numbers that are inputs need only have the type, and keep the conditions, which are in the
+    variables that `variables_of` gives.
 
     Objects whose attributes are watched are left to what was read of them (``reach.py``).
 
@@ -32,6 +40,7 @@ def guard_lines(
     """
     scope: dict[str, Any] = {}
     specs = {spec.position: spec for spec in inputs}
+    numbers = {spec.position: spec for spec in scalars}
     lines: list[str] = []
     closely: list[str] = []  # at those of which no size is a named dim's
     bound: set[str] = set()
@@ -39,7 +48,10 @@ def guard_lines(
         if is_instance(value):
             continue
         spec = specs.get(i)
-        if spec is None:
+        if i in numbers:
+            kind = type(value).__name__
+            lines += [f"a = args[{i}]", f"if type(a) is not {kind} or not isfinite(a): return None"]
+        elif spec is None:
             lines += [f"a = args[{i}]", _static(i, value, scope)]
         else:
             where = closely if _is_fixed(spec) else lines
@@ -52,7 +64,16 @@ def guard_lines(
             lines.append(f"if {size} != ({_spelled(dim.text)}): return None")
         else:
             lines.extend(_solved(size, dim, unknown, bounds[unknown]))
+    lines.extend(f"if not ({condition}): return None" for condition in conditions)
+    if scalars:
+        scope["isfinite"], scope["math"] = math.isfinite, math
     return lines, scope
+
+
+def variables_of(bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> dict[str, str]:
+    """What conditions call named dims and numbers."""
+    numbers = {spec.name: f"args[{spec.position}]" for spec in scalars}
+    return {**{name: _size(name) for name in bounds}, **numbers}
 
 
 def _spelled(text: str) -> str:

@@ -1,8 +1,17 @@
-"""The inputs of a program: what a trace takes for granted of the tensors among the arguments."""
+"""The inputs of a program: what a trace takes for granted of the tensors among the arguments.
+
+NOTE [numbers by their types]
+A number whose descriptor is its type, ``int`` or ``float``, is an input of the program, and a
+symbol in the trace. What the trace finds out about it (that it is positive, where it is a size;
+which side of an ``if`` it takes) becomes a condition of the program: a number for which it does not
+hold has a program of its own. Where torch asks for the number itself (``range(k)``, a dim to sum
+over), that condition is that it is this number. A ``bool`` has but two values, and each a program.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +22,24 @@ import torch
 
 from tsfunc.program.holding import is_instance
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
+from tsfunc.types.descriptors import (
+    Anything,
+    Descriptor,
+    DictOf,
+    FieldsOf,
+    InstanceOf,
+    ListOf,
+    NamedOf,
+    Nested,
+    OfType,
+    OneOf,
+    TensorOf,
+    TupleOf,
+    Value,
+)
 from tsfunc.types.dims import parse_dim
+from tsfunc.types.grammar import assert_never
+from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.polynomials import solved_for
 
 
@@ -32,6 +58,81 @@ class InputSpec:
     name: str
     example: torch.Tensor
     dims: tuple[DimForm, ...]
+
+
+@dataclass(frozen=True)
+class ScalarSpec:
+    """A number among the flattened arguments of which a descriptor gives the type alone.
+
+    Attributes:
+        position: where it stands among them.
+        name: what the program calls it.
+        value: the number of the call that is traced.
+    """
+
+    position: int
+    name: str
+    value: int | float
+
+
+def describe_scalars(
+    flat: Sequence[Any],
+    places: Mapping[int, tuple[Any, ...]],
+    contract: CompiledDescriptors | None,
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+) -> list[ScalarSpec]:
+    """The numbers that a descriptor calls ``int`` or ``float``: NOTE [numbers by their types]."""
+    taken = {*(spec.name for spec in inputs), *bounds}
+    found = []
+    for i, value in enumerate(flat):
+        if contract is None or type(value) not in (int, float) or not _is_tame(value):
+            continue
+        name, *path = places[i]
+        if name in contract.descriptors and _is_by_type(
+            contract.descriptors[name], tuple(path), value
+        ):
+            found.append(ScalarSpec(i, _input_name(places[i], taken), value))
+    return found
+
+
+def _is_tame(value: int | float) -> bool:
+    """Whether a symbol can have the value."""
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 62
+
+
+def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | float) -> bool:
+    """Whether a descriptor calls what lies at a path by the number's type."""
+    match descriptor:
+        case InstanceOf(cls):
+            return not path and cls is type(value)
+        case OneOf(alternatives):
+            return Value(value) not in alternatives and any(
+                _is_by_type(each, path, value) for each in alternatives
+            )
+        case ListOf(element) | TupleOf(element) | DictOf(item=element):
+            return bool(path) and _is_by_type(element, path[1:], value)
+        case NamedOf(names, children):
+            return _is_by_type_at(tuple(range(len(names))), children, path, value)
+        case Nested(_, entries, children):
+            return _is_by_type_at(entries, children, path, value)
+        case FieldsOf(_, names, children):
+            return _is_by_type_at(names, children, (*map(str, path[:1]), *path[1:]), value)
+        case MetaTensorType() | TensorOf() | Anything() | OfType() | Value():
+            return False
+        case _:
+            assert_never(descriptor)
+
+
+def _is_by_type_at(
+    entries: tuple[Any, ...],
+    children: tuple[Descriptor, ...],
+    path: tuple[Any, ...],
+    value: int | float,
+) -> bool:
+    if not path or path[0] not in entries:
+        return False
+    return _is_by_type(children[entries.index(path[0])], path[1:], value)
 
 
 def short_text(spec: InputSpec) -> str:

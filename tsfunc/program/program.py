@@ -33,7 +33,7 @@ class Program:
     Attributes:
         name: the function's name.
         graph: its operators, as a torch.fx graph; an input for each tensor among the call's
-            flattened arguments, in order.
+            flattened arguments, in order, then for each number that is one.
         inputs: where each of the graph's inputs stands among the flattened arguments, after which
             come the tensors that are read of objects among them.
         lifted: the tensors from outside of the function that it reads, at every call anew, by
@@ -46,6 +46,7 @@ class Program:
         form: what it takes for granted of its arguments, None where there is no record.
         descriptors: the same by parameter name, as :func:`specialize` takes it.
         places: for each flattened argument its path, from the name of a parameter.
+        conditions: what must hold of the numbers among its inputs, as Python of the guard.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Program:
     form: CallForm | None = None
     descriptors: Mapping[str, Any] = field(default_factory=dict)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
+    conditions: tuple[str, ...] = ()
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Runs it on flattened arguments, and gives the results their structure."""

@@ -1,0 +1,120 @@
+"""Numbers whose descriptors are their types: inputs of the program, symbols in the trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, List  # noqa: UP035
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import MetaTensorType, grad, specialize, vmap
+from tsfunc.errors import DescriptorViolation
+
+X = torch.tensor([0.5, -1.5, 2.0, 3.0, -0.25, 1.0])
+INTS = [3, 4, 0, 1, -2, 6, 7]
+FLOATS = [3.0, 0.25, 0.0, -0.0, 1.0, -5.25, math.inf, math.nan]
+
+
+@pytest.mark.parametrize(
+    ("func", "values", "programs"),
+    [
+        (lambda x, k: x * k + k, INTS, 1),
+        (lambda x, k: (x * k, k, k * 2 + 1, k**2, k // 2, k % 3, -k, k / 2), INTS, 1),
+        (lambda x, k: x * k + k, FLOATS, 3),  # inf and nan are no symbols
+        (lambda x, k: x**k, [2.0, 0.5, 3.0], 1),
+        (lambda x, k: (x > 0) * k, [2.5, 0.5], 1),
+        (lambda x, k: x.long() * k, [2.5, 0.5], 1),
+        (lambda x, k: torch.zeros(abs(k)) + x[0], [3, 4, 9], 1),
+        (lambda x, k: torch.full((k,), 2.0), [3, 4, 9, 1, 0], None),
+        (lambda x, k: torch.arange(k) * 2.0, [3, 4, 9], 1),
+        (lambda x, k: x.expand(k, 6), [3, 4, 9], 1),
+        (lambda x, k: x.roll(k), INTS, 1),
+        (lambda x, k: x[:k], [3, 4, 5], 1),
+        (lambda x, k: x[:k], INTS, None),
+        (lambda x, k: x.reshape(k, -1).sum(0), [1, 2, 3, 6], None),
+        (lambda x, k: x * 2 if k > 3 else -x, INTS, 2),
+        (lambda x, k: x * 2 if k > 0.5 else x * k, [0.1, 0.2, 0.7, 0.9], 2),
+        (lambda x, k: sum(x * i for i in range(k)), [2, 3, 2, 3], 2),
+        (lambda x, k: x.reshape(2, 3).sum(k), [0, 1, -1], 3),
+        (lambda x, k: {3: x, 4: -x}[k], [3, 4, 3], 2),
+        (lambda x, k: x * math.sqrt(k), [0.5, 2.0], 2),
+    ],
+)
+def test_a_number_by_its_type(
+    func: Callable[..., Any], values: list[Any], programs: int | None
+) -> None:
+    s = specialize(func, {"k": type(values[0])})
+    for _ in range(2):
+        for value in values:
+            torch.testing.assert_close(s(X, value), func(X, value), equal_nan=True)
+    assert programs is None or s.cache_info().programs == programs
+    assert s.cache_info().misses <= len(values)
+
+
+def test_the_number_is_an_input_of_the_program() -> None:
+    s = specialize(lambda x, k: x.new_zeros(k) + 1, {"k": int})
+    s(X, 5)
+    assert "k = args[1]" in s.program.source and "[k]" in str(s.program)
+    assert s.program.descriptors["k"] is int
+
+
+def test_other_types_of_numbers_break_the_descriptor() -> None:
+    s = specialize(lambda x, k: x * k, {"k": int})
+    assert s(X, 2).equal(2 * X)
+    for other in (2.0, True, "2", torch.tensor(2)):
+        with pytest.raises(DescriptorViolation, match="k: promised int"):
+            s(X, other)
+
+
+def test_a_bool_has_a_program_for_each_value() -> None:
+    s = specialize(lambda x, on: x if on else -x, {"on": bool})
+    assert s(X, True).equal(X) and s(X, False).equal(-X) and s(X, True).equal(X)
+    assert s.cache_info().programs == 2
+
+
+def test_numbers_inside_of_containers() -> None:
+    s = specialize(lambda x, ks: x * ks[0] + ks[1], {"ks": List[int]})  # noqa: UP006
+    for ks in ([2, 3], [5, 7], [-1, 0]):
+        assert s(X, ks).equal(X * ks[0] + ks[1])
+    assert s.cache_info().programs == 1
+    t = specialize(lambda x, p: x if p["a"] is None else x * p["a"], {"p": {"a": float | None}})
+    for a in (None, 2.0, 3.5):
+        assert t(X, {"a": a}).equal(X if a is None else X * a)
+    assert t.cache_info().programs == 2
+
+
+def test_a_value_beside_the_type_is_burnt_in() -> None:
+    s = specialize(lambda x, k: x * k, [{"k": 1}, {"k": int}])
+    for k in (1, 2, 3, 1):
+        assert s(X, k).equal(X * k)
+    assert s.cache_info().programs == 2
+
+
+def test_a_number_beside_named_sizes() -> None:
+    def f(x: Tensor, k: int) -> Tensor:
+        return x.narrow(0, 0, 2) * k + x.shape[0]
+
+    s = specialize(f, {"x": MetaTensorType(["n"]), "k": int})
+    for n, k in ((3, 2), (9, 2), (9, 5), (4, -1)):
+        x = torch.randn(n)
+        torch.testing.assert_close(s(x, k), f(x, k))
+    assert s.cache_info().programs == 1
+
+
+def test_without_a_descriptor_a_number_is_burnt_in() -> None:
+    def f(x: Tensor, k: int) -> Tensor:
+        return x * k
+
+    s = specialize(f)
+    assert s(X, 2).equal(2 * X) and s(X, 3).equal(3 * X) and s.cache_info().programs == 2
+
+
+def test_inside_of_other_transforms() -> None:
+    s = specialize(lambda x, k: (x * k).sin().sum(), {"k": float})
+    for k in (2.0, 3.0):
+        torch.testing.assert_close(grad(s)(X, k), k * torch.cos(X * k))
+        torch.testing.assert_close(vmap(s, (0, None))(X, k), torch.sin(X * k))
+    assert s.cache_info().programs <= 2
