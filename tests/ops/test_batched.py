@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-import tsfunc.ops  # noqa: F401  (declares rows)
+import tsfunc
 from tests.ops.harness import check, database_calls
 from tsfunc.ops.registry import find
 
@@ -65,3 +65,19 @@ def test_patches(lead: tuple[int, ...]) -> None:
     args = ([2, 2], [1, 1], [0, 0], [1, 1])
     assert check(aten.im2col.default, rand(*lead, 3, 4, 4), *args)
     assert check(aten.col2im.default, rand(*lead, 12, 9), [4, 4], *args)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_interpolation_is_one_kernel(mode: str, dtype: torch.dtype) -> None:
+    """That of bytes rounds in a way of its own."""
+    x = torch.randint(0, 255, (3, 2, 3, 9, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.interpolate(x, (11, 7), mode=mode)
+
+    for at in (0, 2, -1):
+        want = torch.stack([f(example) for example in x])
+        torch.testing.assert_close(tsfunc.vmap(f, at)(x.movedim(0, at)), want)
+    report = tsfunc.explain(tsfunc.vmap(f), x).to_dict()
+    assert len(report["operators"]) <= 2

@@ -170,13 +170,20 @@ def _write_result(op: TorchOperator, out: torch.Tensor, result: torch.Tensor) ->
 def _composite_parts(overload: Any) -> Callable[..., Any]:
     """Runs a composite's parts; the call as such is not to meet door 1 again."""
     parts = overload.decompose
-    if overload._schema.name in _RECURRENT:
+    if overload._schema.name in _COMPOSED_IN_CPP:
         parts = functools.partial(overload._op_dk, TorchKey.CompositeImplicitAutograd)
     return lambda *args, **kwargs: _skip_one_hop_torch_function(parts, (), args, kwargs)
 
 
-# ``decompose`` takes the parts of these that torch has in Python, which leave dropout out.
-_RECURRENT = frozenset({"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"})
+# ``decompose`` takes the parts of these that torch has in Python. Those of recurrent networks leave
+# dropout out, and those of upsampling compute in another way what is one kernel's.
+_COMPOSED_IN_CPP = frozenset({
+    *(f"aten::{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    *(f"aten::upsample_{kind}" for kind in (
+        "nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d",
+    )),
+    *(f"aten::_upsample_nearest_exact{rank}d" for rank in (1, 2, 3)),
+})  # fmt: skip
 
 
 # Operators written in others, for tracers, by their names with an overload or for all of them.
