@@ -173,6 +173,8 @@ def _do(server: _Server, task: Task) -> Result:
     if isinstance(answer, Result):
         return answer
     how = "took too long" if answer == -signal.SIGALRM else f"the process ended with {answer}"
+    if answer > 0:  # an error of Python, which is the sweep's own
+        return Result(*task.key, Verdict.FAIL.name, messages=[(Verdict.FAIL.name, "", how)])
     alone = server.ask(dataclasses.replace(task, plain=True))
     if isinstance(alone, Result):
         return Result(*task.key, Verdict.FAIL.name, messages=[(Verdict.FAIL.name, "", how)])
@@ -186,6 +188,12 @@ def read(path: Path) -> list[Result]:
         return []
     results = [Result(**json.loads(line)) for line in path.read_text().splitlines() if line]
     return list({result.key: result for result in results}.values())
+
+
+def forget(path: Path, verdicts: Iterable[str]) -> None:
+    """Takes the results with these verdicts out of a file."""
+    kept = [result for result in read(path) if result.verdict not in set(verdicts)]
+    path.write_text("".join(json.dumps(dataclasses.asdict(result)) + "\n" for result in kept))
 
 
 def run(tasks: Iterable[Task], path: Path, workers: int = 2) -> None:

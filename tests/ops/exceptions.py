@@ -1,0 +1,48 @@
+"""Rows of the operator database that are not right under vmap, by name, and why.
+
+What is listed here fails under torch.vmap too, or is impossible; ``docs/coverage.md`` shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Exempt:
+    """Why a row is not right.
+
+    Attributes:
+        reason: in words.
+        modes: those that it is about; all where empty.
+        dtypes: those that it is about; all where empty.
+    """
+
+    reason: str
+    modes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+
+
+_REFUSES = "the rule that the database registers for it raises: its size depends on the data"
+_INTEGERS = tuple("uint8 int8 int16 int32 int64 uint16 uint32 uint64 bool".split())
+
+EXCEPTIONS: dict[str, Exempt] = {
+    "NumpyCatCustomOp": Exempt(
+        "the rule that the database registers for it takes one argument, the operator has two"
+    ),
+    "NumpyNMSCustomOp": Exempt(_REFUSES),
+    "NumpyNonzeroCustomOp": Exempt(_REFUSES),
+    "NumpyMulScalarCustomOp": Exempt(
+        "the rule that the database registers for it computes in float32, the operator in float64",
+        dtypes=_INTEGERS,
+    ),
+}
+
+
+def exception_of(row: str, dtype: str, mode: str) -> Exempt | None:
+    """The exception that a row is, in a type (``"float32"``) and a mode."""
+    found = EXCEPTIONS.get(row)
+    if found is None:
+        return None
+    there = (not found.modes or mode in found.modes) and (not found.dtypes or dtype in found.dtypes)
+    return found if there else None

@@ -1,0 +1,96 @@
+"""The law of vmap on every row of the operator database: a batch is the stacked loop.
+
+A sample of the rows, and the whole as slow tests. ``python -m tools.coverage`` tries more samples
+and types, and writes ``docs/coverage.md``.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+
+from tests.ops.database import FUNCTION, INPLACE, OUT, Row, rows
+from tests.ops.exceptions import EXCEPTIONS, exception_of
+from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Verdict, sweep
+from tools.coverage import page, share
+from tools.sweeping import Result, Task, run_task
+
+# Methods and operators of Python call the same ATen operators as the functions.
+CALLED = [row for row in rows() if row.variant in (FUNCTION, INPLACE, OUT)]
+FLOAT = [row for row in CALLED if torch.float32 in row.dtypes]
+RIGHT = (Verdict.OK, Verdict.SPLIT, Verdict.NONE)
+
+
+def other_type(row: Row) -> torch.dtype | None:
+    """One of the row's other types, the same one every time."""
+    others = sorted((d for d in row.dtypes if d is not torch.float32), key=str)
+    return random.Random(row.name).choice(others) if others else None
+
+
+def is_right(row: Row, dtype: torch.dtype, mode: Mode, most: int) -> None:
+    if exception_of(row.name, str(dtype).removeprefix("torch."), mode.name) is not None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for outcome in sweep(row, dtype, mode, most):
+            assert outcome.verdict in RIGHT, (outcome.verdict.name, outcome.what, outcome.message)
+
+
+@pytest.mark.parametrize("row", FLOAT[7::80], ids=lambda row: row.name)
+def test_a_sample(row: Row) -> None:
+    is_right(row, torch.float32, VMAP, most=1)
+    is_right(row, torch.float32, VMAP_VMAP, most=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [VMAP, VMAP_VMAP], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("row", FLOAT, ids=lambda row: row.name)
+def test_every_row_in_float32(row: Row, mode: Mode) -> None:
+    is_right(row, torch.float32, mode, most=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", CALLED, ids=lambda row: row.name)
+def test_every_row_in_another_type(row: Row) -> None:
+    dtype = other_type(row)
+    if dtype is not None:
+        is_right(row, dtype, VMAP, most=2)
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_what_is_excepted_fails_under_torch_func_too(name: str) -> None:
+    row = next(row for row in rows() if row.name == name)
+    dtype = torch.int64 if EXCEPTIONS[name].dtypes else torch.float32
+    case = next(row.cases(dtype, 1))
+    want = torch.stack([case.call(*case.tensors)[0]] * 2)
+    batch = [torch.stack([x, x]) for x in case.tensors]
+    try:
+        got = torch.func.vmap(case.call)(*batch)[0]
+    except Exception:
+        return
+    assert got.dtype is not want.dtype
+
+
+def test_a_task() -> None:
+    result = run_task(Task("add", "float32", "vmap", most=1))
+    assert result.verdict == "OK" and set(result.counts) == {"OK"}
+    result = run_task(Task("NumpyNMSCustomOp", "float32", "vmap", most=1))
+    assert result.verdict == "FAIL" and "data-dependent" in result.messages[0][2]
+
+
+def test_the_page() -> None:
+    results = [
+        Result("add", "float32", "vmap", "OK", {"OK": 3}),
+        Result("nonzero", "int64", "vmap", "SPLIT", {"SPLIT": 2}),
+        Result("broken", "int64", "vmap", "WRONG", {"WRONG": 1}, [("WRONG", "", "1, not 2")]),
+        Result("NumpyNMSCustomOp", "float32", "vmap", "FAIL", {"FAIL": 1}),
+        Result("full", "float32", "vmap", "NONE"),
+    ]
+    written = page(results)
+    assert share(results) == 50
+    assert "| float32 | 1 | 0 | 0 | 0 | 1 | 0 | 1 | 50.00 % |" in written
+    assert "**not explained**: 1, not 2" in written
+    assert "depends on the data" in written
