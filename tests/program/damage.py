@@ -90,7 +90,7 @@ def _json(data: bytes, rng: random.Random) -> bytes:
     entries[name] = rng.choice((_spelled, _spelled, _oddly))(document, rng)
     try:
         return file_of(entries)
-    except (ValueError, TypeError, AttributeError):  # the manifest was the document
+    except (ValueError, TypeError, AttributeError, RecursionError):  # the manifest was changed
         return _flip(data, rng)
 
 
@@ -173,7 +173,7 @@ def _entries(data: bytes, rng: random.Random) -> bytes:
         entries[rng.choice(("../x.json", "/etc/x.json", "programs/9.json", "x"))] = b"{}"
     try:
         return file_of(entries, zipfile.ZIP_DEFLATED if what == 3 else zipfile.ZIP_STORED)
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return _flip(data, rng)
 
 

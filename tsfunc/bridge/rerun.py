@@ -1,7 +1,7 @@
 """A traced graph run again on fake values: what its operators return by torch's own account.
 
 Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode;
-``DisableTorchFunction`` keeps function modes out.
+``torch._ops.OpOverload`` is an operator.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge import torch_state
+from tsfunc.bridge.fake_results import results_of
+from tsfunc.bridge.operators import operator_of
 from tsfunc.bridge.symbols import same_size
 from tsfunc.dispatch import state
 
@@ -44,10 +46,9 @@ class Rerun:
             torch_state.outside_all_levels(),
             state.outside_all_levels(),
             torch_state.without_autograd(),
-            DisableTorchFunction(),
-            self._mode,
         ):
-            return target(*args, **kwargs)
+            writes = isinstance(target, OpOverload) and operator_of(target).writes
+            return results_of(self._mode, target, writes, args, kwargs)
 
 
 def difference(found: torch.Tensor, said: torch.Tensor) -> str | None:

@@ -20,7 +20,6 @@ from typing import Any
 import optree
 import torch
 import torch.fx
-from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
+from tsfunc.bridge.fake_results import results_of, unasked
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import METHODS, Tracer, TracerLevel, metadata, written
@@ -137,7 +137,8 @@ def traced_as(
     value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
 ) -> TraceTracer:
     """The tracer of a node, with the fake value that it has."""
-    tracer: TraceTracer = TraceTracer.make(value, level)
+    with unasked(level.fake):
+        tracer: TraceTracer = TraceTracer.make(value, level)
     tracer.value = value
     tracer.node = node
     tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())
@@ -184,8 +185,8 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
     cached = level.fake.cache_enabled
     level.fake.cache_enabled = cached and op.name not in _UNCACHED
     try:
-        with DisableTorchFunction(), level.fake:
-            return op.native(*values, **named)
+        writes = isinstance(op, TorchOperator) and op.writes
+        return results_of(level.fake, op.native, writes, values, named)
     except DataDependentOutputException:
         raise DataDependentError(_data_dependent(op.name, level)) from None
     except DynamicOutputShapeException:

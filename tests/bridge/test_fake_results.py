@@ -1,0 +1,90 @@
+"""Results with symbolic sizes: operators' own questions, and rules that know no symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tsfunc import MetaTensorType as Meta
+from tsfunc import specialize
+from tsfunc.errors import ConstraintViolation
+
+r = torch.randn
+Calls = tuple[tuple[Tensor, ...], ...]
+
+
+def check(
+    func: Callable[..., Any], shapes: dict[str, list[Any]], *calls: tuple[Tensor, ...]
+) -> str:
+    """One program for all calls, each as the function gives it; the program."""
+    f = specialize(func, {name: Meta(shape) for name, shape in shapes.items()})
+    for args in calls:
+        torch.testing.assert_close(f(*args), func(*args), rtol=1e-4, atol=1e-4)
+    assert f.cache_info().programs == 1
+    return str(f.program)
+
+
+class TestQuestionsOfOperators:
+    """They are checks of arguments, or decide nothing that is seen."""
+
+    def test_order_of_strides(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            return x.transpose(0, 1).reshape(x.shape)
+
+        check(f, {"x": ["n", 64]}, (r(16, 64),), (r(100, 64),), (r(2, 64),))
+
+    def test_parts(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            return x.chunk(2)[1]
+
+        check(f, {"x": ["n"]}, (r(16),), (r(7),), (r(3),))
+
+    def test_kernels_that_are_not_longer_than_their_input(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            return F.max_pool2d(x, 3, stride=2)
+
+        check(f, {"x": ["n", "h", "w"]}, (r(2, 7, 8),), (r(3, 11, 5),))
+
+    def test_an_operator_that_refuses_a_size_does_so_when_the_program_runs(self) -> None:
+        f = specialize(lambda x: x.narrow(0, 2, 3), {"x": Meta(["n"])})
+        x = r(9)
+        torch.testing.assert_close(f(x), x[2:5])
+        with pytest.raises(RuntimeError, match="exceeds dimension size"):
+            f(r(4))
+
+
+class TestRulesWithoutSymbols:
+    def test_fourier(self) -> None:
+        check(lambda x: torch.fft.fft(x), {"x": ["n"]}, (r(8),), (r(5),))
+        assert "2*n - 2" in check(lambda x: torch.fft.irfft(x), {"x": ["n"]}, (r(8),), (r(5),))
+
+    def test_the_smaller_of_two_sizes(self) -> None:
+        def f(x: Tensor) -> tuple[Tensor, int]:
+            y = torch.diag(x)
+            return y, y.shape[0] + 1
+
+        check(f, {"x": ["n", "m"]}, (r(5, 3),), (r(4, 9),), (r(6, 6),))
+
+    def test_solving(self) -> None:
+        def f(a: Tensor, b: Tensor) -> Any:
+            return torch.linalg.solve(a + torch.eye(a.shape[0]) * 9, b)
+
+        check(f, {"a": ["n", "n"], "b": ["n", "m"]}, (r(5, 5), r(5, 3)), (r(3, 3), r(3, 7)))
+
+
+class TestQuestionsThatDecide:
+    def test_those_of_the_function_are_its_own(self) -> None:
+        f = specialize(lambda x: x + 1 if x.shape[0] > 5 else x, {"x": Meta(["n"])})
+        with pytest.raises(ConstraintViolation, match="n > 5"):
+            f(r(9))
+
+    def test_how_many_results_there_are(self) -> None:
+        """``chunk`` gives fewer parts than it is asked for where there is too little."""
+        f = specialize(lambda x: len(x.chunk(5)) + x, {"x": Meta(["n"])})
+        with pytest.raises(ConstraintViolation):
+            f(r(6))
