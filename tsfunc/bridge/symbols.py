@@ -9,8 +9,9 @@ second, so this file imports them where a named dim is first traced.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +43,15 @@ class Symbols:
             size is a multiple of.
         scalars: numbers among the arguments that stay symbolic, by their names. What the trace
             asks of these is no need of it, but a condition of its program.
+        examples: for some of the names a size that they may have; decisions that are no matter
+            of what is computed, but of how, are made for these.
     """
 
     def __init__(
         self,
         bounds: Mapping[str, tuple[int | None, int | None, int]],
         scalars: Mapping[str, int | float] | None = None,
+        examples: Mapping[str, int] | None = None,
     ) -> None:
         self.sizes: dict[str, Any] = {}
         self.scalars: dict[str, Any] = {}
@@ -65,6 +69,7 @@ class Symbols:
         for hint, (name, (least, most, step)) in zip(hints, bounds.items(), strict=False):
             low = -(-max(2, least or 2) // step)
             high = None if most is None else most // step
+            hint = (examples or {}).get(name, hint * step) // step
             self.sizes[name] = step * self._size(name, hint, low, high, step)
         for name, value in (scalars or {}).items():
             self.scalars[name] = self._scalar(name, value)
@@ -130,6 +135,22 @@ class Symbols:
 
     def _is_of_scalars(self, expr: Any) -> bool:
         return any(self._names.get(symbol) in self.scalars for symbol in expr.free_symbols)
+
+    def condition(self) -> Callable[[Mapping[str, int]], bool] | None:
+        """Whether what was found out by asking holds for other sizes; None if there is nothing."""
+        from torch.utils._sympy.printers import PythonPrinter
+
+        if self._env is None or not self._env.guards:
+            return None
+        values = {
+            symbol: type(symbol)(f"(sizes[{name!r}] // {self._steps[symbol]})")
+            for symbol, name in self._names.items()
+        }
+        printer = PythonPrinter()
+        facts = [printer.doprint(guard.expr.xreplace(values)) for guard in self._env.guards]
+        text = " and ".join(f"({fact})" for fact in facts)
+        holds: Callable[[Mapping[str, int]], bool] = eval(f"lambda sizes: {text}", {"math": math})
+        return holds
 
     def spell(self, expr: Any) -> str:
         """An expression in the user's names."""

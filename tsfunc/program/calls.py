@@ -12,8 +12,10 @@ from typing import Any
 import optree
 
 from tsfunc import pytrees
+from tsfunc.bridge.backends import Backend
 from tsfunc.bridge.settings import settings
 from tsfunc.errors import DescriptorViolation
+from tsfunc.program.backends import Compiled
 from tsfunc.program.cache import Cache, Entry
 from tsfunc.program.capture import capture
 from tsfunc.program.entering import opening_lines
@@ -49,6 +51,8 @@ class Target:
         signature: its parameters.
         contracts: the descriptors that a call may keep, tried in order.
         closure: what becomes of what it reads and is no argument: NOTE [closures].
+        backend: what compiles its programs, None: they run as Python.
+        backend_name: what the user calls it.
     """
 
     func: Callable[..., Any]
@@ -56,6 +60,8 @@ class Target:
     signature: inspect.Signature
     contracts: tuple[CompiledDescriptors, ...]
     closure: Closure = "guard"
+    backend: Backend | None = None
+    backend_name: str = "python"
 
     def contract(
         self, arguments: Mapping[str, Any]
@@ -103,6 +109,7 @@ class FirstCall:
         tree: optree.PyTreeSpec,
     ) -> None:
         self.func, self.name, self.closure = target.func, target.name, target.closure
+        self.target = target
         self.flat, self.tree, self.ambient = flat, tree, settings()
         args, kwargs = arguments
         self.parameters = target.signature
@@ -170,7 +177,7 @@ class FirstCall:
     ) -> tuple[Entry, Sequence[Any]]:
         """A program for such calls, and the tensors that it reads of objects in the arguments."""
         scalars = describe_scalars(self.flat, self.places, self.contract, inputs, bounds)
-        if scalars:
+        if scalars and self.target.backend is None:  # backends burn numbers in
             try:
                 found = self._trace(inputs, bounds, scalars)
             except Exception:  # a symbol can't do all that a number can, such as being hashed
@@ -191,10 +198,15 @@ class FirstCall:
             untyped=any_arguments(self.func, described, self.places, _spell), scalars=scalars,
         )  # fmt: skip
         form = form_of_call(self.flat, self.tree, inputs, bounds, self.ambient)
+        facts = instances.held.facts
         program = dataclasses.replace(
             program, form=form, places=self.places, descriptors=self.descriptors(inputs, scalars)
         )
-        facts = instances.held.facts
+        if self.target.backend is not None:
+            run = Compiled(
+                program, self.target.backend, self.target.backend_name, [*self.flat, *facts.values]
+            )
+            program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(self.flat, inputs, bounds, scalars, program.conditions)
         opening = opening_lines(self.tree, scope)
         entry = Entry(

@@ -25,6 +25,7 @@ from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.tracing import tracing_here
 from tsfunc.errors import DescriptorError, UnboundAxisError
 from tsfunc.program import Program
+from tsfunc.program.backends import resolve
 from tsfunc.program.cache import Cache, CacheInfo
 from tsfunc.program.calls import FirstCall, Target
 from tsfunc.program.holding import Closure
@@ -44,13 +45,16 @@ class Specialized:
         max_specializations: int,
         closure: Closure,
         auto_widen: bool = True,
+        backend: Any = "python",
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
         self.name = name_of(func)
         signature = inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
         contracts = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
-        self.target = Target(func, self.name, signature, contracts, closure)
+        compiler = resolve(backend)
+        named = backend if isinstance(backend, str) else name_of(backend)
+        self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
         self.cache = Cache(max_specializations, auto_widen)
 
     @outside_dynamo
@@ -254,6 +258,7 @@ def specialize(
     max_specializations: int = 64,
     closure: Closure = "guard",
     auto_widen: bool = True,
+    backend: Any = "python",
 ) -> Any:
     """Makes a function run as programs, each traced once for calls that look alike.
 
@@ -269,6 +274,10 @@ def specialize(
         max_specializations: how many programs are kept; beyond it the least recently used one goes.
         auto_widen: whether a size that is all in which a call differs from three programs becomes
             a named dim by itself, so that there is one program for all such calls.
+        backend: what a program runs as: ``"python"``, generated source; ``"inductor"``, or another
+            name of torch.compile's (``torch.compiler.list_backends()``, ``"cudagraphs"``); or a
+            function of a ``torch.fx.GraphModule`` and example inputs that returns what is to be
+            called. Inside of transforms and traces a program always runs as Python.
         closure: what becomes of what the function reads and is no argument: variables, defaults,
             its own objects. ``"guard"``: every call looks whether it is as it was, and a tensor's
             data is read anew. ``"freeze"``: it is burnt in. ``"error"``: reading it is an error.
@@ -283,7 +292,8 @@ def specialize(
         ConstraintViolation: the function's course depends on the size of a named dim.
         DataDependentError: the function uses a tensor as a Python number or bool.
         ClosureError: it reads what is no argument, with ``closure="error"``.
-        ValueError: ``closure`` is something else.
+        ValueError: ``closure`` or ``backend`` is something else.
+        ExportError: a program has what the backend has no place for.
 
     Example:
         >>> import torch
@@ -311,6 +321,7 @@ def specialize(
             max_specializations=max_specializations,
             closure=closure,
             auto_widen=auto_widen,
+            backend=backend,
         )
     if closure not in get_args(Closure):
         raise ValueError(f"specialize: closure= takes one of {get_args(Closure)}, got {closure!r}.")
@@ -323,7 +334,7 @@ def specialize(
         every: Sequence[Mapping[str, object]] = ()
     else:
         every = (descriptors,) if isinstance(descriptors, Mapping) else tuple(descriptors)
-    return Specialized(func, every, max_specializations, closure, auto_widen)
+    return Specialized(func, every, max_specializations, closure, auto_widen, backend)
 
 
 def _is_list_of_mappings(value: Any) -> bool:

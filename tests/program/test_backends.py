@@ -1,0 +1,201 @@
+"""Backends: a compiled program is its program, wherever it is called."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from torch import Tensor
+
+from tsfunc import Dim, cond, grad, jvp, specialize, vmap
+from tsfunc import MetaTensorType as Meta
+from tsfunc.errors import ExportError
+
+WEIGHT = torch.nn.Parameter(torch.randn(4, 2))
+# What AOTAutograd and Inductor warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="Inductor needs gcc")
+
+
+@pytest.fixture(autouse=True)
+def fresh_weight() -> Iterator[None]:
+    yield
+    WEIGHT.grad = None
+
+
+def layer(x: Tensor) -> tuple[Tensor, int, None]:
+    hidden = x @ WEIGHT
+    with torch.no_grad():
+        shift = hidden.mean()
+    return ((hidden - shift).tanh() * x.shape[0]).sum(0), 3, None
+
+
+class Recording:
+    """A backend that runs the graph as it is, and knows what it was given."""
+
+    def __init__(self) -> None:
+        self.examples: list[Sequence[Tensor]] = []
+        self.calls = 0
+
+    def __call__(
+        self, module: torch.fx.GraphModule, examples: Sequence[Tensor]
+    ) -> Callable[..., Any]:
+        self.examples.append(examples)
+
+        def run(*tensors: Tensor) -> Any:
+            self.calls += 1
+            return module(*tensors)
+
+        return run
+
+
+def trained(func: Callable[[Tensor], Any], x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a function returns, and the gradient that reaches the weight."""
+    WEIGHT.grad = None
+    out = func(x)[0]
+    out.square().sum().backward()
+    assert WEIGHT.grad is not None
+    return out.detach(), WEIGHT.grad.clone()
+
+
+class TestCallables:
+    def test_plain_case(self) -> None:
+        backend = Recording()
+        f = specialize(layer, backend=backend)
+        x = torch.randn(3, 4)
+        for _ in range(2):
+            got, want = f(x), layer(x)
+            torch.testing.assert_close(got[0], want[0])
+            assert got[1:] == want[1:]
+        assert backend.calls == 2
+        (examples,) = backend.examples
+        assert [e.shape for e in examples] == [x.shape, WEIGHT.shape] and examples[1] is WEIGHT
+
+    def test_named_dims_are_symbols_in_the_examples(self) -> None:
+        backend = Recording()
+        f = specialize(layer, {"x": Meta([Dim("n", multiple_of=2), 4])}, backend=backend)
+        for n in (4, 8):
+            torch.testing.assert_close(f(torch.ones(n, 4))[0], layer(torch.ones(n, 4))[0])
+        ((x, _),) = backend.examples
+        assert not isinstance(x.shape[0], int) and x.shape[1] == 4
+
+    def test_what_a_backend_asks_of_sizes_restricts_nothing(self) -> None:
+        made: list[bool] = []
+
+        def backend(module: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Any:
+            large = bool(examples[0].shape[0] > 8)
+            made.append(large)
+            return lambda *tensors: [module(*tensors)[0] if large else module(*tensors)[0] + 0]
+
+        f = specialize(lambda x: x * 2, {"x": Meta(["n"])}, backend=backend)
+        for n in (4, 5, 20, 30, 6):
+            torch.testing.assert_close(f(torch.ones(n)), torch.full((n,), 2.0))
+        assert made == [False, True] and f.cache_info().programs == 1
+
+    def test_transforms_and_traces_see_the_operators(self) -> None:
+        backend = Recording()
+        f = specialize(lambda x: (x @ WEIGHT).sin().sum(), backend=backend)
+        plain = specialize(lambda x: (x @ WEIGHT).sin().sum())
+        x = torch.randn(4)
+        f(x)
+        calls = backend.calls
+        xs = torch.randn(3, 4)
+        torch.testing.assert_close(vmap(f)(xs), vmap(plain)(xs))
+        torch.testing.assert_close(vmap(grad(f))(xs), vmap(grad(plain))(xs))
+        torch.testing.assert_close(jvp(f, (x,), (x,)), jvp(plain, (x,), (x,)))
+        torch.testing.assert_close(torch.func.vmap(f)(xs), vmap(plain)(xs))
+        torch.testing.assert_close(specialize(vmap(f))(xs), vmap(plain)(xs))
+        assert backend.calls == calls
+        torch.testing.assert_close(grad(f)(x), grad(plain)(x))
+        assert backend.calls == calls + 1
+
+    def test_made_ahead(self) -> None:
+        backend = Recording()
+        f = specialize(layer, backend=backend)
+        f.lower({"x": Meta(["n", 4], dtype=torch.float32)})
+        assert len(backend.examples) == 1
+        assert f(torch.ones(3, 4))[1] == 3
+        assert (len(backend.examples), f.cache_info().misses) == (1, 0)
+
+    def test_arguments_that_share_memory_and_are_written_to(self) -> None:
+        backend = Recording()
+
+        def f(x: Tensor, y: Tensor) -> Tensor:
+            x.add_(1)
+            return y * 2
+
+        g = specialize(f, backend=backend)
+        g(torch.ones(2), torch.ones(2))
+        calls = backend.calls
+        x = torch.ones(2)
+        assert g(x, x).tolist() == [4, 4] and backend.calls == calls
+
+
+class TestNames:
+    def test_training_through_autograds_graphs(self) -> None:
+        f = specialize(layer, {"x": Meta(["n", 4])}, backend="aot_eager")
+        for n in (5, 2, 9):
+            x = torch.randn(n, 4)
+            torch.testing.assert_close(trained(f, x), trained(layer, x), rtol=1e-4, atol=1e-4)
+        assert f.cache_info().programs == 1
+
+    @needs_gcc
+    @pytest.mark.slow
+    def test_inductor(self) -> None:
+        f = specialize(layer, {"x": Meta(["n", 4])}, backend="inductor")
+        for n in (5, 2, 90, 1):
+            x = torch.randn(n, 4)
+            torch.testing.assert_close(trained(f, x), trained(layer, x), rtol=1e-4, atol=1e-3)
+
+    @needs_gcc
+    @pytest.mark.slow
+    def test_inductor_draws_what_eager_draws(self) -> None:
+        def noisy(x: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(x + torch.randn_like(x), 0.5)
+
+        f, x = specialize(noisy, backend="inductor"), torch.ones(50)
+        f(x)
+        torch.manual_seed(5)
+        got = f(x)
+        torch.manual_seed(5)
+        torch.testing.assert_close(got, noisy(x))
+
+    @needs_gcc
+    @pytest.mark.slow
+    def test_inductor_of_per_example_gradients(self) -> None:
+        func = vmap(grad(lambda w, x: (x @ w).tanh().square().sum()), in_dims=(None, 0))
+        f = specialize(func, {"x": Meta(["n", 4])}, backend="inductor")
+        for n in (3, 70):
+            w, x = torch.randn(4, 2), torch.randn(n, 4)
+            torch.testing.assert_close(f(w, x), func(w, x), rtol=1e-4, atol=1e-4)
+
+
+class TestMistakes:
+    def test_names_and_values_that_are_none(self) -> None:
+        with pytest.raises(ValueError, match=r"no backend 'inducer'.*'python'.*inductor"):
+            specialize(layer, backend="inducer")
+        with pytest.raises(TypeError, match=r"expected a name, or a function.*got int"):
+            specialize(layer, backend=3)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about the CPU")
+    def test_cudagraphs_without_a_cuda_device(self) -> None:
+        with pytest.raises(ValueError, match=r"'cudagraphs'.* are on cpu.*'inductor'"):
+            specialize(layer, backend="cudagraphs")(torch.ones(3, 4))
+
+    def test_what_backends_have_no_place_for(self) -> None:
+        f = specialize(lambda x: cond(x.sum() > 0, torch.sin, torch.cos, x), backend=Recording())
+        with pytest.raises(ExportError, match=r"has no place for .*cond"):
+            f(torch.ones(2))
+        model = torch.nn.Linear(2, 2)
+        model.count = 0  # type: ignore[assignment]
+
+        def counting(x: Tensor) -> Tensor:
+            model.count = 5  # type: ignore[assignment]
+            return x
+
+        with pytest.raises(ExportError, match=r"assignments .*count"):
+            specialize(counting, backend=Recording())(torch.ones(2))

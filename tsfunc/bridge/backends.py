@@ -1,0 +1,61 @@
+"""What compiles a program's graph: torch's backends, found without Dynamo's way of tracing.
+
+Private names used here (torch 2.11 to 2.13): ``torch._inductor.compile_fx`` is Inductor, with
+autograd's graphs taken apart by AOTAutograd on the way; ``torch._dynamo.backends.registry`` knows
+backends by name; ``forward_ad._current_level`` is 0 or more inside of a dual level;
+``_functorch.maybe_current_level`` is the depth of torch.func's transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+from tsfunc.bridge.torch_state import in_dispatch_modes
+
+Backend = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def inductor(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+    """Inductor, whose random numbers are torch's own, so that a program draws what eager does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, list(examples), config_patches={"fallback_random": True})
+
+
+def backend_of(name: str) -> Backend:
+    """A backend by the name that torch has for it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        found: Any = lookup_backend(name)
+    except InvalidBackend:
+        known = ", ".join(torch.compiler.list_backends())
+        raise ValueError(
+            f"there is no backend {name!r}: expected 'python', a function of a torch.fx module "
+            f"and example inputs, or one of {known}"
+        ) from None
+    backend: Backend = found
+    return backend
+
+
+def runs_plainly(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether compiled code may work on tensors here: nobody is to see the operators themselves."""
+    return (
+        all(type(x) in _PLAIN for x in tensors)
+        and forward_ad._current_level < 0
+        and _functorch.maybe_current_level() is None
+        and not in_dispatch_modes()
+    )
