@@ -33,6 +33,7 @@ from tsfunc.transforms.linearize import linearize
 from tsfunc.transforms.modules import functional_call, stack_module_state
 from tsfunc.transforms.outlines import eval_shape, make_graph
 from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
+from tsfunc.transforms.sparse_jacobian import jacobian_sparsity, sparse_jacobian
 from tsfunc.transforms.specialize import specialize
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Descriptors, Dim, MetaTensorType, infer_descriptors
@@ -70,6 +71,7 @@ __all__ = [
     "implicit_root",
     "infer_descriptors",
     "jacfwd",
+    "jacobian_sparsity",
     "jacrev",
     "jvp",
     "linear_solve",
@@ -85,6 +87,7 @@ __all__ = [
     "psum",
     "psum_scatter",
     "scan",
+    "sparse_jacobian",
     "specialize",
     "stack_module_state",
     "stop_gradient",

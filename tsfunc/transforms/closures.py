@@ -35,11 +35,13 @@ class Converted:
             results.
         closed: the tensors that it closes over, and the symbolic sizes.
         tree: the structure of its results.
+        graph: what ``run`` computes.
     """
 
     run: Callable[..., Sequence[Any]]
     closed: tuple[Any, ...]
     tree: Any
+    graph: torch.fx.Graph
 
 
 def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tensor]) -> Converted:
@@ -72,18 +74,17 @@ def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tens
         level.graph.output(tuple(node_of_output(leaf, level) for leaf in leaves))
     tensors = [(tensor, tracer.node) for tensor, tracer in level.lifted.values()]
     closed = [*tensors, *numbers.values()]
-    run = _function(what, level.graph, [*(x.node for x in inputs), *(node for _, node in closed)])
-    return Converted(run, tuple(value for value, _ in closed), tree)
+    given = [*(x.node for x in inputs), *(node for _, node in closed)]
+    graph = _of_inputs(level.graph, given)
+    _, function = generate(what, graph, range(len(given)), {})
+    return Converted(lambda *x: function(x), tuple(value for value, _ in closed), tree, graph)
 
 
-def _function(
-    what: str, graph: torch.fx.Graph, inputs: Sequence[torch.fx.Node]
-) -> Callable[..., Sequence[Any]]:
-    """A graph as a function of some of its nodes."""
+def _of_inputs(graph: torch.fx.Graph, inputs: Sequence[torch.fx.Node]) -> torch.fx.Graph:
+    """A graph as one of which some of the nodes are the inputs."""
     made = torch.fx.Graph()
     places = {node: made.placeholder(node.name) for node in inputs}
     for node in graph.nodes:
         if node not in places:
             places[node] = made.node_copy(node, places.__getitem__)
-    _, function = generate(what, made, range(len(inputs)), {})
-    return lambda *values: function(values)
+    return made
