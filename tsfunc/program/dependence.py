@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc import pytrees
+from tsfunc import ops, pytrees
 from tsfunc.bridge.operators import TorchOperator, operator_of
-from tsfunc.ops import category_of
 from tsfunc.ops.registry import Category
 
 _MOVES = frozenset(
@@ -133,7 +132,7 @@ class _Call:
         self.target, self.tree, self.values = target, tree, values
         op = _operator(target)
         self.name = "" if op is None else op.name.partition(".")[0]
-        self.category = None if op is None else category_of(op.name)
+        self.category = None if op is None else ops.category_of(op.name)
         self.by = [i for i, x in enumerate(values) if x.pattern is not None]
 
     def run(self, values: Sequence[Any]) -> Any:
