@@ -15,7 +15,7 @@ Where the trace's own level, or one inside of it, differentiates by an input, th
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,21 @@ class Body:
         return tuple(self.function(operands))
 
 
+@dataclass(frozen=True)
+class Narrowed:
+    """An operator that takes and returns no more than is used of another one.
+
+    Attributes:
+        op: the operator.
+        operands: which of the other's operands it is called with, in order.
+        results: which of the other's results it returns.
+    """
+
+    op: ControlFlow
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
 class ControlFlow:
     """An operator of a program: a kind of control flow, and the bodies of one call.
 
@@ -88,6 +103,15 @@ class ControlFlow:
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         raise NotImplementedError
+
+    def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
+        """The operator without what nobody uses; None for one of which that is not known.
+
+        Args:
+            count: how many operands a call of it has.
+            used: which of its results are used.
+        """
+        return None
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
         """The operator that takes cotangents of the results ``of`` to those of the operands ``by``.

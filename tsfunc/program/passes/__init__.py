@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from tsfunc.program import verify
+from tsfunc.program.passes.blocks import remove_unused_of_blocks
 from tsfunc.program.passes.common import merge_common
 from tsfunc.program.passes.dead import remove_dead
 from tsfunc.program.passes.folding import fold_constants
@@ -50,6 +51,15 @@ _PASSES: tuple[Callable[[torch.fx.Graph], dict[str, torch.Tensor] | None], ...] 
     merge_common,
     fold_constants,
     remove_dead,
+    remove_unused_of_blocks,
+    remove_dead,
 )
 
-__all__ = ["fold_constants", "merge_common", "remove_dead", "remove_noops", "simplify"]
+__all__ = [
+    "fold_constants",
+    "merge_common",
+    "remove_dead",
+    "remove_noops",
+    "remove_unused_of_blocks",
+    "simplify",
+]

@@ -7,12 +7,13 @@ be looked into, rewritten and saved. When the program runs they do what the user
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import torch
 
-from tsfunc.bridge.control_flow import Body, ControlFlow
+from tsfunc.bridge.control_flow import Body, ControlFlow, Narrowed
+from tsfunc.program.passes.blocks import live_inputs, narrowed_body
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
@@ -110,6 +111,12 @@ class Switch(Operator):
     def names(self) -> tuple[str, ...]:
         return tuple(body.name for body in self.bodies)
 
+    def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
+        live = {0}.union(*(live_inputs(body, used) for body in self.bodies))
+        operands, numbers = _numbered(live)
+        bodies = [narrowed_body(body, used, numbers) for body in self.bodies]
+        return Narrowed(Switch(self.name, bodies, self.batching), operands, tuple(sorted(used)))
+
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         found: tuple[Any, ...] = _RUNS[Switch](self, *operands)
         return found
@@ -132,6 +139,16 @@ class While(Operator):
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         found: tuple[Any, ...] = _RUNS[While](self, *operands)
         return found
+
+    def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
+        condition, body = self.bodies
+        asked = live_inputs(condition, {0})
+        carried, live = _carried({*used, *asked}, self.carried, body, ())
+        operands, numbers = _numbered(carried | live | asked)
+        kept = sorted(carried)
+        bodies = [narrowed_body(condition, {0}, numbers), narrowed_body(body, kept, numbers)]
+        op = While(self.name, bodies, len(kept), self.checkpoint)
+        return Narrowed(op, operands, tuple(kept))
 
 
 _RUNS: Final[dict[type, Callable[..., Any]]] = {}
@@ -182,6 +199,19 @@ class Scan(Operator):
             results.reverse()
         return (*carry, *[torch.stack(column) for column in zip(*results, strict=True)])
 
+    def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
+        (body,) = self.bodies
+        stacked = {j for j in used if j >= self.carried}
+        carried, live = _carried(used, self.carried, body, stacked)
+        along = {i for i in range(self.carried, self.carried + self.along) if i in live}
+        if self.along and not along:
+            along = {self.carried}  # which says how many steps there are
+        operands, numbers = _numbered(carried | live | along)
+        kept = sorted(carried | stacked)
+        made = narrowed_body(body, kept, numbers)
+        op = Scan(self.name, [made], len(carried), len(along), self.length, self.reverse)
+        return Narrowed(op, operands, tuple(kept))
+
     def rows(self, columns: Sequence[torch.Tensor]) -> Iterable[Sequence[Any]]:
         """What each step gets of what the scan goes along, in their order."""
         if not columns:
@@ -215,3 +245,43 @@ class AssociativeScan(Operator):
             return found
 
         return tuple(prefixes(combine, along, [0] * self.along, along[0].shape[0]))
+
+    def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
+        (body,) = self.bodies
+        n = self.along
+        along, live = set(used), live_inputs(body, used)
+        while not along >= (more := {at % n for at in live if at < 2 * n}):
+            along |= more
+            live = live_inputs(body, along)
+        kept = sorted(along)
+        rest = sorted(at for at in live if at >= 2 * n)
+        order = [*kept, *(n + at for at in kept), *rest]
+        made = narrowed_body(body, kept, {at: i for i, at in enumerate(order)})
+        op = AssociativeScan(self.name, [made], len(kept))
+        return Narrowed(op, (*kept, *(at - n for at in rest)), tuple(kept))
+
+
+def _numbered(operands: Iterable[int]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Operands that are kept, in order, and the new number of each."""
+    kept = tuple(sorted(operands))
+    return kept, {at: i for i, at in enumerate(kept)}
+
+
+def _carried(
+    wanted: Collection[int], count: int, body: Body, results: Collection[int]
+) -> tuple[set[int], set[int]]:
+    """What of a loop's carry is used, by more than itself, and all operands that its body uses.
+
+    Args:
+        wanted: what is used of it outside of the body, among others.
+        count: how many tensors the carry has.
+        body: its first results are the next carry.
+        results: what else of its results is used.
+    """
+    carried = {i for i in wanted if i < count}
+    while True:
+        live = live_inputs(body, {*carried, *results})
+        more = {i for i in live if i < count}
+        if more <= carried:
+            return carried, live
+        carried |= more

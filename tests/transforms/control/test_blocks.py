@@ -1,0 +1,152 @@
+"""What is unused of the bodies of control flow is not in a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tsfunc import (
+    associative_scan,
+    cond,
+    fori_loop,
+    grad,
+    make_graph,
+    scan,
+    specialize,
+    switch,
+    vmap,
+    while_loop,
+)
+from tsfunc.bridge.control_flow import ControlFlow
+
+X = torch.tensor([0.5, -1.5, 2.0])
+
+
+def _calls(f: Callable[..., Any], *args: Any) -> list[tuple[ControlFlow, int]]:
+    """The operators of control flow of a function's program, and how many operands each has."""
+    graph = make_graph(f)(*args).graph
+    return [(node.target, len(node.args)) for node in graph.nodes
+            if isinstance(node.target, ControlFlow)]  # fmt: skip
+
+
+def _sizes(op: ControlFlow) -> list[tuple[int, int]]:
+    """How many arguments and results each body has."""
+    return [(len(body.inputs), len(next(iter(reversed(body.graph.nodes))).args[0]))  # type: ignore[arg-type]
+            for body in op.bodies]  # fmt: skip
+
+
+def _unused_of_branches(p: torch.Tensor, x: torch.Tensor) -> Any:
+    unused = x.exp()
+    out = cond(p, lambda y, z: (y.sin(), z, y + 1), lambda y, z: (y.cos(), z * 2, y), x, unused)
+    return out[0]
+
+
+def _unused_of_switch(p: torch.Tensor, x: torch.Tensor) -> Any:
+    y = x + 1
+    return switch(p.long(), [lambda: (x, y), lambda: (-x, y), lambda: (x * 2, y)])[0]
+
+
+def _unused_of_loop(p: torch.Tensor, x: torch.Tensor) -> Any:
+    # The second is carried round for itself alone; the third is used by the condition.
+    def body(carry: Any) -> Any:
+        a, b, n = carry
+        return a * 2, b.sin() + a, n + 1
+
+    return while_loop(lambda c: c[2] < 3, body, (x, x.exp(), torch.tensor(0)))[0]
+
+
+def _unused_of_scan(p: torch.Tensor, x: torch.Tensor) -> Any:
+    def step(carry: Any, row: Any) -> Any:
+        total, count, spare = carry
+        return (total + row[0], count + 1, spare * row[1]), (count, total * 2, row[1])
+
+    return scan(step, (torch.zeros(()), torch.tensor(0), torch.ones(())), (x, x.exp()))[0][0]
+
+
+def _unused_of_associative_scan(p: torch.Tensor, x: torch.Tensor) -> Any:
+    def combine(a: Any, b: Any) -> Any:
+        return {"s": a["s"] + b["s"], "p": a["p"] * b["p"], "m": a["m"] + a["s"] * b["m"]}
+
+    return associative_scan(combine, {"s": x, "p": x + 1, "m": x * 2})["s"]
+
+
+@pytest.mark.parametrize(
+    ("f", "operands", "sizes"),
+    [
+        (_unused_of_branches, 2, [(1, 1), (1, 1)]),
+        (_unused_of_switch, 2, [(1, 1), (1, 1), (1, 1)]),
+        (_unused_of_loop, 2, [(1, 1), (2, 2)]),
+        (_unused_of_scan, 2, [(2, 1)]),
+        (_unused_of_associative_scan, 1, [(2, 1)]),
+    ],
+)
+def test_what_is_unused_goes(f: Any, operands: int, sizes: list[tuple[int, int]]) -> None:
+    p = torch.tensor(True)
+    ((op, count),) = _calls(f, p, X)
+    assert count == operands
+    assert _sizes(op) == sizes
+    program = make_graph(f)(p, X)
+    assert not any("exp" in node.name for node in program.graph.nodes)  # it served nothing else
+    torch.testing.assert_close(specialize(f)(p, X), f(p, X))
+    torch.testing.assert_close(
+        specialize(vmap(f, in_dims=(None, 0)))(p, X.expand(2, 3)), f(p, X).expand(2, *f(p, X).shape)
+    )
+    gradient = grad(lambda x: f(p, x).sum())
+    torch.testing.assert_close(specialize(gradient)(X), gradient(X))
+
+
+def test_what_a_result_needs_through_other_carries_stays() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return fori_loop(0, 3, lambda i, c: (c[0] + c[1], c[1] + c[2], c[2] * 2, c[3]), (x,) * 4)[0]
+
+    ((op, count),) = _calls(f, X)
+    assert (count, _sizes(op)) == (4, [(3, 3)])  # what it goes along counts the steps
+    torch.testing.assert_close(specialize(f)(X), f(X))
+
+
+def test_a_length_is_kept_where_nothing_is_gone_along() -> None:
+    def f(x: torch.Tensor) -> Any:
+        return scan(lambda c, row: (c * 2, row), x, X.exp())[0]
+
+    ((op, count),) = _calls(f, X)
+    assert (count, _sizes(op)) == (2, [(1, 1)])
+    torch.testing.assert_close(specialize(f)(X), X * 8)
+
+
+def test_effects_are_kept_with_what_they_need() -> None:
+    def f(x: torch.Tensor, seen: torch.Tensor) -> Any:
+        def step(carry: Any, row: Any) -> Any:
+            seen.add_(row)
+            return carry * 2, torch.rand(()) + carry
+
+        return scan(step, x[0], x)[0]
+
+    seen = torch.zeros(())
+    ((op, _),) = _calls(f, X, seen)
+    names = [node.name for node in op.bodies[0].graph.nodes]
+    assert any("add_" in name for name in names) and any("rand" in name for name in names)
+    assert _sizes(op) == [(3, 1)]
+    torch.manual_seed(0)
+    specialize(f)(X, seen)
+    after = torch.rand(())
+    assert seen == X.sum()
+    torch.manual_seed(0)
+    f(X, seen)
+    assert torch.rand(()) == after
+
+
+def test_bodies_inside_of_bodies_are_looked_into_first() -> None:
+    def f(p: torch.Tensor, x: torch.Tensor) -> Any:
+        def inner(y: Any, z: Any) -> Any:
+            return cond(y.sum() > 0, lambda: (y.sin(), z), lambda: (y.cos(), z))
+
+        return cond(p, lambda: inner(x, x.exp())[0], lambda: inner(x, x.tan())[0])
+
+    ((op, count),) = _calls(f, torch.tensor(True), X)
+    assert (count, _sizes(op)) == (2, [(1, 1), (1, 1)])
+    names = [node.name for body in op.bodies for node in body.graph.nodes]
+    assert not any("exp" in name or "tan" in name for name in names)
+    assert torch.equal(specialize(f)(torch.tensor(True), X), X.sin())
