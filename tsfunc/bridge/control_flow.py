@@ -68,6 +68,10 @@ class Body:
         return tuple(self.function(operands))
 
 
+class NoTorchOperator(Exception):
+    """Internal: torch has no operator for some control flow."""
+
+
 @dataclass(frozen=True)
 class Narrowed:
     """An operator that takes and returns no more than is used of another one.
@@ -103,6 +107,14 @@ class ControlFlow:
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         raise NotImplementedError
+
+    def in_torch(self, writer: Any, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        """Writes the operator as torch's own (``program.torch_operators``); its results.
+
+        Raises:
+            NoTorchOperator: torch has none.
+        """
+        raise NoTorchOperator(self.name)
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
         """The operator without what nobody uses; None for one of which that is not known.

@@ -10,13 +10,12 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.control_flow import ControlFlow
 from tsfunc.errors import ExportError
 from tsfunc.program.forms import CallForm, Watched
-from tsfunc.program.fx_module import graph_module
 from tsfunc.program.inputs import InputSpec
 from tsfunc.program.lowering import sizes_for
 from tsfunc.program.program import Program
+from tsfunc.program.torch_operators import left_over
 from tsfunc.types import Dim, DimExpr
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -91,9 +90,8 @@ def _problems(program: Program, form: CallForm) -> Iterator[str]:
         yield "tensors that are attributes of arguments"
     if program.updates:
         yield f"assignments ({', '.join(each.text for each in program.updates)})"
-    for node in program.graph.nodes:
-        if isinstance(node.target, ControlFlow):
-            yield f"{node.target.name} as tsfunc has it (call torch's operator of that kind)"
+    for name in left_over(program.graph_module):
+        yield f"{name}, which torch has no operator for"
 
 
 def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -154,7 +152,7 @@ def _parameters(program: Program, count: int) -> list[str]:
 
 def _module(program: Program, names: Sequence[str], keywords: Sequence[str]) -> torch.nn.Module:
     """The function as a module of the same parameters, whose state is what the program reads."""
-    graph = graph_module(program.name, program.graph, program.lifted)
+    graph = program.graph_module
 
     class Exported(torch.nn.Module):
         def __init__(self) -> None:

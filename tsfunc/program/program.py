@@ -18,6 +18,7 @@ from tsfunc.program.forms import CallForm
 from tsfunc.program.fx_module import graph_module
 from tsfunc.program.printing import printed
 from tsfunc.program.properties import ProgramProperties, properties_of
+from tsfunc.program.torch_operators import in_torch_operators
 from tsfunc.program.updates import Update
 from tsfunc.program.verify import verify
 
@@ -97,9 +98,11 @@ class Program:
 
         It takes the graph's inputs, which are the tensors among the flattened arguments, in
         order, and returns a tuple of the flattened results. What the program reads from outside
-        are its parameters and buffers: the same tensors.
+        are its parameters and buffers: the same tensors. Control flow is torch's own, where it
+        has such an operator: ``torch.ops.higher_order.cond``, ``while_loop``, ``scan``,
+        ``map_impl`` and ``associative_scan``, with bodies that are submodules.
         """
-        return graph_module(self.name, self.graph, self.lifted)
+        return in_torch_operators(graph_module(self.name, self.graph, self.lifted))
 
     def draw(self) -> str:
         """A picture of the graph, as SVG text; notebooks show it by themselves.
@@ -124,7 +127,8 @@ class Program:
 
         Raises:
             ExportError: the program has what torch.export has no place for: objects as arguments,
-                control flow of tsfunc, containers that torch's pytrees do not know.
+                control flow that torch has no operator for, containers that its pytrees do not
+                know.
 
         Example:
             >>> import torch

@@ -34,7 +34,7 @@ def _calls(f: Callable[..., Any], *args: Any) -> list[tuple[ControlFlow, int]]:
 
 def _sizes(op: ControlFlow) -> list[tuple[int, int]]:
     """How many arguments and results each body has."""
-    return [(len(body.inputs), len(next(iter(reversed(body.graph.nodes))).args[0]))  # type: ignore[arg-type]
+    return [(len(body.inputs), len(next(iter(reversed(body.graph.nodes))).args[0]))
             for body in op.bodies]  # fmt: skip
 
 

@@ -13,7 +13,9 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 
 from tsfunc.bridge.control_flow import Body, ControlFlow, Narrowed
+from tsfunc.bridge.operators import TorchOperator
 from tsfunc.program.passes.blocks import live_inputs, narrowed_body
+from tsfunc.program.torch_operators import Writer
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
@@ -121,6 +123,47 @@ class Switch(Operator):
         found: tuple[Any, ...] = _RUNS[Switch](self, *operands)
         return found
 
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        index, *rest = operands
+        rest = writer.distinct(rest)
+        if self.name == "cond":
+            return self._chosen(writer, writer.truth(index), (1, 0), rest)
+        return self._from(writer, 0, index, rest)
+
+    def _chosen(
+        self, writer: Writer, truth: Any, which: tuple[int, int], rest: Sequence[Any]
+    ) -> list[torch.fx.Node]:
+        """One of two branches."""
+
+        def block(body: Body) -> torch.fx.Node:
+            return writer.block(body.name, rest, lambda inner, xs: inner.inline(body, [None, *xs]))
+
+        blocks = [block(self.bodies[i]) for i in which]
+        node = writer.call(torch.ops.higher_order.cond, truth, *blocks, tuple(rest))
+        return writer.items(node, self._count)
+
+    def _from(
+        self, writer: Writer, first: int, index: Any, rest: Sequence[Any]
+    ) -> list[torch.fx.Node]:
+        """A choice between a branch and all after it."""
+        if first == len(self.bodies) - 1:
+            return writer.inline(self.bodies[first], [None, *rest])
+        operands = tuple(writer.distinct((index, *rest)))
+        own = writer.block(
+            self.bodies[first].name, operands,
+            lambda inner, xs: inner.inline(self.bodies[first], xs),
+        )  # fmt: skip
+        others = writer.block(
+            "others", operands, lambda inner, xs: self._from(inner, first + 1, xs[0], xs[1:])
+        )
+        here = writer.call(torch.ops.aten.le.Scalar, index, first)
+        node = writer.call(torch.ops.higher_order.cond, here, own, others, operands)
+        return writer.items(node, self._count)
+
+    @property
+    def _count(self) -> int:
+        return len(_results(self.bodies[0]))
+
 
 class While(Operator):
     """``while_loop``: the carry, then what condition and body use.
@@ -139,6 +182,21 @@ class While(Operator):
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         found: tuple[Any, ...] = _RUNS[While](self, *operands)
         return found
+
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        condition, body = self.bodies
+        operands = writer.distinct(operands)
+
+        def going_on(inner: Writer, xs: list[torch.fx.Node]) -> torch.fx.Node:
+            return inner.truth(inner.inline(condition, xs)[0])
+
+        blocks = (
+            writer.block("condition", operands, going_on),
+            writer.block("body", operands, lambda inner, xs: inner.inline(body, xs)),
+        )
+        carry, rest = tuple(operands[: self.carried]), tuple(operands[self.carried :])
+        node = writer.call(torch.ops.higher_order.while_loop, *blocks, carry, rest)
+        return writer.items(node, self.carried)
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         condition, body = self.bodies
@@ -199,6 +257,35 @@ class Scan(Operator):
             results.reverse()
         return (*carry, *[torch.stack(column) for column in zip(*results, strict=True)])
 
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        (body,) = self.bodies
+        carried, stop = self.carried, self.carried + self.along
+        operands = writer.distinct(operands)
+        carry, along, rest = operands[:carried], operands[carried:stop], operands[stop:]
+        counted = not along  # torch's own goes along something
+        if counted:
+            along = [writer.call(torch.ops.aten.arange.default, self.length)]
+        aten, own = torch.ops.aten, torch.ops.higher_order
+        if self.reverse:
+            along = [writer.call(aten.flip.default, x, [0]) for x in along]
+
+        def step(inner: Writer, xs: list[torch.fx.Node]) -> list[torch.fx.Node]:
+            out = inner.inline(body, [*xs[:carried], *xs[carried + 1 :]] if counted else xs)
+            if len(out) == carried:  # inductor has no scan without results of its steps
+                out.append(inner.call(aten.new_zeros.default, xs[0], [0]))
+            return out
+
+        slices = [None for x in along]
+        block = writer.block(body.name, [*carry, *slices, *rest], step)
+        if carried:
+            node = writer.call(own.scan, block, list(carry), along, tuple(rest))
+        else:
+            node = writer.call(own.map_impl, block, tuple(along), tuple(rest))
+        found = writer.items(node, len(_results(body)))
+        if self.reverse:
+            found[carried:] = [writer.call(aten.flip.default, y, [0]) for y in found[carried:]]
+        return found
+
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         (body,) = self.bodies
         stacked = {j for j in used if j >= self.carried}
@@ -246,6 +333,39 @@ class AssociativeScan(Operator):
 
         return tuple(prefixes(combine, along, [0] * self.along, along[0].shape[0]))
 
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        (body,) = self.bodies
+        n = self.along
+        operands = writer.distinct(operands)
+        along, rest = operands[:n], operands[n:]
+        own, aten = torch.ops.higher_order, torch.ops.aten
+        ranks = {x.meta["val"].dim() for x in along}
+        if (
+            len(ranks) == 1
+            and not rest
+            and {x.meta["val"].device.type for x in along} <= _PARALLEL
+            and all(map(_is_pointwise, body.graph.nodes))
+        ):
+            plain = Body(body.name, _without_moves(body.graph), body.inputs)
+            block = writer.block(
+                body.name, [*along, *along], lambda inner, xs: inner.inline(plain, xs)
+            )
+            return writer.items(writer.call(own.associative_scan, block, tuple(along), ()), n)
+        # Else one after the other.
+        first = [writer.call(aten.slice.Tensor, x, 0, 0, 1) for x in along]
+        others = [writer.call(aten.slice.Tensor, x, 0, 1) for x in along]
+
+        def step(inner: Writer, xs: list[torch.fx.Node]) -> list[torch.fx.Node]:
+            new = inner.inline(body, xs)
+            return [*new, *new]
+
+        slices = [None for x in along]
+        block = writer.block(body.name, [*slices, *slices, *rest], step)
+        start = [writer.call(aten.select.int, x, 0, 0) for x in along]
+        node = writer.call(own.scan, block, start, others, tuple(rest))
+        ys = writer.items(node, 2 * n)[n:]
+        return [writer.call(aten.cat.default, [a, b]) for a, b in zip(first, ys, strict=True)]
+
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         (body,) = self.bodies
         n = self.along
@@ -259,6 +379,43 @@ class AssociativeScan(Operator):
         made = narrowed_body(body, kept, {at: i for i, at in enumerate(order)})
         op = AssociativeScan(self.name, [made], len(kept))
         return Narrowed(op, (*kept, *(at - n for at in rest)), tuple(kept))
+
+
+def _results(body: Body) -> Sequence[torch.fx.Node]:
+    found: Sequence[torch.fx.Node] = next(iter(reversed(body.graph.nodes))).args[0]
+    return found
+
+
+# Where torch has associative_scan, of functions that combine place by place: inductor has no code
+# for it elsewhere.
+_PARALLEL = {"cuda", "xpu"}
+
+# What takes the slices of JAX's form to a batch of one, and the results from it.
+_MOVES = frozenset({"aten::unsqueeze", "aten::squeeze.dim"})
+
+
+def _is_pointwise(node: torch.fx.Node) -> bool:
+    """Whether a node of a body combines slices place by place."""
+    op = node.meta.get("op")
+    return node.op != "call_function" or (
+        isinstance(op, TorchOperator)
+        and (torch.Tag.pointwise in op.overload.tags or op.name in _MOVES)
+    )
+
+
+def _without_moves(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """The graph of a body that combines place by place, which needs no batch for that."""
+    made = torch.fx.Graph()
+    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        op = node.meta.get("op")
+        if isinstance(op, TorchOperator) and op.name in _MOVES:
+            values[node] = values[node.args[0]]
+        elif node.op == "output":
+            made.output(tuple(values[each] for each in node.args[0]))
+        else:
+            values[node] = made.node_copy(node, values.__getitem__)
+    return made
 
 
 def _numbered(operands: Iterable[int]) -> tuple[tuple[int, ...], dict[int, int]]:

@@ -1,0 +1,151 @@
+"""Control flow of a program as torch's own higher-order operators.
+
+A program's own operators (``bridge/control_flow``) run as Python does, step by step, and are
+vmapped and differentiated as the user's calls are. torch.export, inductor and other tools of torch
+know its operators instead: ``cond``, ``while_loop``, ``scan``, ``map_impl``, ``associative_scan``,
+whose bodies are submodules. Each kind of control flow writes itself so (``ControlFlow.in_torch``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.control_flow import Body, ControlFlow, NoTorchOperator
+from tsfunc.bridge.operators import TorchOperator
+
+# What writes a block: given its inputs, it returns its results; one that is no list for one value.
+Write = Callable[["Writer", list[torch.fx.Node]], "Sequence[torch.fx.Node] | torch.fx.Node"]
+
+
+def in_torch_operators(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The module with torch's operators in the place of a program's, wherever torch has one.
+
+    What it has none for (the derivative of a loop, an ``autograd.Function``) stays as it is:
+    :func:`left_over` names it.
+    """
+    graph = module.graph
+    writer = Writer(module, graph)
+    for node in list(graph.nodes):
+        if not isinstance(node.target, ControlFlow):
+            continue
+        nodes, children = set(graph.nodes), dict(module.named_children())
+        try:
+            with graph.inserting_before(node):
+                results = node.target.in_torch(writer, node.args)
+        except NoTorchOperator:
+            for made in reversed([each for each in graph.nodes if each not in nodes]):
+                graph.erase_node(made)
+            for name in [name for name, _ in module.named_children() if name not in children]:
+                delattr(module, name)
+            continue
+        for user in list(node.users):
+            found = results[user.args[1]]
+            found.meta.setdefault("val", user.meta.get("val"))
+            user.replace_all_uses_with(found)
+            graph.erase_node(user)
+        graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def left_over(module: torch.fx.GraphModule) -> list[str]:
+    """The names of a program's own operators that are left in a module."""
+    return [node.target.name for node in module.graph.nodes if isinstance(node.target, ControlFlow)]
+
+
+class Writer:
+    """Writes operators into the graph of a module, and their bodies as its submodules.
+
+    Attributes:
+        root: the module.
+        graph: its graph.
+    """
+
+    def __init__(self, root: torch.nn.Module, graph: torch.fx.Graph) -> None:
+        self.root, self.graph = root, graph
+
+    def call(self, target: Any, *args: Any) -> torch.fx.Node:
+        return self.graph.call_function(target, args)
+
+    def items(self, node: torch.fx.Node, count: int) -> list[torch.fx.Node]:
+        """The results of an operator that returns several."""
+        return [self.call(operator.getitem, node, i) for i in range(count)]
+
+    def distinct(self, operands: Sequence[Any]) -> list[Any]:
+        """The operands, each tensor once: torch takes two of one for the same input of a body."""
+        found: list[Any] = []
+        for node in operands:
+            twice = node in found and isinstance(node.meta.get("val"), torch.Tensor)
+            found.append(self.call(torch.ops.aten.clone.default, node) if twice else node)
+            if twice:
+                found[-1].meta["val"] = node.meta["val"]
+        return found
+
+    def truth(self, node: torch.fx.Node) -> torch.fx.Node:
+        """A predicate as torch has it: of dtype bool."""
+        value = node.meta.get("val")
+        is_bool = isinstance(value, torch.Tensor) and value.dtype is torch.bool
+        return node if is_bool else self.call(torch.ops.aten.ne.Scalar, node, 0)
+
+    def block(self, name: str, like: Sequence[Any], write: Write) -> torch.fx.Node:
+        """A new submodule; the node that stands for it.
+
+        Args:
+            name: what it is called.
+            like: what its inputs look like: nodes of the same types.
+            write: writes what it does.
+        """
+        root, graph = torch.nn.Module(), torch.fx.Graph()
+        inputs = []
+        for i, node in enumerate(like):
+            inputs.append(graph.placeholder(f"x{i}"))
+            if isinstance(node, torch.fx.Node) and "val" in node.meta:
+                inputs[-1].meta["val"] = node.meta["val"]
+        inner = Writer(root, graph)
+        results = write(inner, inputs)
+        if isinstance(results, torch.fx.Node):
+            graph.output(results)
+        else:
+            graph.output(inner.apart(results))
+        at = f"{name}_{sum(1 for _ in self.root.children())}"
+        self.root.add_module(at, torch.fx.GraphModule(root, graph, name))
+        return self.graph.get_attr(at)
+
+    def apart(self, results: Sequence[torch.fx.Node]) -> tuple[torch.fx.Node, ...]:
+        """Results with memory of their own, as torch asks of bodies."""
+        found: list[torch.fx.Node] = []
+        for node in results:
+            shared = node.op != "call_function" or node in found or _may_be_view(node)
+            found.append(self.call(torch.ops.aten.clone.default, node) if shared else node)
+        return tuple(found)
+
+    def inline(self, body: Body, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        """Writes what a body does; its results."""
+        values: dict[torch.fx.Node, Any] = {}
+        places = iter(body.inputs)
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = operands[next(places)]
+            elif node.op == "output":
+                return [values[each] for each in node.args[0]]
+            elif isinstance(node.target, ControlFlow):
+                values[node] = node.target.in_torch(self, [values[arg] for arg in node.args])
+            elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
+                values[node] = values[node.args[0]][node.args[1]]
+            elif node.meta.get("no_grad"):
+                raise NoTorchOperator(f"{body.name} with a part that is not differentiated")
+            else:
+                values[node] = self.graph.node_copy(node, values.__getitem__)
+        raise AssertionError(f"{body.name} returns nothing")
+
+
+def _may_be_view(node: torch.fx.Node) -> bool:
+    op = node.meta.get("op")
+    if not isinstance(op, TorchOperator):
+        return node.target is operator.getitem
+    return op.is_view or op.writes or op.name == "aten::detach"
