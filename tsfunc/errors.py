@@ -9,6 +9,7 @@
     ├── ConstraintViolation (ValueError)      a trace needs more of a dim than is promised
     ├── ClosureError (RuntimeError)           a function reads what is no argument, and may not
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
+    ├── FailedCheckError (RuntimeError)       sizes are not what the running program relies on
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
     ├── UnknownOperatorError (LookupError)    torch has no operator of a name
@@ -59,6 +60,10 @@ class ClosureError(TsfuncError, RuntimeError):
 
 class DataDependentError(TsfuncError, RuntimeError):
     """A value that is traced or batched was asked for as a Python bool, number or list."""
+
+
+class FailedCheckError(TsfuncError, RuntimeError):
+    """A size that depends on data is not what a program relies on, or ``torch._check`` says."""
 
 
 class EscapedTracerError(TsfuncError, RuntimeError):

@@ -22,6 +22,7 @@ bounds, ``var_to_range`` and ``backed_var_to_val`` (``var_to_val`` in older vers
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -80,6 +81,19 @@ def results_of(
 def unasked(fake: FakeTensorMode) -> AbstractContextManager[Any]:
     """A block whose questions decide nothing: what is only a view of what is known asks them."""
     return nullcontext() if fake.shape_env is None else _set_aside(fake.shape_env)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """A block in which torch says nothing of operators that refuse the sizes they are tried at."""
+    before, _logger.disabled = _logger.disabled, True
+    try:
+        yield
+    finally:
+        _logger.disabled = before
+
+
+_logger = logging.getLogger(FakeTensorMode.__module__)
 
 
 @contextmanager
@@ -173,7 +187,7 @@ class Elsewhere:
                 return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
             return at([leaf], sizes)[0] if isinstance(leaf, _SYMBOLIC) else leaf
 
-        with DisableTorchFunction(), mode:
+        with DisableTorchFunction(), mode, _unlogged():
             try:
                 args, kwargs = optree.tree_map(fixed, (self.args, self.kwargs), none_is_leaf=True)
                 return self.call(*args, **kwargs)

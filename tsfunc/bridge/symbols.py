@@ -1,78 +1,137 @@
-"""Symbolic sizes: one symbol for each named dim, and what a trace asked of it.
+"""Symbolic sizes: one symbol for each named dim and each size that depends on data.
 
 torch's ShapeEnv does the algebra. Private names used here (torch 2.11 to 2.13):
 ``torch._guards.Source`` says where a symbol comes from; ``torch.fx.experimental.symbolic_shapes``
 and ``torch.utils._sympy`` have ShapeEnv and its expressions. They import sympy, which takes half a
-second, so this file imports them where a named dim is first traced.
+second, so this file imports them where a symbol is first made.
+
+NOTE [hints]
+A named dim is traced with the size that the call has, so that the function takes the course that
+it would take. Whether another size would take another one is told by what was asked of the symbol
+(:meth:`Symbols.needs`), whatever the size. The sizes 0 and 1 are treated apart by operators, so
+for them another stands in: NOTE [sizes 0 and 1] in ``program/equal``.
+
+NOTE [sizes of data]
+``nonzero``, ``x[mask]`` and ``x.item()`` return what no trace knows: a symbol without a hint. It is
+born with the node that computes it (:meth:`Symbols.born`). What is asked of it can't be answered;
+what is asserted (``torch._check``, and operators of their arguments) becomes a call of
+:func:`check_size` in the program.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tsfunc.dispatch.places import Place, users_place
+from tsfunc.errors import FailedCheckError
+from tsfunc.types import Dim
 from tsfunc.types.dims import DimExpr
 from tsfunc.types.polynomials import solved_for
 
-# Sizes that stand for a named dim while tracing; large primes, so that none is the size of
+# Sizes that stand for a named dim of size 0 or 1; large primes, so that none is the size of
 # something else by chance.
 _HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091)
 
 
 @dataclass(frozen=True)
 class Need:
-    """A fact about named dims that a trace relied on, and the line that made it."""
+    """A fact about named dims that a trace relied on, and the line that made it.
+
+    Attributes:
+        fact: as Python.
+        expr: the fact, with symbols that are called as the dims.
+        place: the user's line.
+    """
 
     fact: str
-    line: str
+    expr: Any
+    place: Place
+
+
+def check_size(holds: bool, fact: str, place: str) -> None:
+    """What a program calls to assert a fact about sizes that depend on data.
+
+    Raises:
+        FailedCheckError: it does not hold.
+    """
+    if not holds:
+        raise FailedCheckError(f"{fact} does not hold, which the program relies on (at {place}).")
 
 
 class Symbols:
-    """The named dims of one trace.
+    """The symbols of one trace.
 
     Args:
-        bounds: for each name the least and the greatest size (None: no limit), and what every
-            size is a multiple of.
+        dims: the named dims that are symbols.
+        sizes: the size of each in the call, as far as there is one.
         scalars: numbers among the arguments that stay symbolic, by their names. What the trace
             asks of these is no need of it, but a condition of its program.
-        examples: for some of the names a size that they may have; decisions that are no matter
-            of what is computed, but of how, are made for these.
+
+    Attributes:
+        fake: the mode that works out results.
+        sizes: the symbolic size of each named dim.
+        scalars: the symbolic numbers among the arguments.
+        graph: where numbers are recorded; None before the trace and after it.
     """
 
     def __init__(
         self,
-        bounds: Mapping[str, tuple[int | None, int | None, int]],
-        scalars: Mapping[str, int | float] | None = None,
-        examples: Mapping[str, int] | None = None,
+        dims: Mapping[str, Dim],
+        sizes: Mapping[str, int] = MappingProxyType({}),
+        scalars: Mapping[str, int | float] = MappingProxyType({}),
     ) -> None:
+        self.fake = FakeTensorMode()
         self.sizes: dict[str, Any] = {}
         self.scalars: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self._steps: dict[Any, int] = {}
+        self._born: dict[Any, torch.fx.Node] = {}
         self._env: Any = None
-        if not bounds and not scalars:
-            self.fake = FakeTensorMode()
-            return
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        self._env = ShapeEnv(duck_shape=False)
-        self.fake = FakeTensorMode(shape_env=self._env)
-        hints = itertools.chain(_HINTS, itertools.count(_HINTS[-1] + 2, 2))
-        for hint, (name, (least, most, step)) in zip(hints, bounds.items(), strict=False):
-            low = -(-max(2, least or 2) // step)
-            high = None if most is None else most // step
-            hint = (examples or {}).get(name, hint * step) // step
-            self.sizes[name] = step * self._size(name, hint, low, high, step)
-        for name, value in (scalars or {}).items():
+        self.graph: torch.fx.Graph | None = None
+        self._inputs: Mapping[str, torch.fx.Node] = {}
+        self._nodes: dict[Any, Any] = {}
+        if dims or scalars:
+            self._open()
+        for i, (name, dim) in enumerate(dims.items()):
+            hint = _hint(dim, sizes.get(name, 0), i)
+            # Where there is none, the size of the call is the only one.
+            self.sizes[name] = self._size(name, dim, hint) if hint else dim.max
+        for name, value in scalars.items():
             self.scalars[name] = self._scalar(name, value)
+
+    def _open(self) -> None:
+        """Makes the environment that symbols live in."""
+        self._env = _environment_class()(self)
+        self.fake.shape_env = self._env
+        self.fake.static_shapes = False
+
+    def _size(self, name: str, dim: Dim, hint: int) -> Any:
+        """The size of a named dim: a symbol times what every size is a multiple of."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        step = dim.multiple_of or 1
+        hint //= step
+        source = _source(name if step == 1 else f"{name} // {step}")
+        symbol = self._env.create_symbol(
+            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+        )
+        most = dim.max if dim.max is not None else 1 << 62
+        low = min(-(-max(2, dim.min or 2) // step), hint)
+        self._env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=most // step)
+        self._names[symbol] = name
+        self._steps[symbol] = step
+        return step * self._env.create_symintnode(symbol, hint=hint, source=source)
 
     def _scalar(self, name: str, value: int | float) -> Any:
         """A symbol for a number of which nothing is promised."""
@@ -86,29 +145,52 @@ class Symbols:
             make = self._env.create_symfloatnode
         return make(symbol, hint=value, source=source)
 
-    def _size(self, name: str, hint: int, low: int, most: int | None, step: int) -> Any:
-        """A symbol for the size of a named dim, divided by what it is a multiple of."""
-        from torch.fx.experimental.symbolic_shapes import DimDynamic
+    # --- sizes that depend on data
 
-        hint = max(low, min(hint, most)) if most is not None else max(low, hint)
-        source = _source(name if step == 1 else f"{name} // {step}")
-        symbol = self._env.create_symbol(
-            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-        )
-        self._env.constrain_symbol_range(
-            symbol, compiler_min=low, compiler_max=most if most is not None else (1 << 62)
-        )
-        self._names[symbol] = name
-        self._steps[symbol] = step
-        return self._env.create_symintnode(symbol, hint=hint, source=source)
+    def allow_data(self) -> bool:
+        """Has operators return symbols for what depends on data; whether they did not so far."""
+        if self._env is not None:
+            return False
+        self._open()
+        return True
 
-    def needs(self) -> list[Need]:
-        """What the trace found out by asking, and the descriptors do not say."""
+    def fresh(self) -> list[Any]:
+        """The symbols that were made since this was last asked."""
         if self._env is None:
             return []
+        found = list(self._env.pending_fresh_unbacked_symbols)
+        self._env.pending_fresh_unbacked_symbols.clear()
+        return found
+
+    def born(self, symbol: Any, node: torch.fx.Node, text: str, number: Any = None) -> None:
+        """The node that computes what a fresh symbol stands for, and how people call that."""
+        if symbol not in self._born:
+            self._born[symbol] = node
+            self._names[symbol] = text
+            node.meta["expr"] = text
+            if number is not None:
+                node.meta["number"] = number
+
+    def assert_in_program(self, expr: Any, place: Place) -> None:
+        """Has the program check a fact when it runs."""
+        if self.graph is None or not all(s in self._names
+                                          for s in expr.free_symbols):  # fmt: skip
+            return  # the trace has ended, or only asks itself
+        node = self.graph.call_function(
+            check_size, (self._node(expr), self.spell(expr), str(place))
+        )
+        node.meta["place"] = place
+
+    # --- what was asked
+
+    def needs(self) -> list[Need]:
+        """What the trace found out of named dims by asking."""
+        if self._env is None:
+            return []
+        names = self._as_dims()
         return [
-            Need(self.spell(guard.expr), _line(guard.sloc.framework_loc))
-            for guard in self._env.guards
+            Need(self.spell(guard.expr), guard.expr.xreplace(names), place)
+            for guard, place in zip(self._env.guards, self._env.places, strict=True)
             if not self._is_of_scalars(guard.expr)
         ]
 
@@ -125,6 +207,7 @@ class Symbols:
         known = {
             symbol: type(symbol)(_divided_text(variables[name], self._steps[symbol]))
             for symbol, name in self._names.items()
+            if name in variables
         }
         found = [
             PythonPrinter().doprint(guard.expr.xreplace(known))
@@ -133,9 +216,6 @@ class Symbols:
         ]
         return list(dict.fromkeys(found))
 
-    def _is_of_scalars(self, expr: Any) -> bool:
-        return any(self._names.get(symbol) in self.scalars for symbol in expr.free_symbols)
-
     def condition(self) -> Callable[[Mapping[str, int]], bool] | None:
         """Whether what was found out by asking holds for other sizes; None if there is nothing."""
         from torch.utils._sympy.printers import PythonPrinter
@@ -143,7 +223,7 @@ class Symbols:
         if self._env is None or not self._env.guards:
             return None
         values = {
-            symbol: type(symbol)(f"(sizes[{name!r}] // {self._steps[symbol]})")
+            symbol: type(symbol)(f"(sizes[{name!r}] // {self._steps.get(symbol, 1)})")
             for symbol, name in self._names.items()
         }
         printer = PythonPrinter()
@@ -152,33 +232,56 @@ class Symbols:
         holds: Callable[[Mapping[str, int]], bool] = eval(f"lambda sizes: {text}", {"math": math})
         return holds
 
-    def spell(self, expr: Any) -> str:
-        """An expression in the user's names."""
-        names = {
-            symbol: type(symbol)(name) / self._steps[symbol] for symbol, name in self._names.items()
+    def _is_of_scalars(self, expr: Any) -> bool:
+        return any(self._names.get(symbol) in self.scalars for symbol in expr.free_symbols)
+
+    def explained(self, error: Exception) -> tuple[str, bool]:
+        """The message of an error in the user's names, and whether it is about unknown data."""
+        text = str(error)
+        if self._env is None:
+            return text, False
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        names = {str(symbol): name for symbol, name in self._names.items()}
+        if isinstance(error, GuardOnDataDependentSymNode):
+            return self.spell(error.cond), True
+        return re.sub(r"\b(s|u|zuf)\d+\b", lambda at: names.get(at[0], at[0]), text), False
+
+    def _as_dims(self) -> dict[Any, Any]:
+        """For each symbol what it is of one that is called as people call it."""
+        from sympy import Symbol
+
+        # Nothing is known of these, or `n > 0` would be true and not be spelled.
+        return {
+            symbol: Symbol(name) / self._steps.get(symbol, 1)
+            for symbol, name in self._names.items()
         }
-        return str(expr.xreplace(names))
+
+    def spell(self, expr: Any) -> str:
+        """An expression as Python, in the user's names."""
+        return python_text(expr.xreplace(self._as_dims()))
 
     def spell_size(self, size: Any) -> str:
         """A size in the user's names."""
         return str(size) if isinstance(size, int) else self.spell(size.node.expr)
 
-    def as_nodes(self, graph: torch.fx.Graph, inputs: Mapping[str, torch.fx.Node]) -> Any:
-        """A function that records a symbolic number as a node, from those of its names."""
-        cache: dict[Any, Any] = {}
+    # --- numbers as nodes
 
-        def record(value: Any) -> Any:
-            expr = value.node.expr
-            if expr.is_number:
-                return int(expr) if isinstance(value, torch.SymInt) else float(expr)
-            if expr not in cache:
-                cache[expr] = self._node(expr, graph, inputs)
-                cache[expr].meta["number"] = value
-            return cache[expr]
+    def record_in(self, graph: torch.fx.Graph | None, inputs: Mapping[str, torch.fx.Node]) -> None:
+        """Begins to record symbolic numbers in a graph, from the nodes of named dims; or ends."""
+        self.graph, self._inputs = graph, inputs
 
-        return record
+    def record(self, value: Any) -> Any:
+        """A symbolic number as a node, or as the number that it is known to be."""
+        expr = value.node.expr
+        if expr in (True, False) or getattr(expr, "is_number", False):
+            return _KINDS[type(value)](expr)
+        if expr not in self._nodes:
+            self._nodes[expr] = self._node(expr)
+            self._nodes[expr].meta["number"] = value
+        return self._nodes[expr]
 
-    def _node(self, expr: Any, graph: torch.fx.Graph, inputs: Mapping[str, torch.fx.Node]) -> Any:
+    def _node(self, expr: Any) -> torch.fx.Node:
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -187,14 +290,18 @@ class Symbols:
 
             int_truediv = staticmethod(operator.truediv)
 
-        tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-        values = {
-            symbol: _divided(torch.fx.Proxy(inputs[name], tracer), self._steps[symbol])
-            for symbol, name in self._names.items()
-        }
-        node = sympy_interp(Recorded, values, expr).node
-        node.meta["expr"] = self.spell(expr)
-        node.meta["value"] = self._evaluator(expr)
+        assert self.graph is not None
+        tracer = torch.fx.proxy.GraphAppendingTracer(self.graph)
+        known = {s: name for s, name in self._names.items() if name in self._inputs}
+        values = {s: torch.fx.Proxy(each, tracer) for s, each in self._born.items()}
+        for symbol, name in known.items():
+            size = torch.fx.Proxy(self._inputs[name], tracer)
+            values[symbol] = _divided(size, self._steps[symbol])
+        node: torch.fx.Node = sympy_interp(Recorded, values, expr).node
+        if expr not in self._born:
+            node.meta["expr"] = self.spell(expr)
+        if expr.free_symbols <= known.keys():
+            node.meta["value"] = self._evaluator(expr)
         return node
 
     def _evaluator(self, expr: Any) -> Any:
@@ -202,25 +309,95 @@ class Symbols:
         names, steps = self._names, self._steps
 
         def value(sizes: Mapping[str, int]) -> Any:
-            known = {symbol: sizes[name] // steps[symbol] for symbol, name in names.items()}
+            known = {each: sizes[names[each]] // steps[each] for each in expr.free_symbols}
             found = expr.subs(known)
             return int(found) if found.is_integer else float(found)
 
         return value
 
 
-def _line(frame: Any) -> str:
-    """``file:line`` of a frame summary, where ShapeEnv kept one."""
-    return f"{frame.filename}:{frame.lineno}" if hasattr(frame, "filename") else str(frame)
+_KINDS: dict[type, Callable[[Any], Any]] = {
+    torch.SymInt: int,
+    torch.SymFloat: float,
+    torch.SymBool: bool,
+}
+
+
+def _hint(dim: Dim, size: int, number: int) -> int:
+    """The size that a named dim is traced with: at least twice what it is a multiple of."""
+    low = 2 * (dim.multiple_of or 1)
+    if size >= low:
+        return size
+    low, prime = max(low, dim.min or 2), _HINTS[number % len(_HINTS)]
+    sizes = [prime * step for step in range(1, 1025)] + [*range(low, low + 4096)]
+    return next((each for each in sizes if each >= low and dim.admits(each)), 0)
+
+
+def python_text(expr: Any) -> str:
+    """An expression as Python."""
+    from sympy import Function
+    from sympy.core.relational import Relational
+    from torch.utils._sympy.printers import PythonPrinter
+
+    if isinstance(expr, Relational):
+        return f"{python_text(expr.lhs)} {expr.rel_op} {python_text(expr.rhs)}"
+    # sympy's own text puts terms in the usual order, and is no Python where there are functions.
+    return str(PythonPrinter().doprint(expr)) if expr.atoms(Function) else str(expr)
+
+
+def moduli(expr: Any) -> list[int]:
+    """The numbers by which an expression divides a symbol, to look at the remainder."""
+    from torch.utils._sympy.functions import Mod
+
+    pairs = [each.args for each in expr.atoms(Mod)]
+    return [int(by) for value, by in pairs if value.is_Symbol and by.is_number]
+
+
+@functools.cache
+def _environment_class() -> Any:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    base: Any = ShapeEnv
+
+    class Environment(base):  # type: ignore[misc]
+        """An environment that notes the user's line of what it is asked.
+
+        Attributes:
+            symbols: whose it is.
+            places: the line of each guard.
+        """
+
+        def __init__(self, symbols: Symbols) -> None:
+            super().__init__(
+                duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
+            )
+            self.symbols = symbols
+            self.places: list[Place] = []
+
+        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().evaluate_expr(*args, **kwargs)
+            finally:
+                if len(self.guards) > len(self.places):
+                    here = users_place()
+                    self.places += [here] * (len(self.guards) - len(self.places))
+
+        def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
+            count = self.num_deferred_runtime_asserts
+            holds = super().guard_or_defer_runtime_assert(expr, *args, **kwargs)
+            if self.num_deferred_runtime_asserts > count:
+                self.symbols.assert_in_program(expr, users_place())
+            return holds
+
+    return Environment
 
 
 def size_text(size: Any) -> str:
     """A size as text: a number, or an expression in the user's names."""
     if isinstance(size, int):
         return str(size)
-    expr, env = size.node.expr, size.node.shape_env
-    names = {symbol: type(symbol)(name) for name, symbol in env.source_to_var.items()}
-    return str(expr.xreplace(names))
+    symbols: Symbols = size.node.shape_env.symbols
+    return symbols.spell_size(size)
 
 
 def _source(text: str) -> Any:
@@ -285,3 +462,21 @@ def same_size(left: Any, right: Any) -> bool:
     if isinstance(left, int) or isinstance(right, int):
         return isinstance(left, int) and isinstance(right, int) and left == right
     return bool(left.node.expr == right.node.expr)
+
+
+def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, int, int | None]]:
+    """Where fresh symbols stand among the results of an operator.
+
+    Returns:
+        For each its symbol, the number of the result, and the dim whose size it is; None for
+        the dim where the result is the number itself.
+    """
+    found: list[tuple[Any, int, int | None]] = []
+    for i, result in enumerate(results):
+        if isinstance(result, torch.Tensor):
+            for dim, size in enumerate(result.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr in fresh:
+                    found.append((size.node.expr, i, dim))
+        elif isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
+            found += [(s, i, None) for s in result.node.expr.free_symbols if s in fresh]
+    return found

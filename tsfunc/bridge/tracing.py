@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.fake_results import results_of, unasked
 from tsfunc.bridge.operators import TorchOperator, operator_of
+from tsfunc.bridge.symbols import Symbols, size_node, symbols_in
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import METHODS, Tracer, TracerLevel, metadata, written
 from tsfunc.bridge.untyped import AnyValue
@@ -41,6 +42,7 @@ from tsfunc.dispatch import (
     register_fallback,
     running_level,
 )
+from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -51,19 +53,21 @@ class TraceLevel(TracerLevel):
 
     Attributes:
         graph: the torch.fx graph so far.
+        symbols: the symbolic numbers of the trace.
         fake: the mode that works out results.
         sizes: records a symbolic number as a node of the graph.
         lines: the user's line of what is called.
         lifted: the tensors from outside that the function reads, each with its node.
     """
 
-    __slots__ = ("fake", "graph", "lifted", "lines", "sizes")
+    __slots__ = ("fake", "graph", "lifted", "lines", "sizes", "symbols")
 
-    def __init__(self, name: str, fake: FakeTensorMode, sizes: Callable[[Any], Any]) -> None:
+    def __init__(self, name: str, symbols: Symbols) -> None:
         super().__init__(DispatchKey.Trace, name)
         self.graph = torch.fx.Graph()
-        self.fake = fake
-        self.sizes = sizes
+        self.symbols = symbols
+        self.fake: FakeTensorMode = symbols.fake
+        self.sizes: Callable[[Any], Any] = symbols.record
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
 
@@ -124,6 +128,10 @@ class TraceTracer(Tracer):
         return self.node.op != "call_function"
 
     def read(self, name: str) -> Any:
+        if name == "item" and self.value.numel() == 1:
+            return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
+        if name == "tolist" and all(isinstance(size, int) for size in self.value.shape):
+            return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
         raise DataDependentError(_data_dependent(name, self.dispatch_level))
 
     def describe(self) -> str:
@@ -187,16 +195,12 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
     try:
         writes = isinstance(op, TorchOperator) and op.writes
         return results_of(level.fake, op.native, writes, values, named)
-    except DataDependentOutputException:
-        raise DataDependentError(_data_dependent(op.name, level)) from None
-    except DynamicOutputShapeException:
-        raise DataDependentError(
-            f"{level.name}: the shape of what {op.name} returns depends on its data, which a "
-            f"trace does not have. Use an operator whose shape does not (torch.where, a mask), "
-            f"or call it outside of the specialized function."
-        ) from None
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        if level.graph is not level.symbols.graph or not level.symbols.allow_data():
+            raise DataDependentError(_data_dependent(op.name, level)) from None
     finally:
         level.fake.cache_enabled = cached
+    return specialize_kernel(op, args, kwargs)
 
 
 # What it returns depends on the memory behind its arguments, which FakeTensorMode's cache of
@@ -206,10 +210,19 @@ _UNCACHED = frozenset({"aten::_new_zeros_with_same_feature_meta"})
 
 def _data_dependent(name: str, level: TraceLevel) -> str:
     return (
-        f"{level.name}: a traced tensor was used as a Python number or bool ({name}), but a "
-        f"trace has no data: `if`, `while`, int(), float(), .item() and .tolist() on it can't be "
-        f"served. Write the choice with torch.where, or make the value an argument that is no "
-        f"tensor, which is burnt in."
+        f"{level.name}: a traced tensor was used as a Python number or bool ({name}, at "
+        f"{users_place()}), but a trace has no data: `if`, `while`, int() and float() on it can't "
+        f"be served. {ways_out()}"
+    )
+
+
+def ways_out() -> str:
+    """What to write where a trace has no data to decide by."""
+    return (
+        "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "
+        "torch.where(pred, x, y), and use x.item() for a number that goes into tensors and sizes; "
+        "what is known of such a number is said with torch._check(n > 0). Or make the value an "
+        "argument that is no tensor, which is burnt in."
     )
 
 
@@ -244,7 +257,26 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     node.meta["op"] = op
     if level.torch_state.grad_mode and not tracks:
         node.meta["no_grad"] = True
-    return _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
+    fresh = level.symbols.fresh()
+    recorded = _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
+    if fresh:
+        _record_births(recorded, node, level, fresh)
+    return recorded
+
+
+def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
+    """The nodes of the numbers that an operator has found in data: NOTE [sizes of data]."""
+    if level.graph is not level.symbols.graph:
+        raise DataDependentError(_data_dependent(node.meta["op"].name, level))
+    node.meta["reads_data"] = True
+    found = results if isinstance(results, list | tuple) else [results]
+    values = [x.value if isinstance(x, TraceTracer) else x for x in found]
+    for symbol, i, dim in symbols_in(values, fresh):
+        if dim is None:
+            level.symbols.born(symbol, node, node.name, values[i])
+        else:
+            at = found[i].node
+            level.symbols.born(symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]")
 
 
 def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:

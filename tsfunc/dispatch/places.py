@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import os
+import re
 import sys
 import warnings
 from types import FrameType
@@ -61,3 +64,34 @@ def users_place() -> Place:
     """The line of the user's code that runs now."""
     frame = users_frame()
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def place_of(error: BaseException) -> Place:
+    """The innermost line of the user's code that an error came through; else the outermost."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if found is None or not code.co_filename.startswith(_LIBRARIES):
+            found = Place(code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    assert found is not None, "an error that was raised has a traceback"
+    return found
+
+
+def source_of(place: Place, before: str = "") -> str:
+    """The text of a line, if there is any."""
+    text = linecache.getline(place.file, place.line).strip()
+    return f"{before}{text}" if text else ""
+
+
+def condition_of(place: Place) -> str | None:
+    """What a line asks that begins an ``if``, ``while`` or ``assert``; None if it is none."""
+    found = re.match(r"(?:if|elif|while|assert)\b(.*)", source_of(place))
+    rest = found[1].strip() if found else ""
+    for end in [i for i, c in enumerate(rest) if c in ":,"] + [len(rest)]:
+        try:
+            return ast.unparse(ast.parse(rest[:end].strip(), mode="eval").body)
+        except SyntaxError:
+            continue
+    return None

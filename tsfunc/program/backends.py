@@ -113,9 +113,7 @@ class Compiled:
         form = self._program.form
         bounds = form.bounds if form is not None else {}
         sizes = self._sizes_of(values)
-        symbols = Symbols(
-            {d.name: (d.min, d.max, d.multiple_of or 1) for d in bounds.values()}, examples=sizes
-        )
+        symbols = Symbols({dim.name: dim for dim in bounds.values()}, sizes)
         examples = [*_examples(self._program, self._given(values), symbols), *self._lifted]
         if bounds:
             examples = [_fake(x, x.shape, symbols) for x in examples]

@@ -196,6 +196,7 @@ class FirstCall:
         program = capture(
             self.func, self.name, self.flat, self.tree, inputs, bounds, instances=instances,
             untyped=any_arguments(self.func, described, self.places, _spell), scalars=scalars,
+            described=described,
         )  # fmt: skip
         form = form_of_call(self.flat, self.tree, inputs, bounds, self.ambient)
         facts = instances.held.facts

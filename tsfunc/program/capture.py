@@ -17,11 +17,13 @@ from tsfunc.bridge import torch_state
 from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.marked import settle_all
 from tsfunc.bridge.symbols import Symbols, size_node, solved_node
-from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
+from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output, ways_out
 from tsfunc.bridge.untyped import without_stand_ins
 from tsfunc.dispatch import state
-from tsfunc.errors import ClosureError, ConstraintViolation, TypeCheckError
+from tsfunc.dispatch.places import condition_of, place_of, source_of
+from tsfunc.errors import ClosureError, DataDependentError, TypeCheckError
 from tsfunc.program.codegen import generate
+from tsfunc.program.constraints import check_needs
 from tsfunc.program.guards import variables_of
 from tsfunc.program.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.program.instances import Instances
@@ -30,6 +32,7 @@ from tsfunc.program.program import Program
 from tsfunc.program.untyped import StandIn
 from tsfunc.program.updates import Update
 from tsfunc.types import Dim, DimExpr, DimForm
+from tsfunc.types.descriptors import Descriptor
 
 
 def capture(
@@ -43,6 +46,7 @@ def capture(
     instances: Instances | None = None,
     untyped: Mapping[int, StandIn] | None = None,
     scalars: Sequence[ScalarSpec] = (),
+    described: Mapping[str, Descriptor] | None = None,
 ) -> Program:
     """Traces a function.
 
@@ -58,16 +62,14 @@ def capture(
             arguments are inputs of the program that come after the flattened arguments.
         untyped: the arguments of type ``Any``, with which nothing may be computed.
         scalars: the numbers among the arguments that are inputs.
+        described: the descriptors, by parameter, for errors.
 
     Raises:
         ConstraintViolation: the function's course depends on the size of a named dim.
         TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
         DataDependentError: it uses a tensor as a Python number or bool.
     """
-    symbols = Symbols(
-        {dim: (d.min, d.max, d.multiple_of or 1) for dim, d in bounds.items()},
-        {spec.name: spec.value for spec in scalars},
-    )
+    symbols = Symbols(bounds, _sizes(inputs), {spec.name: spec.value for spec in scalars})
     instances = instances or Instances(name)
     level, out = _traced(
         f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances, untyped or {},
@@ -76,7 +78,8 @@ def capture(
     updates = instances.finish()
     leaves, out_tree = pytrees.flatten(without_stand_ins(out))
     level.graph.output(tuple(node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)))
-    _check_needs(name, symbols)
+    symbols.record_in(None, {})
+    check_needs(name, symbols.needs(), bounds, _sizes(inputs), described or {})
     reached = {id(x): len(flat) + i for i, x in enumerate(instances.held.facts.values)}
     assigned = tuple(replace(each, owner=len(flat) + each.owner) for each in updates.updates)
     frozen = instances.held.closure == "freeze"
@@ -130,7 +133,7 @@ def _traced(
 ) -> tuple[TraceLevel, Any]:
     """Traces a function outside of all levels; the trace's level, and what it returns."""
     with torch_state.outside_all_levels(), state.outside_all_levels():
-        level = TraceLevel(what, symbols.fake, lambda value: None)
+        level = TraceLevel(what, symbols)
         try:
             return level, _run(
                 what, level, func, flat, tree, inputs, bounds, symbols, instances, untyped, scalars
@@ -159,7 +162,7 @@ def _run(
         tracers = [_input(level, spec, symbols) for spec in inputs]
         numbers = {spec.name: _number(level, spec, symbols) for spec in scalars}
         sizes = _size_nodes(level, inputs, tracers, bounds)
-        level.sizes = symbols.as_nodes(level.graph, {**sizes, **numbers})
+        symbols.record_in(level.graph, {**sizes, **numbers})
         for scalar in scalars:
             traced[scalar.position] = symbols.scalars[scalar.name]
         for spec, tracer in zip(inputs, tracers, strict=True):
@@ -167,11 +170,34 @@ def _run(
         for position, stand_in in untyped.items():
             traced[position] = stand_in(traced[position])
         args, kwargs = pytrees.unflatten(tree, traced)
-        with Lifting(level), instances:
-            out = func(*args, **kwargs)
+        try:
+            with Lifting(level), instances:
+                out = func(*args, **kwargs)
+        except Exception as error:
+            _explain(what, symbols, error)
+            raise
         settle_all(out)
         _check_containers(what, func, args, kwargs, traced, tree)
         return out
+
+
+def _explain(what: str, symbols: Symbols, error: Exception) -> None:
+    """Puts an error of torch's about sizes in the user's names.
+
+    Raises:
+        DataDependentError: a size that depends on data was asked for as a Python value.
+    """
+    text, about_data = symbols.explained(error)
+    if about_data:
+        place = place_of(error)
+        asked = condition_of(place) or text
+        raise DataDependentError(
+            f"{what}: {text} depends on data, which a trace does not have, and is asked at "
+            f"{place}{source_of(place, ': ')}\nIf it always holds say so before, with "
+            f"torch._check({asked}): the program then checks it when it runs. {ways_out()}"
+        ) from None
+    if len(error.args) == 1 and isinstance(error.args[0], str) and text != error.args[0]:
+        error.args = (text,)
 
 
 def _check_containers(
@@ -294,17 +320,14 @@ def _check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> N
                 )
 
 
-def _check_needs(name: str, symbols: Symbols) -> None:
-    needs = symbols.needs()
-    if not needs:
-        return
-    lines = "".join(f"  {need.fact}  (at {need.line})\n" for need in needs)
-    raise ConstraintViolation(
-        f"specialize({name}): one program can't serve every size that the descriptors allow, "
-        f"because the function asks for more than they promise:\n{lines}"
-        f"Promise it with Dim(name, min=..., max=...), write a fixed size, or leave the dim open "
-        f"(None), which makes a program for each size."
-    )
+def _sizes(inputs: Sequence[InputSpec]) -> dict[str, int]:
+    """The size of each named dim in the call."""
+    return {
+        dim.name: size
+        for spec in inputs
+        for dim, size in zip(spec.dims, spec.example.shape, strict=True)
+        if isinstance(dim, Dim)
+    }
 
 
 def _finish(

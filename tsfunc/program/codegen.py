@@ -78,7 +78,9 @@ def _spell(value: Any, names: Names) -> str:
 
 _OPERATORS = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//",
-    operator.mod: "%", operator.pow: "**", operator.truediv: "/",
+    operator.mod: "%", operator.pow: "**", operator.truediv: "/", operator.eq: "==",
+    operator.ne: "!=", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
+    operator.and_: "&", operator.or_: "|",
 }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tens
         DataDependentError: it uses a tensor as a Python number or bool.
     """
     around = current_trace()
-    fake = Symbols({}).fake if around is None else around.fake
+    symbols = Symbols({}) if around is None else around.symbols
     numbers: dict[str, tuple[Any, torch.fx.Node]] = {}
 
     def number(value: Any) -> torch.fx.Node:
@@ -63,7 +63,8 @@ def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tens
         return known[1]
 
     with outside_torch(), outside_all_levels():
-        level = TraceLevel(what, fake, number)
+        level = TraceLevel(what, symbols)
+        level.sizes = number
         with level, watching_random(), watching_factories():
             inputs = [
                 level.input(f"x{i}", level.fake_like(x, x.shape, x.stride()), x.requires_grad)

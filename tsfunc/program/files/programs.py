@@ -130,9 +130,7 @@ def decode_program(field: Field, context: Context) -> Program:
 def _symbols(field: Field) -> Symbols:
     dims = {name: _read_dim(text, name) for name, text in field.mapping().items()}
     try:
-        return Symbols(
-            {name: (dim.min, dim.max, dim.multiple_of or 1) for name, dim in dims.items()}
-        )
+        return Symbols(dims)
     except (ValueError, TypeError, AssertionError, RuntimeError) as error:
         field.fail(f"there are no such dims: {error}")
 

@@ -8,6 +8,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control_flow import ControlFlow
+from tsfunc.bridge.symbols import check_size
 
 
 def writes(node: torch.fx.Node) -> bool:
@@ -26,6 +27,11 @@ def is_random(node: torch.fx.Node) -> bool:
     return bool(op is not None and torch.Tag.nondeterministic_seeded in op.overload.tags)
 
 
+def checks(node: torch.fx.Node) -> bool:
+    """Whether the node asserts something when the program runs."""
+    return node.target is check_size
+
+
 def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:
     for body in op.bodies:
         yield from body.graph.nodes
@@ -33,4 +39,4 @@ def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:
 
 def is_pure(node: torch.fx.Node) -> bool:
     """Whether the node's result depends on its arguments alone, and nothing else happens."""
-    return node.op == "call_function" and not writes(node) and not is_random(node)
+    return node.op == "call_function" and not (writes(node) or is_random(node) or checks(node))

@@ -1,0 +1,211 @@
+"""What a trace asks of named dims follows from the descriptors, or the error has some that do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Union
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tsfunc import Dim, specialize
+from tsfunc import MetaTensorType as Meta
+from tsfunc.errors import ConstraintViolation, DescriptorViolation
+
+NAMES = {"MetaTensorType": Meta, "Dim": Dim, "torch": torch, "List": list, "Union": Union}
+
+
+def refused(f: Callable[..., Any], described: Any, *args: Any) -> tuple[str, Any]:
+    """The message of a constraint violation, and the descriptors that it offers."""
+    with pytest.raises(ConstraintViolation) as caught:
+        specialize(f, described)(*args)
+    text = str(caught.value)
+    offered = re.search(r"These descriptors promise it:\n  (\{.*\})", text)
+    assert offered is not None, text
+    return text, eval(offered[1], NAMES)
+
+
+ONE: dict[str, tuple[Callable[[int], Any], int, str]] = {
+    "n > 4": (lambda n: n > 4, 9, "Dim('n', min=5)"),
+    "n <= 4": (lambda n: n > 4, 3, "Dim('n', max=4)"),
+    "n == 64": (lambda n: n == 64, 64, "64"),
+    "n % 8 == 0": (lambda n: n % 8 == 0, 16, "Dim('n', multiple_of=8)"),
+    "n <= 100": (lambda n: n <= 100, 7, "Dim('n', max=100)"),
+    "n > 100": (lambda n: n <= 100, 101, "Dim('n', min=101)"),
+    "n != 3": (lambda n: n == 3, 7, "Dim('n', min=4)"),
+    "3*n >= 20": (lambda n: 3 * n >= 20, 7, "Dim('n', min=7)"),
+    "n // 2 > 3": (lambda n: n // 2 > 3, 9, "Dim('n', min=8)"),
+}
+
+
+@pytest.mark.parametrize("fact", ONE)
+def test_the_dim_for_which_a_fact_holds(fact: str) -> None:
+    ask, size, dim = ONE[fact]
+
+    def f(x: Tensor) -> Tensor:
+        return x + 1 if ask(x.shape[0]) else x - 1
+
+    described = {"x": Meta(shape=["n", 3], dtype=torch.float32)}
+    text, offered = refused(f, described, torch.zeros(size, 3))
+    assert f"  {fact}  (at {__file__}:" in text and "in f; return x + 1 if ask" in text
+    assert f"shape=[{dim}, 3]" in text and "dtype=torch.float32" in text
+    assert not re.search(r"\b[su]\d+\b", text)
+    g = specialize(f, offered)
+    sizes = [n for n in range(2, 130) if fits(g, torch.zeros(n, 3))]
+    assert size in sizes
+    for n in sizes:
+        torch.testing.assert_close(g(torch.zeros(n, 3)), f(torch.zeros(n, 3)))
+    assert g.cache_info().programs == 1
+
+
+def fits(g: Any, x: Tensor) -> bool:
+    try:
+        g.target.contract({"x": x})
+    except DescriptorViolation:
+        return False
+    return True
+
+
+@given(low=st.integers(2, 60), size=st.integers(2, 60), step=st.integers(2, 6), k=st.integers(1, 9))
+def test_several_facts_together(low: int, size: int, step: int, k: int) -> None:
+    size = size * step
+
+    def f(x: Tensor) -> Tensor:
+        n = x.shape[0]
+        big, even = n > low, n % step == 0
+        return x * (2 if big else 3) + (4 if even else 5) + (1 if n // k > 1 else 0)
+
+    x = torch.ones(size)
+    try:
+        specialize(f, {"x": Meta(["n"])})(x)
+    except ConstraintViolation:
+        _, offered = refused(f, {"x": Meta(["n"])}, x)
+        g = specialize(f, offered)
+        torch.testing.assert_close(g(x), f(x))
+
+
+def test_equal_sizes_share_a_name() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return x + y if x.shape[0] == y.shape[0] else x
+
+    described = {"x": Meta(["n", 2]), "y": Meta(["m", 2])}
+    text, offered = refused(f, described, torch.ones(3, 2), torch.ones(3, 2))
+    assert "  n == m  (at" in text or "  m == n  (at" in text
+    assert offered["x"].shape[0] == offered["y"].shape[0]
+    g = specialize(f, offered)
+    for n in (3, 5, 1):
+        assert g(torch.ones(n, 2), torch.ones(n, 2)).equal(torch.full((n, 2), 2.0))
+
+
+def test_a_size_computed_from_another() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, x]) + y if 2 * x.shape[0] == y.shape[0] else x
+
+    described = {"x": Meta(["n"]), "y": Meta(["m"])}
+    text, offered = refused(f, described, torch.ones(3), torch.ones(6))
+    assert "'y': MetaTensorType(shape=['2 * n'])" in text
+    g = specialize(f, offered)
+    for n in (3, 5):
+        torch.testing.assert_close(g(torch.ones(n), torch.ones(2 * n)), torch.full((2 * n,), 2.0))
+
+
+def test_what_an_operator_checks_itself_is_no_need_of_the_descriptors() -> None:
+    f = specialize(lambda x, y: x + y, {"x": Meta(["n"]), "y": Meta(["m"])})
+    assert f(torch.ones(30), torch.ones(30)).shape == (30,)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        f(torch.ones(30), torch.ones(40))
+
+
+def test_what_no_descriptor_says_is_left_open() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + y.sum() if x.shape[0] > y.shape[0] else x.sum()
+
+    described = {"x": Meta(["n"]), "y": Meta(["m"])}
+    text, offered = refused(f, described, torch.ones(5), torch.ones(3))
+    assert "left open" in text and offered["x"].shape == (None,)
+    g = specialize(f, offered)
+    for n, m in ((5, 3), (3, 5)):
+        torch.testing.assert_close(g(torch.ones(n), torch.ones(m)), f(torch.ones(n), torch.ones(m)))
+
+
+def test_containers_of_descriptors() -> None:
+    def f(params: dict[str, Any], scale: float) -> Tensor:
+        out: Tensor = params["w"][0] * scale
+        return out if out.shape[0] >= 4 else -out
+
+    described = {"params": {"w": [Meta(["n"])]}, "scale": 2.0}
+    _, offered = refused(f, described, {"w": [torch.ones(5)]}, 2.0)
+    assert offered["params"]["w"][0].shape == (Dim("n", min=4),) and offered["scale"] == 2.0
+    specialize(f, offered)({"w": [torch.ones(5)]}, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("dim", "ask"),
+    [
+        (Dim("n", min=5), lambda n: n > 4),
+        (Dim("n", max=100), lambda n: n < 101),
+        (Dim("n", multiple_of=8), lambda n: n % 4 == 0),
+        (Dim("n", multiple_of=8), lambda n: 8 * (n // 8) == n),
+        (Dim("n", one_of=(4, 6, 10)), lambda n: n % 2 == 0 and n != 8),
+        (Dim("n", min=2, max=50), lambda n: n * n < 3000 and n != 77),
+    ],
+    ids=str,
+)
+def test_what_follows_from_the_descriptors_is_no_violation(dim: Dim, ask: Any) -> None:
+    def f(x: Tensor) -> Tensor:
+        return x + 1 if ask(x.shape[0]) else x - 1
+
+    g = specialize(f, {"x": Meta([dim])})
+    for n in [n for n in range(2, 60) if dim.admits(n)]:
+        assert g(torch.zeros(n)).equal(torch.ones(n))
+    assert g.cache_info().programs == 1
+
+
+def test_the_line_is_the_users_innermost() -> None:
+    def inner(n: int) -> bool:
+        return True if n > 4 else False  # noqa: SIM210 - a SymBool is asked where it is used
+
+    def f(x: Tensor) -> Tensor:
+        return x if inner(x.shape[0]) else -x
+
+    text, _ = refused(f, {"x": Meta(["n"])}, torch.ones(9))
+    line = inner.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}, in inner; return True if n > 4" in text
+
+
+def test_a_line_of_torch_is_told_at_the_users_call() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return torch.nn.functional.binary_cross_entropy(x, y)
+
+    described = {"x": Meta(["n", 7]), "y": Meta(["m", 7])}
+    text, _ = refused(f, described, torch.ones(3, 7), torch.ones(3, 7))
+    assert "  m == n  (at" in text and "in f; return torch.nn.functional.binary_cross" in text
+    torch_lines = re.findall(r"\(at (.*?):\d+", text)
+    assert all(file == __file__ for file in torch_lines)
+
+
+def test_names_in_torchs_own_errors_are_the_users() -> None:
+    described = {"x": Meta(["rows"]), "y": Meta(["columns"])}
+    with pytest.raises(RuntimeError, match=r"tensor a \(rows\) must match .* \(columns\)"):
+        specialize(lambda x, y: x + y, described)(torch.ones(3), torch.ones(4))
+
+
+def test_open_dims_have_a_program_for_each_course() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 3 else x
+
+    g = specialize(f, {"x": Meta([None])})
+    for n in (2, 5, 2):
+        torch.testing.assert_close(g(torch.ones(n)), f(torch.ones(n)))
+
+
+def test_a_dim_may_have_any_name() -> None:
+    for name in ("args", "a", "s", "t", "value_0", "Tensor", "p0", "v3"):
+        g = specialize(lambda x, y: x.sum() * y, {"x": Meta([name]), "y": Meta([f"2*{name}"])})
+        for n in (2, 3, 2):
+            assert g(torch.ones(n), torch.ones(2 * n)).equal(torch.full((2 * n,), float(n)))
+        assert g.cache_info().programs == 1

@@ -1,0 +1,233 @@
+"""What a trace asked of named dims, and what the descriptors promise of them.
+
+A fact that a trace has relied on must hold for every size that the descriptors allow. Where it
+does not, the error shows the user's line that asked, and the descriptors for which it would hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tsfunc.bridge.symbols import Need, moduli, python_text
+from tsfunc.dispatch.places import source_of
+from tsfunc.errors import ConstraintViolation, DescriptorError
+from tsfunc.types import Dim, DimExpr
+from tsfunc.types.descriptors import Descriptor
+from tsfunc.types.dims import DimSpec
+from tsfunc.types.mending import as_python, with_dims
+
+_MANY = 4096  # sizes that are tried one by one
+_MOST = 1 << 40  # a size that stands for any, however large
+
+
+def check_needs(
+    name: str,
+    needs: Sequence[Need],
+    dims: Mapping[str, Dim],
+    sizes: Mapping[str, int],
+    described: Mapping[str, Descriptor],
+) -> None:
+    """Refuses a trace that has relied on more than the descriptors promise.
+
+    Args:
+        name: the function's.
+        needs: what was asked.
+        dims: the named dims.
+        sizes: what each is in the call.
+        described: the descriptors, by parameter.
+
+    Raises:
+        ConstraintViolation: it has.
+    """
+    unmet = [need for need in needs if not _is_promised(need.expr, dims)]
+    if not unmet:
+        return
+    lines = "".join(
+        f"  {need.fact}  (at {need.place}{source_of(need.place, '; ')})\n"
+        for need in dict.fromkeys(unmet)
+    )
+    raise ConstraintViolation(
+        f"specialize({name}): one program can't serve every size that the descriptors allow, "
+        f"because the function asks for more than they promise:\n{lines}"
+        f"{_advice(unmet, dims, sizes, described)}"
+    )
+
+
+# --- what is promised
+
+
+def _is_promised(fact: Any, dims: Mapping[str, Dim]) -> bool:
+    """Whether a fact holds for all sizes that the dims allow (0 and 1 have their own traces)."""
+    names = sorted(str(symbol) for symbol in fact.free_symbols)
+    ranges = [_sizes_of(dims[name]) for name in names]
+    if all(sizes is not None for sizes in ranges):
+        every: list[Sequence[int]] = [sizes for sizes in ranges if sizes is not None]
+        if math.prod(map(len, every)) <= _MANY:
+            return all(
+                _holds(fact, dict(zip(names, each, strict=True)))
+                for each in itertools.product(*every)
+            )
+    return bool(_in_steps(fact, dims) == True)  # noqa: E712 - sympy has a true of its own
+
+
+def _sizes_of(dim: Dim) -> Sequence[int] | None:
+    """The sizes that a dim allows, if they are few."""
+    low = max(2, dim.min or 0)
+    if dim.max is None or dim.max - low >= _MANY:
+        return dim.one_of  # None where all within the bounds are allowed
+    return [size for size in range(low, dim.max + 1) if dim.admits(size)]
+
+
+def _in_steps(fact: Any, dims: Mapping[str, Dim]) -> Any:
+    """A fact about sizes, written in what they are multiples of."""
+    from sympy import Symbol
+
+    return fact.xreplace(
+        {
+            symbol: (dims[str(symbol)].multiple_of or 1)
+            * Symbol(f"_{symbol}", integer=True, positive=True)
+            for symbol in fact.free_symbols
+        }
+    )
+
+
+def _holds(fact: Any, sizes: Mapping[str, int]) -> bool:
+    return bool(fact.subs({symbol: sizes[str(symbol)] for symbol in fact.free_symbols}))
+
+
+# --- what would hold
+
+
+def _advice(
+    needs: Sequence[Need],
+    dims: Mapping[str, Dim],
+    sizes: Mapping[str, int],
+    described: Mapping[str, Descriptor],
+) -> str:
+    """The descriptors for which the facts hold, as Python."""
+    mended = _mended(needs, dims, sizes)
+    items = ", ".join(
+        f"{parameter!r}: {as_python(with_dims(descriptor, mended))}"
+        for parameter, descriptor in described.items()
+    )
+    opened = sorted(name for name, dim in mended.items() if dim is None)
+    also = (
+        f" (No descriptor says it of {', '.join(opened)}: left open, None, each size has a program "
+        f"of its own.)"
+        if opened
+        else ""
+    )
+    return f"These descriptors promise it:\n  {{{items}}}{also}"
+
+
+def _mended(
+    needs: Sequence[Need], dims: Mapping[str, Dim], sizes: Mapping[str, int]
+) -> dict[str, DimSpec]:
+    """For each dim of which something was asked, one that promises it; None: an open one."""
+    found: dict[str, DimSpec] = {}
+    for need in needs:
+        names = sorted((str(symbol) for symbol in need.expr.free_symbols), key=list(dims).index)
+        if any(not isinstance(found.get(name, Dim("d")), Dim) for name in names):
+            continue  # one of them is said in terms of others, or fixed, or open
+        mended: dict[str, DimSpec]
+        if len(names) == 1:
+            known = found.get(names[0], dims[names[0]])
+            assert isinstance(known, Dim)
+            mended = {names[0]: _bounded(need.expr, known, sizes.get(names[0], 0))}
+        else:
+            mended = _equated(need.expr, names) or dict.fromkeys(names)
+        found.update(mended)
+    return found
+
+
+def _bounded(fact: Any, dim: Dim, size: int) -> DimSpec:
+    """A dim of which a fact about it alone holds, with the size of the call among those allowed."""
+    from sympy import Eq, Ne
+
+    if not (dim.admits(size) and size >= 2 and _holds(fact, {dim.name: size})):
+        size = next(
+            (n for n in range(2, _MANY) if dim.admits(n) and _holds(fact, {dim.name: n})), 0
+        )
+        if not size:
+            return None
+    for candidate in _candidates(fact, dim, size, Eq, Ne):
+        try:
+            mended = dim.meet(candidate) if isinstance(candidate, Dim) else candidate
+        except DescriptorError:
+            continue
+        if isinstance(mended, int) or (mended.admits(size) and _is_promised_of(fact, mended)):
+            return mended
+    return None
+
+
+def _is_promised_of(fact: Any, dim: Dim) -> bool:
+    """Whether a fact holds for the sizes that a dim allows, as far as trying shows."""
+    if _is_promised(fact, {dim.name: dim}):
+        return True
+    step = dim.multiple_of or 1
+    low = max(2, dim.min or 0)
+    low += -low % step
+    most = _MOST if dim.max is None else dim.max
+    tried = {*range(low, min(low + 64 * step, most + 1), step), most - most % step}
+    return all(_holds(fact, {dim.name: n}) for n in tried if dim.admits(n))
+
+
+def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Dim | int]:
+    name = dim.name
+
+    def holds(n: int) -> bool:
+        return _holds(fact, {name: n})
+
+    if isinstance(fact, eq):
+        yield from [Dim(name, multiple_of=step) for step in moduli(fact)]
+        if not holds(size + 1) and not holds(size - 1) and not moduli(fact):
+            yield size
+    low = _boundary(holds, size, 2)
+    high = _boundary(holds, size, _MOST)
+    yield Dim(name, min=low if low > 2 else None, max=high if high < _MOST else None)
+    if isinstance(fact, ne):
+        yield Dim(name, min=size)
+        yield Dim(name, max=size)
+    yield size
+
+
+def _boundary(holds: Callable[[int], bool], inside: int, limit: int) -> int:
+    """The last number on the way from one that holds towards a limit, up to which all hold."""
+    step = 1 if limit > inside else -1
+    near = inside
+    for _ in range(256):  # holes are near, if there are any
+        if near == limit or not holds(near + step):
+            return near
+        near += step
+    if holds(limit):
+        return limit
+    far = limit
+    while abs(far - near) > 1:
+        middle = (near + far) // 2
+        near, far = (middle, far) if holds(middle) else (near, middle)
+    return near
+
+
+def _equated(fact: Any, names: Sequence[str]) -> dict[str, DimSpec] | None:
+    """One of several dims in terms of the others, where the fact says what it is."""
+    from sympy import Eq, Symbol, solve
+
+    if not isinstance(fact, Eq):
+        return None
+    for name in reversed(names):
+        symbol = next(s for s in fact.free_symbols if str(s) == name)
+        free = Symbol(name)
+        difference = (fact.lhs - fact.rhs).xreplace({symbol: free})
+        found = solve(difference, free) if difference.is_polynomial(free) else []
+        if len(found) != 1:
+            continue
+        try:
+            text = python_text(found[0])
+            dim = DimExpr(text)
+        except DescriptorError:
+            continue
+        return {name: text if text in names else dim.text}
+    return None
