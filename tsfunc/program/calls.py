@@ -49,7 +49,7 @@ class Target:
         func: the function.
         name: how errors and programs call it.
         signature: its parameters.
-        contracts: the descriptors that a call may keep, tried in order.
+        contracts: the descriptors that a call may keep, narrower ones first.
         closure: what becomes of what it reads and is no argument: NOTE [closures].
         backend: what compiles its programs, None: they run as Python.
         backend_name: what the user calls it.

@@ -33,6 +33,7 @@ from tsfunc.program.lowering import arguments_for
 from tsfunc.program.properties import ProgramProperties
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors
+from tsfunc.types.choosing import in_order
 
 
 class Specialized:
@@ -51,7 +52,8 @@ class Specialized:
         self.func = func
         self.name = name_of(func)
         signature = inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
-        contracts = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
+        read = [compile_descriptors(d, signature, name=self.name) for d in descriptors]
+        contracts = in_order(read, f"specialize({self.name})")
         compiler = resolve(backend)
         named = backend if isinstance(backend, str) else name_of(backend)
         self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
@@ -269,8 +271,8 @@ def specialize(
             every call must keep: a :class:`MetaTensorType` for a tensor (a name for a size makes
             it symbolic: one program for all sizes), a type or typing object, any other Python
             value (which the argument must equal), or a container of these. A list of such dicts
-            gives several contracts, tried in order. What they leave open is taken from the call,
-            and another value means another program.
+            gives several contracts, of which a call takes the narrowest that it keeps. What they
+            leave open is taken from the call, and another value means another program.
         max_specializations: how many programs are kept; beyond it the least recently used one goes.
         auto_widen: whether a size that is all in which a call differs from three programs becomes
             a named dim by itself, so that there is one program for all such calls.
@@ -287,7 +289,8 @@ def specialize(
         ``cache_clear()``. It can be used inside of other transforms, and they inside of it.
 
     Raises:
-        DescriptorError: a descriptor is malformed, or names no parameter.
+        DescriptorError: a descriptor is malformed, or names no parameter; or a call can keep two
+            contracts of which neither is narrower.
         DescriptorViolation: at a call that breaks the contract.
         ConstraintViolation: the function's course depends on the size of a named dim.
         DataDependentError: the function uses a tensor as a Python number or bool.
@@ -332,8 +335,15 @@ def specialize(
         )
     if descriptors is None:
         every: Sequence[Mapping[str, object]] = ()
+    elif isinstance(descriptors, Mapping):
+        every = (descriptors,)
+    elif _is_list_of_mappings(descriptors):
+        every = tuple(descriptors)
     else:
-        every = (descriptors,) if isinstance(descriptors, Mapping) else tuple(descriptors)
+        raise DescriptorError(
+            f"specialize: expected a dict of parameter name to descriptor, or a list of such "
+            f"dicts, got {descriptors!r} of type {type(descriptors).__name__}."
+        )
     return Specialized(func, every, max_specializations, closure, auto_widen, backend)
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.types.checks import compile_check
-from tsfunc.types.descriptors import Descriptor, governing, tensor_leaves
+from tsfunc.types.descriptor_lattice import class_of
+from tsfunc.types.descriptors import Anything, Descriptor, OneOf, governing, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.polynomials import solved_for
@@ -163,6 +164,8 @@ def _read(
         for parameter in signature.parameters
         if parameter in descriptors
     }
+    for parameter, each in read.items():
+        _require_kind(signature.parameters[parameter], each)
     leaves = [leaf for p, each in read.items() for leaf in tensor_leaves(each, p)]
     dims = _named_dims(leaves)
     _solve(leaves, dims)
@@ -180,6 +183,25 @@ def _require_parameters(descriptors: object, signature: inspect.Signature) -> No
         have = ", ".join(signature.parameters) or "none"
         raise DescriptorError(
             f"there is no parameter {', '.join(map(repr, unknown))}; the parameters are: {have}"
+        )
+
+
+_STARRED = {
+    inspect.Parameter.VAR_POSITIONAL: ("*", "a tuple", tuple, "Tuple[X, ...]"),
+    inspect.Parameter.VAR_KEYWORD: ("**", "a dict", dict, "Dict[str, X]"),
+}
+
+
+def _require_kind(parameter: inspect.Parameter, descriptor: Descriptor) -> None:
+    """What stars gather is a tuple or a dict."""
+    if parameter.kind not in _STARRED or isinstance(descriptor, Anything | OneOf):
+        return
+    stars, words, kind, spelling = _STARRED[parameter.kind]
+    cls = class_of(descriptor)
+    if cls is None or not (issubclass(cls, kind) or issubclass(kind, cls)):
+        raise DescriptorError(
+            f"{parameter.name}: {stars}{parameter.name} is {words} of what comes, got "
+            f"{descriptor}; describe all of it, for example by {spelling}"
         )
 
 

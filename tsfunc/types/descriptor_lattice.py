@@ -63,36 +63,36 @@ def is_below(narrower: Descriptor, wider: Descriptor, sizes: Instance) -> bool:
         case OneOf(alternatives):
             return any(_is_below_for(narrower, each, sizes) for each in alternatives)
         case MetaTensorType():
-            meta = _meta(narrower)
+            meta = meta_of(narrower)
             return meta is not None and describes_less(meta, wider, sizes)
         case TensorOf(cls, meta):
-            own = _meta(narrower)
+            own = meta_of(narrower)
             kept = own is not None and describes_less(own, meta, sizes)
             return kept and issubclass(class_of(narrower) or object, cls)
         case InstanceOf(cls):
-            return _is_of_class(narrower, cls)
+            return fits_class(narrower, cls)
         case OfType(type_):
             return isinstance(narrower, OfType) and is_subtype(narrower.type, type_)
         case Value():
             return narrower == wider
         case ListOf(element):
-            return _all_below(_elements(narrower, list), element, sizes)
+            return _all_below(elements_of(narrower, list), element, sizes)
         case TupleOf(element):
-            return _all_below(_elements(narrower, tuple), element, sizes)
+            return _all_below(elements_of(narrower, tuple), element, sizes)
         case DictOf(key, item):
             if isinstance(narrower, DictOf):
                 return is_below(narrower.key, key, sizes) and is_below(narrower.item, item, sizes)
             keys = [Value(entry) for entry in _entries(narrower, dict)]
-            items = _elements(narrower, dict)
+            items = elements_of(narrower, dict)
             return _all_below(keys, key, sizes) and _all_below(items, item, sizes)
         case Nested(kind, entries, children):
             return _is_nested_below(narrower, kind, entries, children, sizes)
         case NamedOf(names, children):
             return names_of(narrower) == names and _pairs_below(
-                _elements(narrower, tuple), children, sizes
+                elements_of(narrower, tuple), children, sizes
             )
         case FieldsOf(cls, names, children):
-            return _is_of_class(narrower, cls) and all(
+            return fits_class(narrower, cls) and all(
                 _field_below(narrower, name, child, sizes)
                 for name, child in zip(names, children, strict=True)
             )
@@ -109,7 +109,7 @@ def _is_below_for(narrower: Descriptor, wider: Descriptor, sizes: Instance) -> b
     return True
 
 
-def _meta(descriptor: Descriptor) -> MetaTensorType | None:
+def meta_of(descriptor: Descriptor) -> MetaTensorType | None:
     """What a descriptor promises of a tensor; None if it promises none."""
     match descriptor:
         case MetaTensorType():
@@ -150,8 +150,11 @@ def class_of(descriptor: Descriptor) -> type | None:
 _SINGLE = (int, float, str)
 
 
-def _is_of_class(descriptor: Descriptor, cls: type) -> bool:
-    """In the language a bool is no int, and nor is the member of an enum."""
+def fits_class(descriptor: Descriptor, cls: type) -> bool:
+    """Whether what keeps a descriptor is of a class.
+
+    In the language a bool is no int, and nor is the member of an enum.
+    """
     own = class_of(descriptor)
     if own is None or not issubclass(own, cls):
         return False
@@ -161,7 +164,7 @@ def _is_of_class(descriptor: Descriptor, cls: type) -> bool:
     return str(primitive) == cls.__name__
 
 
-def _elements(descriptor: Descriptor, kind: type) -> Sequence[Descriptor] | None:
+def elements_of(descriptor: Descriptor, kind: type) -> Sequence[Descriptor] | None:
     """What the elements of a container of a kind are; None if it is none."""
     match descriptor:
         case ListOf(element) | TupleOf(element) if class_of(descriptor) is kind:
@@ -280,7 +283,7 @@ def dims_in(descriptor: Descriptor) -> list[DimForm]:
 def _join(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
     if isinstance(left, OneOf) or isinstance(right, OneOf) or Value(None) in (left, right):
         return _join_unions(left, right, size)
-    one, other = _meta(left), _meta(right)
+    one, other = meta_of(left), meta_of(right)
     if one is not None and other is not None and left != right:
         return _join_tensors(left, right, join_descriptions(one, other, size))
     match left, right:
@@ -365,7 +368,7 @@ def _without_names(meta: MetaTensorType) -> MetaTensorType:
 
 def _join_containers(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
     for kind, made in ((list, ListOf), (tuple, TupleOf)):
-        ones, others = _elements(left, kind), _elements(right, kind)
+        ones, others = elements_of(left, kind), elements_of(right, kind)
         if ones is not None and others is not None:
             names = names_of(left)
             if len(ones) == len(others) and made is TupleOf and _is_fixed(left, right):
@@ -376,7 +379,7 @@ def _join_containers(left: Descriptor, right: Descriptor, size: Sizes) -> Descri
             return made(_together([*ones], [*others], size))
     if class_of(left) is dict and class_of(right) is dict:
         keys = _together(_keys(left), _keys(right), size)
-        return DictOf(keys, _together(_items(left), _items(right), size))
+        return DictOf(keys, _together(items_of(left), items_of(right), size))
     return _join_classes(left, right)
 
 
@@ -390,7 +393,8 @@ def _keys(descriptor: Descriptor) -> list[Descriptor]:
     return [Value(entry) for entry in _entries(descriptor, dict)]
 
 
-def _items(descriptor: Descriptor) -> list[Descriptor]:
+def items_of(descriptor: Descriptor) -> list[Descriptor]:
+    """What the values of a dict are."""
     if isinstance(descriptor, DictOf):
         return [descriptor.item]
     return list(descriptor.children) if isinstance(descriptor, Nested) else []
@@ -418,11 +422,9 @@ def _join_classes(left: Descriptor, right: Descriptor) -> Descriptor:
     if one is None or other is None:
         return Anything()
     for cls in _SINGLE:
-        if _is_of_class(left, cls) or _is_of_class(right, cls):
+        if fits_class(left, cls) or fits_class(right, cls):
             return (
-                InstanceOf(cls)
-                if _is_of_class(left, cls) and _is_of_class(right, cls)
-                else Anything()
+                InstanceOf(cls) if fits_class(left, cls) and fits_class(right, cls) else Anything()
             )
     if one is other:
         return InstanceOf(one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from typing import Any, Union
@@ -34,6 +35,7 @@ from tsfunc.types.descriptors import (
     entry_text,
     tensor_leaves,
 )
+from tsfunc.types.dims import Dim, DimExpr
 from tsfunc.types.grammar import (
     ANY,
     TS_TYPES,
@@ -56,6 +58,7 @@ from tsfunc.types.grammar import (
     children_of_type,
 )
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.values import describe
 
 _SUPPORTED = (
     "a MetaTensorType, a class, List[X], Tuple[X, ...], Dict[K, V], Optional[X], Union[X, Y], "
@@ -83,6 +86,11 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     """
     if isinstance(written, DESCRIPTORS):
         return written
+    if isinstance(written, Dim | DimExpr):
+        raise DescriptorError(
+            f"{where}: {written!r} is a size in the shape of a tensor, and no descriptor; write "
+            f"MetaTensorType([{written!r}]), or int for a number"
+        )
     if isinstance(written, TS_TYPES):
         return _from_type(written)
     if typing.get_origin(written) is not None:
@@ -98,7 +106,28 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     if dataclasses.is_dataclass(written):
         return _from_record(written, where)
     known = pytrees.structure_of(written).type is not None
-    return _from_container(written, where) if known else Value(written)
+    return _from_container(written, where) if known else _from_value(written, where)
+
+
+_TENSOR_TEXT = re.compile(r"(?:tensor|[a-z]+\d+\w*|bool)\[.*\]")
+
+
+def _from_value(value: Any, where: str) -> Value:
+    """A value, which a call is compared with: it has to stay what it is."""
+    if isinstance(value, str) and _TENSOR_TEXT.match(value):
+        raise DescriptorError(
+            f"{where}: {value!r} is a string, but reads as the description of a tensor; write "
+            f"MetaTensorType.parse({value!r}), or Value({value!r}) if the argument is that string"
+        )
+    try:
+        hash(value)
+    except TypeError:
+        raise DescriptorError(
+            f"{where}: {describe(value)} can't be hashed, so that it may change and be another "
+            f"value; give a value that can (a frozenset for a set, a tuple for an array), the "
+            f"class {type(value).__name__}, or Value(...) to have calls compared with it as it is"
+        ) from None
+    return Value(value)
 
 
 def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:

@@ -25,6 +25,7 @@ from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.calls import described, places_of
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
 from tsfunc.program.files.fields import Field
+from tsfunc.program.files.operators import NUMBER
 from tsfunc.program.files.programs import (
     Context,
     FormReader,
@@ -299,8 +300,12 @@ def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answ
     if any(at >= len(form.leaves) for at in program.inputs):
         field.fail("its program has inputs that the call does not have")
     tensors = {spec.position for spec in form.inputs}
-    if any(at not in tensors for at in program.inputs):
-        field.fail("its program has inputs that are no tensors in the call")
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node, at in zip(placeholders, program.inputs, strict=True):
+        # A number is an input where its descriptor is its type; the call is held to its value.
+        number = node.meta.get("kind") == NUMBER and type(form.leaves[at]) in (int, float)
+        if at not in tensors and not number:
+            field.fail("its program has inputs that are no such values in the call")
     return Answer(program, form, reason)
 
 

@@ -1,0 +1,95 @@
+"""Wrong descriptors: each is an error where it is written, with the parameter and both sides."""
+
+from __future__ import annotations
+
+import array
+import re
+from collections.abc import Callable
+from typing import Any, Dict, List, Optional, Sequence, TypeVar  # noqa: UP035
+
+import pytest
+import torch
+
+from tsfunc import Dim, specialize
+from tsfunc import MetaTensorType as Meta
+from tsfunc.errors import DescriptorError
+from tsfunc.types import Value
+
+
+def f(x: Any, y: Any = None, *rest: Any, train: bool = False, **more: Any) -> Any:
+    return x
+
+
+LOOSE: Any = Meta  # what a type checker would refuse
+CALL = "descriptors of f(x, y, rest, train, more): "
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: {"z": int}, [CALL, "there is no parameter 'z'", "x, y, rest, train, more"]),
+        (lambda: {1: int}, [CALL, "there is no parameter 1"]),
+        (lambda: 3, ["expected a dict of parameter name to descriptor", "got 3 of type int"]),
+        (lambda: [int], ["or a list of such dicts", "got [<class 'int'>] of type list"]),
+        (lambda: {"x": Meta([-1])}, ["shape", "dim 0", "got -1", "None for an unknown"]),
+        (lambda: {"x": Meta([3, 4], rank=3)}, ["rank=3", "2 dim(s)", "the rank must be 2"]),
+        (lambda: {"x": Meta([..., 3, 4], rank=1)}, ["rank=1", "at least 2"]),
+        (lambda: {"x": LOOSE(dtype="float32")}, ["dtype", "a torch.dtype", "got 'float32'"]),
+        (lambda: {"x": Meta(device="gpu")}, ["torch knows no device 'gpu'", "'cpu'"]),
+        (lambda: {"x": LOOSE(layout="strided")}, ["layout", "torch.strided", "got 'strided'"]),
+        (lambda: {"x": LOOSE(requires_grad=1)}, ["requires_grad", "True, False", "got 1"]),
+        (lambda: {"x": Meta(["2n"])}, ["dim 0", "'2n' is neither a name nor an expression"]),
+        (lambda: {"x": Meta(["n/2"])}, ["'n / 2' is none of these", "+, -, * and //"]),
+        (lambda: {"x": Meta(["class"])}, ["'class' is neither", "a Python identifier"]),
+        (lambda: {"x": Meta([Dim("3")])}, ["Dim('3')", "a Python identifier, got '3'"]),
+        (lambda: {"x": LOOSE([1.5])}, ["a non-negative int, a name", "got 1.5 of type float"]),
+        (lambda: {"x": Meta([Dim("n", min=5, max=4)])}, ["no size is at least 5 and at most 4"]),
+        (lambda: {"x": Meta([Dim("n", multiple_of=0)])}, ["a positive int", "got 0"]),
+        (
+            lambda: {"x": Meta([Dim("n", min=5)]), "y": [Meta([Dim("n", max=4)])]},
+            [CALL, "'n' contradict", "min=5) at x.shape[0]", "max=4) at y[0].shape[0]"],
+        ),
+        (
+            lambda: {"x": Meta([Dim("n", one_of=[2, 4])]), "y": Meta([Dim("n", one_of=[3])])},
+            [CALL, "the bounds of dim 'n' contradict each other"],
+        ),
+        (lambda: {"x": Meta(["n*k*k"])}, [CALL, "x.shape[0] is 'n * k * k'", "'n'"]),
+        (lambda: {"x": Meta(["n"]), "y": Meta(strides=["k*k", 1])}, ["y.stride()[0]", "'k'"]),
+        (lambda: {"x": Dim("n")}, [CALL, "x: Dim('n') is a size", "MetaTensorType([Dim('n')])"]),
+        (lambda: {"x": "f32[n, 64]"}, [CALL, "x: 'f32[n, 64]' is a string", "parse("]),
+        (lambda: {"x": {1, 2}}, [CALL, "x: {1, 2} (set) can't be hashed", "a frozenset"]),
+        (lambda: {"x": [3, bytearray(2)]}, [CALL, "x[1]: bytearray(b'\\x00\\x00')", "hashed"]),
+        (lambda: {"x": {"a": array.array("i")}}, [CALL, "x['a']: array('i')", "Value(...)"]),
+        (lambda: {"x": Optional}, [CALL, "x: typing.Optional can't be checked at a call"]),
+        (lambda: {"x": [int, Callable[[int], int]]}, [CALL, "x[1]: ", "can't be checked"]),
+        (lambda: {"x": Sequence[int]}, [CALL, "x: ", "Sequence[int] can't be checked", "List[X]"]),
+        (lambda: {"x": List["Foo"]}, [CALL, "x[...]: ForwardRef('Foo') can't"]),  # type: ignore[name-defined]  # noqa: F821, UP006
+        (lambda: {"x": TypeVar("T")}, [CALL, "x: ~T can't be checked"]),
+        (lambda: {"x": Dict[torch.Tensor, int]}, [CALL, "x: the keys of a dict are no tensors"]),  # noqa: UP006
+        (lambda: {"rest": Meta()}, [CALL, "rest: *rest is a tuple", "got tensor[...]"]),
+        (lambda: {"more": int}, [CALL, "more: **more is a dict", "got int", "Dict[str, X]"]),
+        (lambda: [{"x": 1}, {"x": 1}], ["specialize(f): its descriptors 1 and 2 say the same"]),
+    ],
+)
+def test_a_wrong_descriptor_is_refused_where_it_is_written(
+    make: Callable[[], Any], words: list[str]
+) -> None:
+    with pytest.raises(DescriptorError) as error:
+        specialize(f, make())
+    for each in words:
+        assert re.search(re.escape(each), str(error.value)), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"x": "sum"},
+        {"x": frozenset({1})},
+        {"x": Value({1, 2})},
+        {"x": Value("f32[n]")},
+        {"rest": (Meta(), Meta())},
+        {"rest": Any, "more": {"scale": float}},
+    ],
+)
+def test_what_looks_like_it_is_none(right: dict[str, Any]) -> None:
+    specialize(f, right)

@@ -1,0 +1,213 @@
+"""Several sets of descriptors for one function: which of them a call is checked by.
+
+The narrower of two comes first, so that a call takes the set that says most of it. Where a call can
+keep two of which neither is narrower, nothing says which it should take: that is refused when the
+sets are written. An empty list, which keeps lists of whatever, takes the first of such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tsfunc.errors import DescriptorError
+from tsfunc.types.compiled import CompiledDescriptors
+from tsfunc.types.descriptor_lattice import (
+    class_of,
+    elements_of,
+    fits_class,
+    items_of,
+    meta_of,
+)
+from tsfunc.types.descriptor_sets import Descriptors
+from tsfunc.types.descriptors import Anything, Descriptor, DictOf, FieldsOf, Nested, OneOf, Value
+from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.meta import MetaTensorType, on_device
+
+Place = tuple[int, str]
+"""A name of a size, and in which of two sets it is one."""
+
+
+def in_order(
+    contracts: Sequence[CompiledDescriptors], what: str
+) -> tuple[CompiledDescriptors, ...]:
+    """Sets of descriptors in the order in which a call is held against them.
+
+    Args:
+        contracts: the sets, as they were written.
+        what: the function, for errors.
+
+    Raises:
+        DescriptorError: a call can keep two of which neither is narrower.
+    """
+    all_ = [Descriptors(each.descriptors) for each in contracts]
+    for j, right in enumerate(all_):
+        for i, left in enumerate(all_[:j]):
+            _require_order(left, right, (i + 1, j + 1), what)
+    below = [sum(other < each for other in all_) for each in all_]
+    return tuple(contracts[i] for i in sorted(range(len(all_)), key=below.__getitem__))
+
+
+def _require_order(
+    left: Descriptors, right: Descriptors, numbers: tuple[int, int], what: str
+) -> None:
+    below, above = left <= right, right <= left
+    if below != above or (not below and exclude_each_other(left, right)):
+        return
+    says = "say the same" if below else "can both be kept by one call, and neither is narrower"
+    shown = "".join(
+        f"  {number}: {', '.join(str(each).splitlines()) or 'nothing'}\n"
+        for number, each in zip(numbers, (left, right), strict=True)
+    )
+    raise DescriptorError(
+        f"{what}: its descriptors {numbers[0]} and {numbers[1]} {says}:\n{shown}Make one of them "
+        f"narrower than the other, or let them differ in a dtype, a rank, a size, a class or a "
+        f"value."
+    )
+
+
+def exclude_each_other(left: Mapping[str, Descriptor], right: Mapping[str, Descriptor]) -> bool:
+    """Whether no call keeps both sets, as far as can be seen."""
+    sizes: list[tuple[DimForm, DimForm]] = []
+    apart = any(_apart(left[name], right[name], sizes) for name in left if name in right)
+    return apart or _contradict(sizes)
+
+
+def _apart(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]) -> bool:
+    """Whether no value keeps both; adds the sizes that would have to be equal."""
+    if isinstance(left, Anything) or isinstance(right, Anything):
+        return False
+    if isinstance(left, OneOf) or isinstance(right, OneOf):
+        ones = left.alternatives if isinstance(left, OneOf) else (left,)
+        others = right.alternatives if isinstance(right, OneOf) else (right,)
+        return all(_all_apart(one, other) for one in ones for other in others)
+    one, other = meta_of(left), meta_of(right)
+    if one is not None and other is not None:
+        return _tensors_apart(one, other, sizes)
+    if isinstance(left, Value) and isinstance(right, Value):
+        return left != right
+    return _classes_apart(left, right) or _children_apart(left, right, sizes)
+
+
+def _all_apart(left: Descriptor, right: Descriptor) -> bool:
+    sizes: list[tuple[DimForm, DimForm]] = []
+    return _apart(left, right, sizes) or _contradict(sizes)
+
+
+def _classes_apart(left: Descriptor, right: Descriptor) -> bool:
+    one, other = class_of(left), class_of(right)
+    if one is None or other is None:
+        return False
+    return not fits_class(left, other) and not fits_class(right, one)
+
+
+def _children_apart(
+    left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]
+) -> bool:
+    if isinstance(left, FieldsOf) and isinstance(right, FieldsOf):
+        others = dict(zip(right.names, right.children, strict=True))
+        pairs = zip(left.names, left.children, strict=True)
+        return any(_apart(each, others[name], sizes) for name, each in pairs if name in others)
+    if DictOf in (type(left), type(right)) and class_of(left) is class_of(right) is dict:
+        return _elements_apart(items_of(left), items_of(right))
+    if isinstance(left, Nested) and isinstance(right, Nested) and left.kind is right.kind:
+        if set(left.entries) != set(right.entries):
+            return True
+        by_entry = dict(zip(right.entries, right.children, strict=True))
+        both = zip(left.entries, left.children, strict=True)
+        return any(_apart(child, by_entry[entry], sizes) for entry, child in both)
+    for kind in (list, tuple):
+        ones, others_ = elements_of(left, kind), elements_of(right, kind)
+        if ones is not None and others_ is not None:
+            return _elements_apart(ones, others_)
+    return False
+
+
+def _elements_apart(ones: Sequence[Descriptor] | None, others: Any) -> bool:
+    """Of any number of elements: whether no element can be of both kinds."""
+    return any(_all_apart(one, other) for one in ones or () for other in others or ())
+
+
+def _tensors_apart(
+    left: MetaTensorType, right: MetaTensorType, sizes: list[tuple[DimForm, DimForm]]
+) -> bool:
+    for name in ("dtype", "requires_grad", "layout"):
+        one, other = getattr(left, name), getattr(right, name)
+        if one is not None and other is not None and one != other:
+            return True
+    if left.device is not None and right.device is not None:
+        near = on_device(left.device, right.device) or on_device(right.device, left.device)
+        if not near:
+            return True
+    if left.dims is not None:
+        others = right.dims_of_rank(len(left.dims))
+        ones: Any = left.dims
+    else:
+        rank = len(right.trailing) if right.dims is None else len(right.dims)
+        rank = max(rank, len(left.trailing)) if right.dims is None else rank
+        ones, others = left.dims_of_rank(rank), right.dims_of_rank(rank)
+    if ones is None or others is None:
+        return True
+    sizes.extend(zip(ones, others, strict=True))
+    return False
+
+
+def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
+    """Whether sizes can't be equal, pair by pair: by numbers and bounds, or what names are then."""
+    group: dict[Place, Place] = {}
+    allowed: dict[Place, Dim] = {}
+
+    def root(place: Place) -> Place:
+        while place in group:
+            place = group[place]
+        return place
+
+    def narrowed(place: Place, dim: Dim) -> bool:
+        try:
+            allowed[place] = dim.meet(allowed.get(place, dim))
+        except DescriptorError:
+            return False
+        return True
+
+    for pair in pairs:
+        roots = []
+        for side, form in enumerate(pair):
+            if isinstance(form, Dim):
+                at = root((side, form.name))
+                if not narrowed(at, Dim("n", form.min, form.max, form.multiple_of, form.one_of)):
+                    return True
+                roots.append(at)
+        numbers = [form for form in pair if isinstance(form, int)]
+        if len(set(numbers)) > 1:
+            return True
+        if numbers and roots and not narrowed(roots[0], Dim("n", numbers[0], numbers[0])):
+            return True
+        if len(roots) == 2 and roots[0] != roots[1]:
+            group[roots[1]] = roots[0]
+            if roots[1] in allowed and not narrowed(roots[0], allowed.pop(roots[1])):
+                return True
+    known = {
+        place: dim.max
+        for place in [*group, *allowed]
+        if (dim := allowed.get(root(place))) is not None and (dim.min or 0) == dim.max
+    }
+    return any(_differ(pair, known) for pair in pairs)
+
+
+def _differ(pair: tuple[DimForm, DimForm], known: Mapping[Place, int | None]) -> bool:
+    """Whether both sizes are known, and are not the same."""
+    found: list[int | None] = []
+    for side, form in enumerate(pair):
+        if isinstance(form, DimExpr):
+            sizes = {name: known.get((side, name)) for name in form.names}
+            if any(size is None for size in sizes.values()):
+                return False
+            try:
+                found.append(form.evaluate({name: size or 0 for name, size in sizes.items()}))
+            except ZeroDivisionError:
+                return True
+        elif isinstance(form, Dim):
+            found.append(known.get((side, form.name)))
+        else:
+            found.append(form)
+    return None not in found and found[0] != found[1]
