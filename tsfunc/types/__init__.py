@@ -28,6 +28,7 @@ Descriptors, in the order in which one passes through them:
     descriptors  descriptors: a union of frozen dataclasses; their text, and read back
     descriptor_lattice  the order of descriptors, and their joins
     descriptor_sets     the descriptors of all parameters: from examples, widened, split, as text
+    quick        descriptors as generated code, for calls that are right
     checks       a descriptor as a function that finds what a value breaks
     choosing     which of several sets of descriptors a call is checked by
     compiled     the descriptors of a whole function, ready for its calls

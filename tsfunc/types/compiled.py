@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.types.checks import compile_check
@@ -14,6 +14,7 @@ from tsfunc.types.descriptors import Anything, Descriptor, OneOf, governing, ten
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.polynomials import solved_for
+from tsfunc.types.quick import Quick, generate_check
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.runs import Check, Path, Run
 from tsfunc.types.tensor_checks import check_expressions
@@ -21,7 +22,7 @@ from tsfunc.types.tensor_checks import check_expressions
 _ABSENT = object()
 
 
-class Bindings(NamedTuple):
+class Bindings:
     """What a call that fits its descriptors has settled.
 
     Attributes:
@@ -29,8 +30,31 @@ class Bindings(NamedTuple):
         leaves: for each tensor that a descriptor governs, by its path, that descriptor.
     """
 
-    sizes: Mapping[str, int]
-    leaves: Mapping[Path, MetaTensorType]
+    __slots__ = ("_leaves", "sizes")
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        leaves: Mapping[Path, MetaTensorType] | Callable[[], Mapping[Path, MetaTensorType]],
+    ) -> None:
+        self.sizes = sizes
+        self._leaves = leaves
+
+    @property
+    def leaves(self) -> Mapping[Path, MetaTensorType]:
+        if callable(self._leaves):  # few who check a call ask for them
+            self._leaves = self._leaves()
+        return self._leaves
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Bindings):
+            return NotImplemented
+        return self.sizes == other.sizes and self.leaves == other.leaves
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Bindings(sizes={dict(self.sizes)!r}, leaves={dict(self.leaves)!r})"
 
     def dims(self, path: Path) -> tuple[DimForm, ...] | None:
         """What each dim of the tensor at `path` is.
@@ -59,6 +83,7 @@ class CompiledDescriptors:
     descriptors: Mapping[str, Descriptor]
     dims: Mapping[str, Dim]
     _checks: tuple[tuple[str, Path, object, Check], ...] = field(repr=False)
+    _quick: Quick | None = field(repr=False, default=None)
 
     def check(self, arguments: Mapping[str, object]) -> Bindings:
         """Check the arguments of a call.
@@ -69,6 +94,19 @@ class CompiledDescriptors:
         Raises:
             DescriptorViolation: the call breaks the descriptors; the message lists every
                 mismatch by its path, with what was promised and what came.
+        """
+        quick = self._quick
+        sizes = None if quick is None else quick(arguments)
+        if sizes is not None:
+            return Bindings(sizes, lambda: self._run(arguments).leaves)
+        run = self._run(arguments)
+        return Bindings(run.sizes, run.leaves)
+
+    def _run(self, arguments: Mapping[str, object]) -> Run:
+        """A whole check, which finds every mismatch.
+
+        Raises:
+            DescriptorViolation: there is one.
         """
         run = Run(arguments)
         for name, path, default, check in self._checks:
@@ -81,7 +119,7 @@ class CompiledDescriptors:
             check_expressions(run)
         if run.failures:
             raise self._violation(run)
-        return Bindings(run.sizes, run.leaves)
+        return run
 
     def leaf_descriptor(self, path: Path) -> MetaTensorType | None:
         """The one description that governs a tensor at `path`, or None: the leaf is open.
@@ -151,7 +189,7 @@ attribute open).
         for parameter, descriptor in read.items()
         if (check := compile_check(descriptor, dims)) is not None
     )
-    return CompiledDescriptors(call, read, dims, tuple(checks))
+    return CompiledDescriptors(call, read, dims, tuple(checks), generate_check(read, signature))
 
 
 def _read(

@@ -55,7 +55,7 @@ def generate(type_: TSAllType, decide: Callable[[TSAllType], Fits]) -> Fits:
     """
     if _leaves_names_open(type_):
         return _unsure
-    source = _Source(decide, ())
+    source = Source(decide, ())
     source.emit("value", type_, "    ")
     return source.function("fits", "value")
 
@@ -74,7 +74,7 @@ def generate_call(
     """
     if any(map(_leaves_names_open, types.values())):
         return _unsure
-    source = _Source(decide, signature.parameters)
+    source = Source(decide, signature.parameters)
     absent = source.new(_ABSENT)
     for parameter in signature.parameters.values():
         at, type_ = parameter.name, types[parameter.name]
@@ -185,7 +185,7 @@ def refused_sizes(dim: Dim, at: str) -> Iterator[str]:
         yield f"{at} % {dim.multiple_of}"
 
 
-class _Source:
+class Source:
     """The lines so far, the objects that they name, and a variable for each named size."""
 
     def __init__(self, decide: Callable[[TSAllType], Fits], taken: Container[str]) -> None:
@@ -194,6 +194,8 @@ class _Source:
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {}
         self.sizes: dict[str, str] = {}
+        self.seen: list[str] = []
+        self.loops = 0
         self._count = 0
         # By names of our own, because a parameter may be called `type` or `len`.
         self.known = {each: self.new(each) for each in (*_BUILTINS, torch.Tensor, _names_of)}
@@ -210,11 +212,14 @@ class _Source:
     def no_instance(self, at: str, cls: type) -> str:
         return f"not {self.known[isinstance]}({at}, {self.known.get(cls) or self.new(cls)})"
 
-    def function(self, name: str, parameters: str) -> Fits:
-        """The function that the lines make."""
+    def function(self, name: str, parameters: str, result: str = "True") -> Fits:
+        """The function that the lines make; it gives what `result` spells where nothing fails."""
         name = name if name.isidentifier() and not keyword.iskeyword(name) else "call"
         start = [f"    {variable} = -1" for variable in self.sizes.values()]
-        text = "\n".join([f"def {name}({parameters}):", *start, *self.lines, "    return True"])
+        start += [f"    {variable} = None" for variable in self.seen]
+        text = "\n".join(
+            [f"def {name}({parameters}):", *start, *self.lines, f"    return {result}"]
+        )
         scope = dict(self.scope)
         exec(compile(text, "<type check>", "exec"), scope)
         fits: Fits = scope[name]
@@ -257,7 +262,9 @@ class _Source:
                 self.refuse(f"{own} != {names!r}", indent)
                 self.unpack(at, elements, indent)
             case TSTensor(cls, meta):
-                self.refuse(self.no_instance(at, cls), indent)
+                plain = f"{self.known[type]}({at}) is not {self.known[torch.Tensor]} and "
+                unlike = self.no_instance(at, cls)
+                self.refuse(plain + unlike if cls is torch.Tensor else unlike, indent)
                 self.tensor(at, meta, indent)
             case TSBuiltinClass(cls) | TSEnum(cls):
                 self.refuse(self.no_instance(at, cls), indent)
@@ -272,9 +279,11 @@ class _Source:
         self, target: str, over: str, items: Iterable[tuple[str, TSType]], indent: str
     ) -> None:
         before = len(self.lines)
+        self.loops += 1
         self.lines.append(f"{indent}for {target} in {over}:")
         for item, type_ in items:
             self.emit(item, type_, indent + "    ")
+        self.loops -= 1
         if len(self.lines) == before + 1:  # its items may be anything
             self.lines.pop()
 
@@ -294,9 +303,15 @@ class _Source:
         elif meta.shape is not None:
             shape, unlike = self.new(), "<" if meta.dims is None else "!="
             self.lines.append(f"{indent}{shape} = {at}.shape")
+            if self.loops:  # the names are bound by now: what the last tensor had fits again
+                self.seen.append(seen := self.new())
+                self.lines.append(f"{indent}if {shape} != {seen}:")
+                indent, outer = f"{indent}    ", indent
+                self.lines.append(f"{indent}{seen} = {shape}")
             self.refuse(f"{self.known[len]}({shape}) {unlike} {len(dims)}", indent)
             for axis, dim in enumerate(dims, start=0 if meta.dims is not None else -len(dims)):
                 self.size(f"{shape}[{axis}]", dim, indent)
+            indent = outer if self.loops else indent
         if meta.device is not None:
             near = self.new(functools.partial(_is_on, meta.device))
             self.refuse(
