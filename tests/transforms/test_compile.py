@@ -75,10 +75,61 @@ def test_a_compiled_transform() -> None:
     same(compiled(X), tsfunc.vmap(tsfunc.grad(scalar))(X))
 
 
-def test_a_specialized_function_inside() -> None:
-    program = tsfunc.specialize(lambda x: x.sin())
-    compiled = torch.compile(lambda x: program(x) + 1, backend="eager")
-    x = torch.randn(3, 4)
-    for _ in range(2):
-        torch.testing.assert_close(compiled(x), x.sin() + 1)
-    assert program.cache_info()[:3] == (1, 1, 1)
+WEIGHT = torch.nn.Parameter(torch.ones(4))
+SPECIALIZED: dict[str, Callable[..., Tensor]] = {
+    "a function": tsfunc.specialize(lambda x: (x * WEIGHT).sin()),
+    "a module": tsfunc.specialize(torch.nn.Linear(4, 4)),
+    "with descriptors": tsfunc.specialize(
+        lambda x: x.sin(), {"x": tsfunc.MetaTensorType(["n", 4], dtype=torch.float32)}
+    ),
+    "of a transform": tsfunc.specialize(tsfunc.vmap(tsfunc.grad(lambda x: (x * WEIGHT).sum()))),
+}
+
+
+@pytest.mark.parametrize("name", SPECIALIZED)
+def test_a_specialized_function_inside(name: str) -> None:
+    """Without a warning, and in one graph where no transform is called."""
+    inner = SPECIALIZED[name]
+    compiled = torch.compile(
+        lambda x: inner(x * 2) + 1, backend="aot_eager", fullgraph=name != "of a transform"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Dynamo's own, about tensors that it hands over where its graph breaks.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+        for n in (3, 3, 5):
+            x = torch.randn(n, 4, requires_grad=True)
+            got, want = compiled(x), inner(x * 2) + 1
+            same(got, want)
+            (grad,) = torch.autograd.grad(got.sum(), x, allow_unused=True)
+            (expected,) = torch.autograd.grad(want.sum(), x, allow_unused=True)
+            assert (grad is None) == (expected is None)
+            if grad is not None:
+                same(grad, expected)
+
+
+def test_gradients_reach_what_a_specialized_function_closes_over() -> None:
+    compiled = torch.compile(lambda x: SPECIALIZED["a function"](x).sum(), backend="aot_eager")
+    compiled(torch.zeros(2, 4)).backward()
+    assert WEIGHT.grad is not None
+    WEIGHT.grad = None
+
+
+def test_descriptors_hold_inside_too() -> None:
+    compiled = torch.compile(lambda x: SPECIALIZED["with descriptors"](x), backend="eager")
+    with pytest.raises(Exception, match=r"shape\[1\]"):
+        compiled(torch.ones(3, 5))
+
+
+def test_what_is_frozen_stays_frozen_inside() -> None:
+    scale = 2.0
+    frozen = tsfunc.specialize(lambda x: x * scale, closure="freeze")
+    frozen(X)
+    scale = 5.0
+    compiled = torch.compile(lambda x: frozen(x) + 1, backend="eager")
+    same(compiled(X), X * 2 + 1)
+
+
+def test_a_compiled_specialized_function() -> None:
+    inner = SPECIALIZED["a function"]
+    same(torch.compile(inner, backend="eager")(X), inner(X))

@@ -123,3 +123,39 @@ class TestDescriptors:
         assert g.cache_info().misses == 0
         with pytest.raises(DescriptorViolation, match=r"layer\.weight"):
             g(*arguments(4, 3))
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.scale = 2.0
+
+    def forward(self, x: Tensor, state: State) -> Tensor:
+        return x * self.weight * self.scale + state.step
+
+
+class State:
+    def __init__(self) -> None:
+        self.step = 4
+
+
+class TestGuards:
+    def test_they_say_what_a_program_takes_for_granted(self) -> None:
+        f = specialize(Model(), {"x": Meta([Dim("n", max=9), 3])})
+        f(torch.ones(4, 3), State())
+        guards = f.guards
+        assert guards[0] == "x: f32[n, 3] cpu no_grad contiguous"
+        for line in ("type(state) is State", "2<=n<=9", "state.step is 4 (int)",
+                     "self.scale is 2.0 (float)", "grad mode is True"):  # fmt: skip
+            assert line in guards, line
+        assert any(line.startswith("self.weight is f32[3]") for line in guards)
+        assert str(guards).splitlines() == list(guards)
+
+    def test_layouts_expressions_and_values(self) -> None:
+        f = specialize(
+            lambda x, y, mode: x + y[:1].sum(), {"y": Meta(["2*n"]), "x": Meta(["n", 2])}
+        )
+        f(torch.ones(2, 4).t(), torch.ones(8), "fast")
+        assert f.guards[0] == "x: f32[n, 2] cpu no_grad strides (1, 4)"
+        assert "y.shape[0] == 2 * n" in f.guards and "mode is 'fast' (str)" in f.guards

@@ -3,9 +3,15 @@
 What runs inside of a transform are tracers, which Dynamo knows nothing of. So the functions that
 enter one are marked: not to be traced, and neither what they call. It costs a call nothing.
 
+NOTE [inside of torch.compile]
+A call of a specialized function is traced by Dynamo as a call of the function itself: Dynamo makes
+a graph and guards of its own, so nothing is gained by a program in between, and the graph need not
+break. Where the function calls a transform it does break, before the call, and the program runs.
+
 Private names used here (torch 2.11 to 2.13): ``_C._dynamo.eval_frame.set_code_exec_strategy``
 says what Dynamo does with frames of a code object, and with frames below them;
-``_torchdynamo_disable`` on a function keeps it from tracing calls of it.
+``_torchdynamo_disable`` on a function keeps it from tracing calls of it; one that is its
+``_torchdynamo_inline`` is traced in its place.
 """
 
 from __future__ import annotations
@@ -27,3 +33,13 @@ def outside_dynamo(func: F) -> F:
     eval_frame.set_code_exec_strategy(code, _SKIP_ALL)
     func._torchdynamo_disable = True  # type: ignore[attr-defined]
     return func
+
+
+def instead_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
+    """Marks a function in the place of which Dynamo traces another one."""
+
+    def mark(func: F) -> F:
+        func._torchdynamo_inline = other  # type: ignore[attr-defined]
+        return func
+
+    return mark

@@ -21,6 +21,7 @@ from tsfunc.program.capture import capture
 from tsfunc.program.entering import opening_lines
 from tsfunc.program.equal import same_program
 from tsfunc.program.forms import form_of_call
+from tsfunc.program.guard_texts import Guards, guard_texts
 from tsfunc.program.guards import guard_lines
 from tsfunc.program.holding import Closure, is_instance
 from tsfunc.program.inputs import (
@@ -201,7 +202,11 @@ class FirstCall:
         form = form_of_call(self.flat, self.tree, inputs, bounds, self.ambient)
         facts = instances.held.facts
         program = dataclasses.replace(
-            program, form=form, places=self.places, descriptors=self.descriptors(inputs, scalars)
+            program,
+            form=form,
+            places=self.places,
+            descriptors=self.descriptors(inputs, scalars),
+            guards=self.guards(inputs, bounds, scalars, instances.held.read),
         )
         if self.target.backend is not None:
             run = Compiled(
@@ -226,6 +231,19 @@ class FirstCall:
     def signature(self, inputs: Sequence[InputSpec]) -> Any:
         """What calls have in common that differ in nothing but the sizes of named dims."""
         return call_signature(self.flat, self.tree, self.ambient, inputs)
+
+    def guards(
+        self,
+        inputs: Sequence[InputSpec],
+        bounds: Mapping[str, Dim],
+        scalars: Sequence[ScalarSpec],
+        read: Mapping[str, Any],
+    ) -> Guards:
+        """What a program for these inputs takes for granted, for people."""
+        positions = [spec.position for spec in scalars]
+        return guard_texts(
+            self.flat, self.places, inputs, bounds, self.ambient, self.arguments, read, positions
+        )
 
     def descriptors(
         self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]

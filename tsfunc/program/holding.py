@@ -92,6 +92,7 @@ class Held:
         facts: what later calls are held to.
         inputs: the tensors among it that are read anew at every call.
         containers: what the function may change the elements of.
+        read: what later calls are held to, by how a user would write where it was found.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Held:
         self._own = Facts() if closure == "freeze" else self.facts  # which then nobody looks at
         self.inputs: list[tuple[torch.Tensor, Place]] = []
         self.containers: list[Copied] = []
+        self.read: dict[str, Any] = {}
         self._enter = enter
         self._met = met
         self._known: dict[int, tuple[Any, Place]] = {}  # kept alive, so that ids stay theirs
@@ -128,6 +130,8 @@ class Held:
         """Holds later calls to a value."""
         known = self._known.get(id(value))
         facts = self.facts_of(place.own)
+        if facts is self.facts:
+            self.read.setdefault(place.text, value)
         if known is not None:
             if facts is not self.facts_of(known[1].own):
                 facts.require_same(place.variable, value)

@@ -16,6 +16,7 @@ from tsfunc.errors import MalformedProgramError
 from tsfunc.program.drawing import draw
 from tsfunc.program.forms import CallForm
 from tsfunc.program.fx_module import graph_module
+from tsfunc.program.guard_texts import Guards
 from tsfunc.program.printing import printed
 from tsfunc.program.properties import ProgramProperties, properties_of
 from tsfunc.program.torch_operators import in_torch_operators
@@ -46,6 +47,8 @@ class Program:
         updates: the assignments that it ends with; the graph's last results are their tensors.
         form: what it takes for granted of its arguments, None where there is no record.
         descriptors: the same by parameter name, as :func:`specialize` takes it.
+        guards: what is true of every call that it answers, for people: a line each, and ``print``
+            shows them all.
         places: for each flattened argument its path, from the name of a parameter.
         conditions: what must hold of the numbers among its inputs, as Python of the guard.
     """
@@ -61,6 +64,7 @@ class Program:
     updates: tuple[Update, ...] = ()
     form: CallForm | None = None
     descriptors: Mapping[str, Any] = field(default_factory=dict)
+    guards: Guards = field(default_factory=Guards)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
 

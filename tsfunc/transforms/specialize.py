@@ -21,13 +21,14 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.collectives import is_bound
-from tsfunc.bridge.dynamo import outside_dynamo
+from tsfunc.bridge.dynamo import instead_in_dynamo, outside_dynamo
 from tsfunc.bridge.tracing import tracing_here
 from tsfunc.errors import DescriptorError, UnboundAxisError
 from tsfunc.program import Program
 from tsfunc.program.backends import resolve
 from tsfunc.program.cache import Cache, CacheInfo
 from tsfunc.program.calls import FirstCall, Target
+from tsfunc.program.guard_texts import Guards
 from tsfunc.program.holding import Closure
 from tsfunc.program.lowering import arguments_for
 from tsfunc.program.properties import ProgramProperties
@@ -59,6 +60,20 @@ class Specialized:
         self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
         self.cache = Cache(max_specializations, auto_widen)
 
+    def _inlined(self, *args: Any, **kwargs: Any) -> Any:
+        """What Dynamo traces in the place of a call: NOTE [inside of torch.compile]."""
+        target = self.target
+        if target.closure == "freeze":
+            return self._outside(*args, **kwargs)
+        if target.contracts:
+            target.contract(dict(target.signature.bind(*args, **kwargs).arguments))
+        return self.func(*args, **kwargs)
+
+    @outside_dynamo
+    def _outside(self, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
+
+    @instead_in_dynamo(_inlined)
     @outside_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         entries = self.cache.entries
@@ -164,6 +179,11 @@ class Specialized:
     def descriptors(self) -> Mapping[str, Any]:
         """What the current program was made for; ``specialize`` takes it."""
         return self.program.descriptors
+
+    @property
+    def guards(self) -> Guards:
+        """What is true of every call that the current program answers, a line each."""
+        return self.program.guards
 
     def properties(self) -> ProgramProperties:
         """What is known of each value of the current program."""
