@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import queue
-import random
 import signal
 import subprocess
 import sys
@@ -26,9 +25,9 @@ from typing import IO, Any
 
 import torch
 
-from tests.ops import derivatives
+from tests.ops import derivative_sweep, derivatives
 from tests.ops.database import Row, rows
-from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Outcome, Verdict, sweep, sweep_case
+from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Outcome, Verdict, sweep
 
 MODES = {mode.name: mode for mode in (VMAP, VMAP_VMAP, *derivatives.MODES, *derivatives.FURTHER)}
 PLAIN = (VMAP.name, VMAP_VMAP.name)  # the modes without derivatives
@@ -114,13 +113,7 @@ def run_task(task: Task) -> Result:
 
 
 def _outcomes(row: Row, dtype: torch.dtype, mode: Mode, most: int | None) -> Iterator[Outcome]:
-    if mode.name in PLAIN:
-        yield from sweep(row, dtype, mode, most)
-        return
-    rng = random.Random(0)
-    for case in row.cases(dtype, most, grad=True):
-        if case.differentiable:
-            yield from sweep_case(mode, case, rng, differ=derivatives.differ)
+    return (sweep if mode.name in PLAIN else derivative_sweep.sweep)(row, dtype, mode, most)
 
 
 def serve() -> None:

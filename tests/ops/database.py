@@ -133,7 +133,8 @@ class Row:
         func = functools.partial(_differentiable, self, sample.output_process_fn_grad)
         tensors = tuple(leaves[i] for i in places)
         call = functools.partial(_call, func, leaves, tree, places)
-        yield Case(call, tensors, differentiable=tuple(by))
+        written, _ = _written(call, tensors)
+        yield Case(call, tensors, written, differentiable=tuple(by))
 
     def _case(self, sample: Any) -> Iterator[Case]:
         leaves, tree = optree.tree_flatten(

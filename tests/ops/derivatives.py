@@ -17,9 +17,10 @@ from torch.autograd import forward_ad
 import tsfunc
 from tests.ops.batches import Batch, looped, mapped
 from tests.ops.database import Case, Results
-from tests.ops.sweep import Mode
+from tests.ops.sweep import Mode, Run
 
 Function = Callable[..., Results]
+SPLIT = {"data_dependent": "split"}
 
 
 class NotDifferentiable(Exception):
@@ -112,19 +113,23 @@ def our_grad(f: Callable[..., Tensor], places: Sequence[int]) -> Function:
 def gradient_mode(levels: int) -> Mode:
     """``vmap(grad)``, vmap nested so many times."""
 
-    def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-        gradient = our_grad(scalar(case.call), case.differentiable)
-        out: Results = mapped(gradient, batch, "same")(*inputs)
-        return out
+    def run(**options: Any) -> Run:
+        def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+            gradient = our_grad(scalar(case.call), case.differentiable)
+            out: Results = mapped(gradient, batch, "same", **options)(*inputs)
+            return out
+
+        return ours
 
     def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
         out: Results = looped(torch_grad(scalar(case.call), case.differentiable), batch)(*inputs)
         return out
 
-    return Mode("vmap(grad)" if levels == 1 else "vmap(vmap(grad))", levels, ours, plain)
+    name = "vmap(grad)" if levels == 1 else "vmap(vmap(grad))"
+    return Mode(name, levels, run(), plain, run(**SPLIT), writes=False)
 
 
-def _of_batch(f: Function, batch: Batch, *, ours: bool) -> Callable[..., Tensor]:
+def _of_batch(f: Function, batch: Batch, *, ours: bool, **options: Any) -> Callable[..., Tensor]:
     """The sum over the batch of the weighted results of its examples."""
 
     def own(*example: Tensor) -> Results:
@@ -132,7 +137,7 @@ def _of_batch(f: Function, batch: Batch, *, ours: bool) -> Callable[..., Tensor]
         return f(*[x.clone() for x in example])
 
     def whole(*inputs: Tensor) -> Tensor:
-        call = mapped(f, batch, "same") if ours else looped(own, batch, alias=True)
+        call = mapped(f, batch, "same", **options) if ours else looped(own, batch, alias=True)
         outs = [x for x in call(*inputs) if has_derivative(x)]
         if not outs:
             raise NotDifferentiable("no result has a derivative")
@@ -141,8 +146,12 @@ def _of_batch(f: Function, batch: Batch, *, ours: bool) -> Callable[..., Tensor]
     return whole
 
 
-def _grad_of_vmap(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-    return our_grad(_of_batch(case.call, batch, ours=True), case.differentiable)(*inputs)
+def _grad_of_vmap(**options: Any) -> Run:
+    def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+        whole = _of_batch(case.call, batch, ours=True, **options)
+        return our_grad(whole, case.differentiable)(*inputs)
+
+    return ours
 
 
 def _grad_of_loop(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
@@ -236,7 +245,7 @@ def second_mode(way: str) -> Mode:
         out: Results = looped(torch_along(case), batch)(*inputs)
         return out
 
-    return Mode(f"vmap({way})", 1, ours, plain)
+    return Mode(f"vmap({way})", 1, ours, plain, writes=False)
 
 
 # Forward mode.
@@ -319,17 +328,21 @@ def _with_tangents(case: Case, batch: Batch, inputs: Sequence[Tensor], which: st
 def forward_mode(which: str) -> Mode:
     """``vmap(jvp)``, with "both" batched or only the "primals" or the "tangents"."""
 
-    def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
-        both, given = _with_tangents(case, batch, inputs, which)
-        out: Results = mapped(_jvp(case, ours=True), both, "same")(*given)
-        return out
+    def run(**options: Any) -> Run:
+        def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
+            both, given = _with_tangents(case, batch, inputs, which)
+            out: Results = mapped(_jvp(case, ours=True), both, "same", **options)(*given)
+            return out
+
+        return ours
 
     def plain(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
         both, given = _with_tangents(case, batch, inputs, which)
         out: Results = looped(_jvp(case, ours=False), both)(*given)
         return out
 
-    return Mode("vmap(jvp)" if which == "both" else f"vmap(jvp), {which}", 1, ours, plain)
+    name = "vmap(jvp)" if which == "both" else f"vmap(jvp), {which}"
+    return Mode(name, 1, run(), plain, run(**SPLIT), writes=False)
 
 
 def _jvp_of_vmap(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
@@ -397,14 +410,16 @@ def _loop_of_vjp(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
 
 
 VMAP_GRAD = gradient_mode(1)
-GRAD_VMAP = Mode("grad(vmap)", 1, _grad_of_vmap, _grad_of_loop)
+GRAD_VMAP = Mode(
+    "grad(vmap)", 1, _grad_of_vmap(), _grad_of_loop, _grad_of_vmap(**SPLIT), writes=False
+)
 VMAP_JVP = forward_mode("both")
 VMAP_JVP_PRIMALS = forward_mode("primals")
 VMAP_JVP_TANGENTS = forward_mode("tangents")
-JVP_VMAP = Mode("jvp(vmap)", 1, _jvp_of_vmap, _loop_of_jvp)
-VMAP_VJP = Mode("vmap(vjp), cotangents", 1, _vmap_of_vjp, _loop_of_vjp)
+JVP_VMAP = Mode("jvp(vmap)", 1, _jvp_of_vmap, _loop_of_jvp, writes=False)
+VMAP_VJP = Mode("vmap(vjp), cotangents", 1, _vmap_of_vjp, _loop_of_vjp, writes=False)
 VMAP_VMAP_GRAD = gradient_mode(2)
-VMAP_GRAD_GRAD = Mode("vmap(grad(grad))", 1, _vmap_second, _loop_second)
+VMAP_GRAD_GRAD = Mode("vmap(grad(grad))", 1, _vmap_second, _loop_second, writes=False)
 SECOND = (second_mode("jvp(jvp)"), second_mode("grad(jvp)"), second_mode("jvp(grad)"))
 
 MODES = (VMAP_GRAD, GRAD_VMAP, VMAP_JVP)  # those swept whole
