@@ -134,6 +134,8 @@ class Row:
         tensors = tuple(leaves[i] for i in places)
         call = functools.partial(_call, func, leaves, tree, places)
         written, _ = _written(call, tensors)
+        if set(written) & set(by):  # into a copy, as the in-place variants do
+            call, written = functools.partial(_of_copies, call), ()
         yield Case(call, tensors, written, differentiable=tuple(by))
 
     def _case(self, sample: Any) -> Iterator[Case]:
@@ -162,6 +164,10 @@ def _differentiable(
         first = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, first)
     call = row.call if row.checked is None else functools.partial(row.checked, row.call)
     return process(call(first, *args, **kwargs))
+
+
+def _of_copies(call: Callable[..., Results], *tensors: Tensor) -> Results:
+    return call(*[x.clone() for x in tensors])
 
 
 def tensors_of(out: Any) -> Results:

@@ -5,6 +5,9 @@ has the batch dim where the arguments had theirs: between dims of the example, o
 view as one then. So such a result is laid out anew, with the batch dim first. That is done to what
 an operator at the level made and nobody else has: a view of a tensor from outside, or of one that
 has views already, would not be one of it any more.
+
+Private names used here (torch 2.11 to 2.13): ``_current_graph_task_id`` is -1 outside of backward
+passes; ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
-from tsfunc.bridge.batch_tracer import BatchTracer
+from tsfunc.bridge.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.fallback import PARTS
 from tsfunc.bridge.marked import record_of
 from tsfunc.bridge.turning import BornOutside, memory_of, physical, relatives_of
 from tsfunc.ops.dims import front
+from tsfunc.ops.views import known_sizes
 
 
 def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
@@ -27,6 +31,10 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
     group = _sharing(x)
     with level.restored():
         x.value.new_empty(x.shape).view(sizes)  # raises where there is none in any layout
+        if group is None and _current_graph_task_id() != -1:
+            # A backward formula reads what was saved, and does not write into it.
+            value = front(x.value, x.bdim)
+            return wrap(value.reshape([value.shape[0], *known_sizes(sizes, value, 0)]), 0, level)
         if group is None:
             raise RuntimeError(
                 f"{level.name}: view size is not compatible with input tensor's size and stride "

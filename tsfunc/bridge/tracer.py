@@ -31,6 +31,7 @@ from torch._C import (
     _skip_one_hop_torch_function,
 )
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
 
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.torch_state import (
@@ -375,6 +376,9 @@ def into_torch(
                 if isinstance(func, OpOverload) and not kwargs:
                     # A dispatch mode that calls it is past autograd; what is inside is not.
                     return operator_of(func).call(args, kwargs, below_autograd())
+                if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+                    args = tuple([_lift_recorded(arg, level) for arg in args])
+                    kwargs = {k: _lift_recorded(v, level) for k, v in kwargs.items()}
                 with without_autograd():
                     return _hop(func, types, args, kwargs)
             args, kwargs = lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}
@@ -394,6 +398,24 @@ def _lift(value: Any, level: TracerLevel) -> Any:
         return level.lift(value) if value.requires_grad or level.forward else value
     if isinstance(value, list | tuple):
         lifted = [_lift(item, level) for item in value]
+        return lifted if isinstance(value, list) else tuple(lifted)
+    return value
+
+
+# Where it is not, C++ goes past autograd, and of a composite function some parts may be of operands
+# of outer levels alone (the 0 in ``w[i, 0]``). Those that are differentiated out there are lifted
+# too, so that every part meets the level, which records as it found things.
+def _lift_recorded(value: Any, level: TracerLevel) -> Any:
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
+            return value
+        with DisableTorchFunctionSubclass():
+            recorded = value.requires_grad or (
+                forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+            )
+        return level.lift(value) if recorded else value
+    if isinstance(value, list | tuple):
+        lifted = [_lift_recorded(item, level) for item in value]
         return lifted if isinstance(value, list) else tuple(lifted)
     return value
 

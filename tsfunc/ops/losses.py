@@ -152,17 +152,24 @@ def _folded(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
 def multi_margin_loss(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Examples are more samples; the weights must be the same for all."""
+    """Examples are more samples."""
     given = [*args, *(1, 1, None, MEAN)[len(args) - 2 :]]
     x, target, p, margin, weight, reduction = given
-    if len(dims) > 4 and dims[4] is not None:
-        return NotImplemented
     lead = logical_rank(x, dims[0]) - 1
     x = _folded(x, dims[0], level.batch_size, lead)
     listed = logical_rank(target, dims[1]) > 0
     target = batched_front(target, dims[1], level.batch_size).flatten()
-    out = op(x, target, p, margin, weight, NONE)
+    weight, factor = _own_weights(weight, (*dims, *[None] * 5)[4], target)
+    out = op(x, target, p, margin, weight, NONE) * factor
     return reduced(out.unflatten(0, (level.batch_size, -1)) if listed else out, 0, reduction)
+
+
+def _own_weights(weight: Any, at: int | None, target: Tensor) -> tuple[Any, Any]:
+    """Weights of classes that each example has its own of, as a factor of each sample's loss."""
+    if at is None:
+        return weight, 1
+    weight = front(weight, at)
+    return None, weight.gather(1, target.view(weight.shape[0], -1)).flatten()
 
 
 @row("aten::multi_margin_loss_backward")
@@ -172,14 +179,13 @@ def multi_margin_loss_backward(
     """As above."""
     given = [*args, *(None, MEAN)[len(args) - 5 :]]
     grad, x, target, p, margin, weight, reduction = given
-    if len(dims) > 5 and dims[5] is not None:
-        return NotImplemented
     size = level.batch_size
     whole = batched_front(x, dims[1], size)
     x = _folded(x, dims[1], size, whole.dim() - 2)
     target = batched_front(target, dims[2], size).flatten()
-    out = op(_sample_grads(grad, dims[0], whole, reduction), x, target, p, margin, weight, NONE)
-    return out.view(whole.shape), 0
+    weight, factor = _own_weights(weight, (*dims, *[None] * 6)[5], target)
+    grads = _sample_grads(grad, dims[0], whole, reduction) * factor
+    return op(grads, x, target, p, margin, weight, NONE).view(whole.shape), 0
 
 
 def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Tensor:

@@ -223,11 +223,10 @@ def renorm_inplace(
     """As renorm, and copied back."""
     if dims[0] is None:
         refuse_inplace(op)
-    out = renorm(torch.ops.aten.renorm.default, level, dims, args, kwargs)
-    if out is not NotImplemented:
-        args[0].copy_(out[0])
-        return args[0], dims[0]
-    return out
+    x, *rest = args
+    before = x.clone() if x.requires_grad else x  # what the derivative is at
+    out = renorm(torch.ops.aten.renorm.default, level, dims, (before, *rest), kwargs)
+    return out if out is NotImplemented else (x.copy_(out[0]), dims[0])
 
 
 def along(tensors: int = 1) -> Rule:
