@@ -124,6 +124,21 @@ CASES: dict[str, Case] = {
         lambda x, m, v: x.index_put((m,), v, accumulate=True), rand(3, 4), MASK, rand(2, 1)
     ),
     "mask, in place": case(lambda x, m, v: _set(x.sin(), m, v), rand(3, 4), MASK, rand(2, 4)),
+    # Parts of a composite function that read what is not batched went past autograd.
+    "an index and a number": case(lambda x, i: x[i, 0], rand(4, 3), torch.tensor([1, 2])),
+    "to the type of another": case(lambda x, y: x.to(y), rand(2, 3), rand(2, 3).float()),
+    # The factor's formula looks at what the tensor was before it was written.
+    "renorm in place": case(lambda x: x.clone().renorm_(2, 0, 0.5), rand(3, 2, 4)),
+    "a weight for each class": case(
+        lambda x, t, w: F.multi_margin_loss(x, t, weight=w),
+        rand(3, 4),
+        torch.tensor([0, 2, 1]),
+        rand(4),
+    ),
+    # Its formula takes a view of the indices: there is none where the batch dim lies within.
+    "unpooling": case(
+        lambda x, i: F.max_unpool2d(x, i, [2]), *F.max_pool2d(rand(1, 4, 6), 2, return_indices=True)
+    ),
     # Forward mode's lazy zeros came to kernels that take a tracer for a tensor with storage.
     "dropout": case(lambda x: _seeded(F.dropout, x, 0.4), rand(4, 3)),
     "feature dropout": case(lambda x: _seeded(F.dropout2d, x, 0.4), rand(2, 4, 3, 3)),
@@ -251,6 +266,21 @@ def test_wrong_derivatives_are_found(mode: Mode) -> None:
         return x.sin() * 2 if tsfunc.dispatch.current_levels() else x.sin()
 
     assert Verdict.WRONG in verdicts(mode, case(odd, rand(3)))
+
+
+def test_split_at_places_in_a_tensor() -> None:
+    """C++ looks for the places in memory, which a tracer does not have."""
+    x, places = rand(3, 5), torch.tensor([1, 3])
+
+    def parts(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.tensor_split(x.sin(), places)
+
+    pushed = tsfunc.vmap(lambda x: tsfunc.jvp(parts, (x,), (x,))[1])(x)
+    torch.testing.assert_close(torch.cat(pushed, 1), x.cos() * x)
+    with pytest.raises(tsfunc.errors.DataDependentError, match="tolist"):
+        tsfunc.vmap(lambda x, at: torch.tensor_split(x, at))(
+            x, torch.stack([places] * 3) * x[:, :2].long()
+        )
 
 
 def test_a_mask_that_has_another_number_of_places() -> None:

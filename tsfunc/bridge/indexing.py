@@ -186,6 +186,18 @@ def _narrow(
     return gather(x, wrap_dim(dim, x.dim()), places)
 
 
+def _tensor_split(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``tensor_split(x, where, dim)``: C++ would look for the numbers in a tracer's memory."""
+    named = "tensor_indices_or_sections"
+    where = args[1] if len(args) > 1 else kwargs.get("indices_or_sections", kwargs.get(named))
+    if not isinstance(where, Tracer):
+        return NotImplemented
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    return torch.tensor_split(args[0] if args else kwargs["input"], where.tolist(), dim)
+
+
 def _taken(x: torch.Tensor, items: list[Any], place: int) -> torch.Tensor:
     """One item served; what stands for it in the index then is put in its place."""
     item = items.pop(place)
@@ -273,4 +285,5 @@ def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
 METHODS[_T.__getitem__] = _get
 METHODS[_T.__setitem__] = _set
 METHODS[_T.select] = METHODS[torch.select] = _select
+METHODS[_T.tensor_split] = METHODS[torch.tensor_split] = _tensor_split
 METHODS[_T.narrow] = METHODS[torch.narrow] = _narrow

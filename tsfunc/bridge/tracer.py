@@ -391,11 +391,20 @@ def into_torch(
 # Where autograd is recorded at a level, C++ would see the graphs and tangents of outer levels'
 # tensors too and take them for the level's own. So these are lifted to the level first: their own
 # autograd goes on inside of the tracer.
+_DIFFERENTIABLE = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+)
+
+
 def _lift(value: Any, level: TracerLevel) -> Any:
     if isinstance(value, Tracer):
         return level.lift(value) if value.dispatch_level.depth < level.depth else value
     if isinstance(value, torch.Tensor):
-        return level.lift(value) if value.requires_grad or level.forward else value
+        if value.requires_grad or (level.forward and value.dtype in _DIFFERENTIABLE):
+            return level.lift(value)
+        return value
     if isinstance(value, list | tuple):
         lifted = [_lift(item, level) for item in value]
         return lifted if isinstance(value, list) else tuple(lifted)

@@ -1,0 +1,98 @@
+"""The law of the derivative modes on every row of the operator database: a batch is the loop.
+
+A sample of the rows, and the whole in slow tests; ``tools/sweeping`` tries more samples of each.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.database import FUNCTION, INPLACE, Row, rows
+from tests.ops.derivative_sweep import sweep
+from tests.ops.derivatives import MODES, torch_pushed, torch_pushed_by_pulling
+from tests.ops.sweep import Mode, Verdict
+
+ROWS = [
+    row
+    for row in rows()
+    if row.variant in (FUNCTION, INPLACE) and torch.float64 in row.differentiable
+]
+OTHERS = (torch.float32, torch.complex128, torch.complex64, torch.bfloat16)
+RIGHT = (Verdict.OK, Verdict.SPLIT, Verdict.NONE)
+
+_RULE = "the rule that the database registers for it takes one argument, the operator has two"
+_TANGENT = "torch's tangent is not that of its own pullback: it leaves out, or is, the number"
+_DRAWS = "torch draws for negative elements only, so that a number's place depends on the values"
+_REFUSED = "randomness='same' refuses a distribution of each example's own, as torch.func does"
+_SPARSE = "torch has no kernel for a batch of sparse matrices in rows: a loop, with a warning"
+
+# Rows that are not right, in a mode or in all, and why.
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("NumpyCatCustomOp", ""): _RULE,
+    ("NumpySplitCopyCustomOp", "vmap(grad)"): _RULE,
+    ("NumpySplitCopyWithIntCustomOp", "vmap(grad)"): _RULE,
+    ("_foreach_add", "vmap(jvp)"): _TANGENT,
+    ("_foreach_add (inplace)", "vmap(jvp)"): _TANGENT,
+    ("_foreach_maximum", "vmap(jvp)"): _TANGENT,
+    ("_foreach_minimum", "vmap(jvp)"): _TANGENT,
+    ("nn.functional.rrelu", ""): _DRAWS,
+    ("nn.functional.rrelu (inplace)", ""): _DRAWS,
+    ("normal", ""): _REFUSED,
+    ("normal.number_mean", ""): _REFUSED,
+    ("sparse.mm.reduce", "vmap(grad)"): _SPARSE,
+    ("sparse.sampled_addmm", "vmap(grad)"): _SPARSE,
+}
+
+
+def is_right(row: Row, dtype: torch.dtype, mode: Mode, most: int) -> None:
+    if EXCEPTIONS.keys() & {(row.name, mode.name), (row.name, "")}:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for outcome in sweep(row, dtype, mode, most):
+            assert outcome.verdict in RIGHT, (outcome.verdict.name, outcome.what, outcome.message)
+
+
+@pytest.mark.parametrize("row", ROWS[11::90], ids=lambda row: row.name)
+def test_a_sample(row: Row) -> None:
+    for mode in MODES:
+        is_right(row, torch.float64, mode, most=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_row(row: Row, mode: Mode) -> None:
+    is_right(row, torch.float64, mode, most=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+@pytest.mark.parametrize("row", ROWS[::8], ids=lambda row: row.name)
+def test_other_types(row: Row, dtype: torch.dtype) -> None:
+    for mode in MODES if dtype in row.differentiable else ():
+        is_right(row, dtype, mode, most=1)
+
+
+NUMBER = torch.tensor(8.0, dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["_foreach_add", "_foreach_maximum", "_foreach_minimum"])
+def test_tangents_that_are_wrong_in_torch(name: str) -> None:
+    """A list and a number, which for a sum may be a tensor: torch against its own pullback."""
+    x = torch.tensor([7.0, 9.0], dtype=torch.float64)
+    primals = (x, NUMBER) if name == "_foreach_add" else (x,)
+
+    def f(x: Tensor, number: Any = 8.0) -> tuple[Tensor, ...]:
+        return tuple(getattr(torch, name)([x], number))
+
+    tangents = [torch.ones_like(primal) for primal in primals]
+    _, pushed = torch_pushed(f, primals, tangents)
+    _, right = torch_pushed_by_pulling(f, primals, tangents)
+    assert not torch.allclose(pushed, right)
