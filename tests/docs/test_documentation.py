@@ -46,6 +46,13 @@ def test_files_that_the_architecture_names_exist() -> None:
         assert note in notes, note
 
 
+@pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
+def test_tests_that_the_docs_name_exist(path: str) -> None:
+    text = (ROOT / "docs" / path).read_text()
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
+        assert re.search(rf"(?:def|class) {name}\b", (ROOT / file).read_text()), (file, name)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)
