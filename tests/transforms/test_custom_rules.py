@@ -206,7 +206,10 @@ def test_rules_that_are_missing_or_malformed_are_errors() -> None:
     with pytest.raises(TypeError, match=r"must return a tuple of 1.*got 2"):
         grad(bad)(x)
     bad.defvjp(lambda x: (x.sum(), None), lambda r, ct: (ct,))
-    with pytest.raises(TypeError, match=r"a cotangent of shape \(\) for an argument of shape \(2,"):
+    with pytest.raises(
+        TypeError,
+        match=r"the cotangent of an argument must be of .* shape \(2,\), got .* shape \(\)",
+    ):
         grad(bad)(x)
     worse = custom_jvp(lambda x: x.sum())
     worse.defjvp(lambda p, t: p[0].sum())
@@ -224,3 +227,97 @@ def test_rules_that_are_missing_or_malformed_are_errors() -> None:
         vmap(short)(x)
     with pytest.raises(TypeError, match="nondiff_argnums, which defjvps does not know of"):
         custom_jvp(torch.sin, nondiff_argnums=(0,)).defjvps(None)
+
+
+def test_arguments_by_name_and_defaults_come_to_the_rules_by_position() -> None:
+    f = custom_vjp(lambda x, y=3.0: x * y)
+    f.defvjp(lambda x, y: (x * y, y), lambda y, ct: (10 * y * ct, None))
+    x = torch.tensor(2.0)
+    assert f(x) == 6 and f(y=4.0, x=x) == 8
+    assert grad(lambda x: f(x))(x) == 30 and grad(lambda x: f(y=4.0, x=x))(x) == 40
+    g = custom_jvp(lambda x, y=3.0, *, z=1.0: x * y * z)
+    g.defjvp(lambda primals, tangents: (primals[0] * primals[1], 10 * tangents[0]))
+    assert grad(lambda x: g(x))(x) == 10 and grad(lambda x: g(x, y=5.0))(x) == 10
+    with pytest.raises(TypeError, match="by position, which z can't be given"):
+        g(x, z=2.0)
+    h = custom_vmap(lambda x, y=2.0: x * y)
+    h.def_vmap(lambda size, batched, x, y: (x * y + size, True))
+    assert vmap(lambda x: h(x=x))(x[None]) == 5
+    with pytest.raises(TypeError, match="no signature by which the arguments x"):
+        custom_vmap(torch.sin)(x=x)
+
+
+def test_arguments_that_are_not_differentiated_by_name() -> None:
+    f = custom_vjp(lambda x, power: x**power, nondiff_argnames="power")
+    f.defvjp(
+        lambda x, power: (x**power, x),
+        lambda power, x, ct: (power * x ** (power - 1) * ct,),
+    )
+    assert grad(lambda x: f(x, power=3))(torch.tensor(2.0)) == 12
+    g = custom_jvp(lambda f, x: f(x), nondiff_argnums=0)
+    g.defjvp(lambda f, primals, tangents: (f(*primals), 7 * tangents[0]))
+    assert grad(lambda x: g(torch.sin, x))(torch.tensor(2.0)) == 7
+    with pytest.raises(ValueError, match="has no parameter 'n', which nondiff_argnames"):
+        custom_vjp(lambda x: x, nondiff_argnames=["n"])
+
+
+def test_where_nobody_differentiates_the_function_itself_runs() -> None:
+    ran: list[str] = []
+
+    def fwd(x: Tensor) -> Any:
+        ran.append("fwd")
+        return x * 2, None
+
+    @custom_vjp
+    def f(x: Tensor) -> Tensor:
+        ran.append("func")
+        return x * 2
+
+    f.defvjp(fwd, lambda _, ct: (2 * ct,))
+    plain: list[Any] = [f, vmap(f), lambda x: grad(lambda y: (y * f(x)).sum())(x)]
+    inside: list[Any] = [
+        grad(lambda x: f(x).sum()), vmap(grad(f)), grad(lambda x: vmap(f)(x).sum()),
+    ]  # fmt: skip
+    for calls, want in ((plain, "func"), (inside, "fwd")):
+        for call in calls:
+            ran.clear()
+            call(X)
+            assert ran == [want]
+
+
+def test_methods_and_integers() -> None:
+    class Layer:
+        scale = 3.0
+
+        @custom_vjp
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            return self.scale * x * n
+
+    Layer.forward.defvjp(
+        lambda self, x, n: (self.scale * x * n, (self.scale, n)),
+        lambda saved, ct: (None, 10 * saved[0] * saved[1] * ct, None),
+    )
+    layer, n = Layer(), torch.tensor(2)
+    assert grad(lambda x: layer.forward(x, n))(torch.tensor(1.0)) == 60
+    assert vmap(grad(lambda x, n: layer.forward(x, n)))(X.float(), torch.arange(5)).tolist() == [
+        0.0, 30.0, 60.0, 90.0, 120.0,
+    ]  # fmt: skip
+
+
+def test_tangents_and_cotangents_of_other_types_are_errors() -> None:
+    x = torch.ones(3)
+    f = custom_jvp(lambda x: x * 2)
+    f.defjvp(lambda primals, tangents: (primals[0] * 2, tangents[0].sum()))
+    match = r"the tangent of a result must be of torch.float32 and of shape \(3,\), got"
+    with pytest.raises(TypeError, match=match):
+        jvp(f, (x,), (x,))
+    f.defjvp(lambda primals, tangents: (primals[0] * 2, tangents[0].double()))
+    with pytest.raises(TypeError, match=match):
+        grad(lambda x: f(x).sum())(x)
+    f.defjvp(lambda primals, tangents: ((primals[0],), (tangents[0],)))
+    with pytest.raises(TypeError, match="must return what the function returns, of the structure"):
+        jvp(f, (x,), (x,))
+    g = custom_vjp(lambda x: x * 2)
+    g.defvjp(lambda x: (x * 2, None), lambda _, ct: ("no",))
+    with pytest.raises(TypeError, match="must be a tensor, or None for zeros; got 'no'"):
+        grad(lambda x: g(x).sum())(x)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,118 +18,26 @@ from torch.autograd import Function
 from tsfunc import pytrees
 from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.transforms.custom_batching import call_rule
+from tsfunc.transforms.custom_rules import (
+    Call,
+    Rule,
+    apart,
+    apply,
+    check_alike,
+    is_differentiated,
+    structure_error,
+)
 from tsfunc.transforms.reverse import vjp
-from tsfunc.transforms.vmap_spec import name_of
 
 
-@dataclass(eq=False)
-class _Call:
-    """A call's arguments apart: the tensors, and what they stand among."""
-
-    function: Any
-    leaves: list[Any]
-    tree: Any
-    places: list[int]
-    out_tree: Any = None
-    out_places: tuple[int, ...] = ()
-    out_leaves: tuple[Any, ...] = ()
-
-    def arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments with other tensors in the places of theirs."""
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        found: tuple[Any, ...] = pytrees.unflatten(self.tree, leaves)
-        return found
-
-    def kept(self, out: Any) -> tuple[Any, ...]:
-        """The tensors of a result; its structure is remembered."""
-        leaves, self.out_tree = pytrees.flatten(out)
-        self.out_places = tuple(
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
-        )
-        tensors = tuple(leaves[i] for i in self.out_places)
-        self.out_leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
-        return tensors
-
-    def result(self, tensors: Sequence[Any]) -> Any:
-        """A result of the remembered structure."""
-        leaves = list(self.out_leaves)
-        for place, tensor in zip(self.out_places, tensors, strict=True):
-            leaves[place] = tensor
-        return pytrees.unflatten(self.out_tree, leaves)
-
-    def flat_tangents(self, tangents: Sequence[Any], primals: Sequence[Any]) -> list[Any]:
-        """Zeros where there is no tangent."""
-        return [
-            torch.zeros_like(x) if t is None else t for t, x in zip(tangents, primals, strict=True)
-        ]
-
-
-def _apart(function: Any, args: tuple[Any, ...]) -> tuple[_Call, list[torch.Tensor]]:
-    leaves, tree = pytrees.flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    tensors = [leaves[i] for i in places]
-    rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return _Call(function, rest, tree, places), tensors
-
-
-class _Rule:
-    """What the three have in common: a function, and arguments that it is not mapped over."""
-
-    what = "custom_rule"
-
-    def __init__(self, func: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
-        functools.update_wrapper(self, func, updated=())
-        self.func = func
-        self.name = name_of(func)
-        self.nondiff_argnums = tuple(nondiff_argnums)
-
-    def __call__(self, *args: Any) -> Any:
-        raise NotImplementedError
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        return self if instance is None else functools.partial(self, instance)
-
-    def fixed(self, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
-        """The arguments that are not differentiated, and the others."""
-        fixed = {n % len(args) for n in self.nondiff_argnums} if args else set()
-        return [args[i] for i in sorted(fixed)], tuple(
-            arg for i, arg in enumerate(args) if i not in fixed
-        )
-
-    def whole(self, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, ...]:
-        """All arguments again."""
-        places = {n % (len(fixed) + len(rest)) for n in self.nondiff_argnums}
-        remaining, kept = iter(rest), iter(fixed)
-        count = len(fixed) + len(rest)
-        return tuple(next(kept if i in places else remaining) for i in range(count))
-
-    def missing(self, method: str) -> RuntimeError:
-        return RuntimeError(
-            f"{self.what}: {self.name} has no rule yet. Give it one with @{self.name}.{method}."
-        )
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    """``Function.apply``, which torch does not annotate."""
-    return function.apply(*args)
-
-
-def _structure_error(what: str, expected: Any, got: Any) -> TypeError:
-    return TypeError(
-        f"{what} must have the structure {pytrees.structure_of(expected)}, got "
-        f"{pytrees.structure_of(got)}."
-    )
-
-
-class custom_vjp(_Rule):
+class custom_vjp(Rule):
     """A function whose reverse-mode derivative is the user's.
 
     Args:
         func: takes and returns pytrees.
         nondiff_argnums: positions of arguments that are not differentiated; the rule ``bwd`` gets
-            them first.
+            them first. Of derivatives by them, and by what ``func`` closes over, it says nothing.
+        nondiff_argnames: the same by name.
 
     ``defvjp(fwd, bwd)`` gives the rule: ``fwd`` takes what ``func`` takes and returns its result
     and a pytree of residuals; ``bwd`` takes the residuals and the cotangent of the result, and
@@ -155,8 +62,13 @@ class custom_vjp(_Rule):
 
     what = "custom_vjp"
 
-    def __init__(self, func: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
-        super().__init__(func, nondiff_argnums)
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        nondiff_argnums: int | Sequence[int] = (),
+        nondiff_argnames: str | Sequence[str] = (),
+    ) -> None:
+        super().__init__(func, nondiff_argnums, nondiff_argnames)
         self.fwd: Callable[..., Any] | None = None
         self.bwd: Callable[..., Any] | None = None
 
@@ -164,12 +76,15 @@ class custom_vjp(_Rule):
         """Gives the two halves of the rule."""
         self.fwd, self.bwd = fwd, bwd
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.fwd is None or self.bwd is None:
             raise self.missing("defvjp(fwd, bwd)")
+        args = self.positional(args, kwargs)
         fixed, rest = self.fixed(args)
-        call, tensors = _apart((self, fixed), rest)
-        return call.result(_apply(_Vjp, call, *tensors))
+        call, tensors = apart((self, fixed), rest)
+        if not is_differentiated(tensors):
+            return self.func(*args)
+        return call.result(apply(_Vjp, call, *tensors))
 
     def forward(self, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
         assert self.fwd is not None
@@ -195,7 +110,7 @@ class custom_vjp(_Rule):
 
 class _Vjp(Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
         rule, fixed = call.function
         out, residuals = rule.forward(fixed, call.arguments(tensors))
         leaves, tree = pytrees.flatten(residuals)
@@ -256,7 +171,7 @@ class _Vjp(Function):
 
 
 def _cotangents_of(
-    call: _Call, rest: Sequence[Any], pulled: Sequence[Any], tensors: Sequence[Any], name: str
+    call: Call, rest: Sequence[Any], pulled: Sequence[Any], tensors: Sequence[Any], name: str
 ) -> list[Any]:
     """A cotangent for each tensor among the arguments, from the rule's tuple of pytrees."""
     flat: list[Any] = []
@@ -267,31 +182,28 @@ def _cotangents_of(
             continue
         found, given = pytrees.flatten(cotangent)
         if given != tree:
-            raise _structure_error(
+            raise structure_error(
                 f"custom_vjp: the bwd rule of {name}: the cotangent of an argument",
                 arg, cotangent,
             )  # fmt: skip
         flat += found
-    chosen = [flat[i] for i in call.places]
-    for cotangent, tensor in zip(chosen, tensors, strict=True):
-        if cotangent is not None and cotangent.shape != tensor.shape:
-            raise TypeError(
-                f"custom_vjp: the bwd rule of {name} gave a cotangent of shape "
-                f"{tuple(cotangent.shape)} for an argument of shape {tuple(tensor.shape)}."
-            )
-    return [
-        ct if ct is None or differentiable(x) else None
-        for ct, x in zip(chosen, tensors, strict=True)
+    chosen = [
+        flat[i] if differentiable(x) else None for i, x in zip(call.places, tensors, strict=True)
     ]
+    check_alike(
+        f"custom_vjp: the bwd rule of {name}: the cotangent of an argument", chosen, tensors
+    )
+    return chosen
 
 
-class custom_jvp(_Rule):
+class custom_jvp(Rule):
     """A function whose derivative is the user's, by its forward rule; reverse mode transposes it.
 
     Args:
         func: takes and returns pytrees.
         nondiff_argnums: positions of arguments that are not differentiated; the rule gets them
-            first.
+            first. Of derivatives by them, and by what ``func`` closes over, it says nothing.
+        nondiff_argnames: the same by name.
 
     ``defjvp(rule)`` gives the rule: it takes the tuple of primals and the tuple of tangents, and
     returns the result and its tangent, which must be linear in the tangents. ``defjvps(*rules)``
@@ -317,8 +229,13 @@ class custom_jvp(_Rule):
 
     what = "custom_jvp"
 
-    def __init__(self, func: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
-        super().__init__(func, nondiff_argnums)
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        nondiff_argnums: int | Sequence[int] = (),
+        nondiff_argnames: str | Sequence[str] = (),
+    ) -> None:
+        super().__init__(func, nondiff_argnums, nondiff_argnames)
         self.rule: Callable[..., Any] | None = None
 
     def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,14 +263,17 @@ class custom_jvp(_Rule):
 
         self.rule = rule
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.rule is None:
             raise self.missing("defjvp")
+        args = self.positional(args, kwargs)
         fixed, rest = self.fixed(args)
-        call, tensors = _apart((self, fixed), rest)
-        return call.result(_apply(_Jvp, call, *tensors))
+        call, tensors = apart((self, fixed), rest)
+        if not is_differentiated(tensors):
+            return self.func(*args)
+        return call.result(apply(_Jvp, call, *tensors))
 
-    def pushed(self, call: _Call, fixed: Any, primals: Any, tangents: Any) -> tuple[Any, ...]:
+    def pushed(self, call: Call, fixed: Any, primals: Any, tangents: Any) -> tuple[Any, ...]:
         """The tangents of the result's tensors."""
         assert self.rule is not None
         found = self.rule(*fixed, call.arguments(primals), call.arguments(tangents))
@@ -364,10 +284,21 @@ class custom_jvp(_Rule):
             )
         out, tangent = found
         if pytrees.structure_of(out) != pytrees.structure_of(tangent):
-            raise _structure_error(f"custom_jvp: the tangent that the rule of {self.name} returns",
+            raise structure_error(f"custom_jvp: the tangent that the rule of {self.name} returns",
                                    out, tangent)  # fmt: skip
         leaves = pytrees.leaves_of(tangent)
-        return tuple(leaves[i] for i in call.out_places)
+        if pytrees.structure_of(out) != call.out_tree:
+            raise TypeError(
+                f"custom_jvp: the rule of {self.name} must return what the function returns, of "
+                f"the structure {call.out_tree}, got {pytrees.structure_of(out)}."
+            )
+        found = [leaves[i] for i in call.out_places]
+        check_alike(
+            f"custom_jvp: the rule of {self.name}: the tangent of a result",
+            [t if x.smooth else None for t, x in zip(found, call.results, strict=True)],
+            call.results,
+        )
+        return tuple(found)
 
 
 def _added(left: Any, right: Any) -> Any:
@@ -378,7 +309,7 @@ def _added(left: Any, right: Any) -> Any:
 
 class _Jvp(Function):
     @staticmethod
-    def forward(call: _Call, *tensors: Any) -> Any:
+    def forward(call: Call, *tensors: Any) -> Any:
         rule, fixed = call.function
         out = rule.func(*rule.whole(fixed, call.arguments(tensors)))
         return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in call.kept(out))
@@ -418,7 +349,7 @@ class _Jvp(Function):
         return rule.pushed(call, fixed, primals, call.flat_tangents(tangents, primals))
 
 
-class custom_vmap(_Rule):
+class custom_vmap(Rule):
     """A function whose batching is the user's.
 
     Args:
@@ -462,7 +393,8 @@ class custom_vmap(_Rule):
         self.rule = rule
         return rule
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self.positional(args, kwargs)
         return call_rule(f"custom_vmap: the rule of {self.name}", self.batched, args, self.func)
 
     def batched(self, *args: Any) -> Any:
