@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tsfunc.testing import check_grads, check_specialize, check_vmap, laws
+import tsfunc
+from tsfunc.testing import check_compose, check_grads, check_specialize, check_vmap, laws
 
 
 def test_what_keeps_the_laws() -> None:
@@ -83,3 +84,15 @@ def test_containers_and_values_that_are_no_tensors() -> None:
     names = iter("abcdef")
     with pytest.raises(AssertionError, match="differ at"):
         check_vmap(lambda x: (x, next(names)), torch.ones(3))
+
+
+def test_transforms_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.rand(3, 2, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64)
+
+    def func(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sin().sum(0) * x
+
+    check_compose(func, x, y)
+    monkeypatch.setattr(laws, "vmap", lambda f: tsfunc.vmap(lambda *args: f(*args) * 2))
+    with pytest.raises(AssertionError, match=r"vmap\(f\) and the stacked loop differ"):
+        check_compose(func, x, y)

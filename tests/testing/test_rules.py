@@ -134,3 +134,59 @@ def test_wrong_rules_of_functions_are_named(
     monkeypatch.setattr(Cubed, "wrong", wrong)
     with pytest.raises(AssertionError, match=match):
         check_custom_rule(Cubed.apply, X)
+
+
+def test_values_that_rules_give_are_checked() -> None:
+    f = custom_jvp(lambda x: x * x)
+    f.defjvp(lambda primals, tangents: (primals[0] ** 2 + 1, 2 * primals[0] * tangents[0]))
+    with pytest.raises(AssertionError, match="the value that the jvp rule returns"):
+        check_custom_rule(f, X)
+    g = custom_vjp(lambda x: x * x)
+    g.defvjp(lambda x: (x * x + 1, x), lambda x, ct: (2 * x * ct,))
+    with pytest.raises(AssertionError, match="the value under reverse mode and the function"):
+        check_custom_rule(g, X)
+
+
+@pytest.mark.parametrize("wrong", ["first", "second", "both", "type"])
+def test_a_batching_rule_that_is_wrong_for_some_arguments(wrong: str) -> None:
+    f = custom_vmap(lambda a, x: a @ x)
+
+    @f.def_vmap
+    def rule(axis_size: int, in_batched: Any, a: Tensor, x: Tensor) -> Any:
+        if all(in_batched):
+            out, kind = (a @ x[..., None]).squeeze(-1), "both"
+        elif in_batched[0]:
+            out, kind = a @ x, "first"
+        else:
+            out, kind = x @ a.T, "second"
+        out = out.float() if wrong == "type" else out
+        return out + (kind == wrong), True
+
+    over = {"first": "tensor 0 ", "second": "tensor 1 ", "both": "tensors 0 ", "type": "tensors"}
+    with pytest.raises(AssertionError, match=rf"vmap\(f\) over {over[wrong]}"):
+        check_custom_rule(f, torch.rand(2, 3), X)
+
+
+def test_complex_rules() -> None:
+    z = torch.tensor([0.5 + 1j, 2 - 1j])
+
+    def squared(conjugated: bool) -> Any:
+        f = custom_vjp(lambda x: x * x)
+        f.defvjp(lambda x: (x * x, x), lambda x, ct: (2 * (x.conj() if conjugated else x) * ct,))
+        return f
+
+    check_custom_rule(squared(True), z)
+    with pytest.raises(AssertionError, match="reverse mode"):
+        check_custom_rule(squared(False), z)
+    size = custom_jvp(torch.abs)
+    size.defjvp(lambda p, t: (p[0].abs(), (p[0].conj() * t[0]).real / p[0].abs()))
+    check_custom_rule(size, z)
+
+
+def test_a_derivative_that_can_not_be_differentiated_again() -> None:
+    f = custom_vjp(lambda x: x**3)
+    f.defvjp(lambda x: (x**3, (3 * x**2).detach()), lambda slope, ct: (slope * ct,))
+    check_custom_rule(f, X)
+    with pytest.raises(AssertionError, match="of the second order: "):
+        check_custom_rule(f, X, order=2)
+    check_custom_rule(with_vjp(1.0), X, X.cos(), order=2)

@@ -1,12 +1,13 @@
 """Laws that transforms keep, as functions that anyone can call on their own code.
 
 Each runs the transform, and what it is defined to equal: a loop, finite differences, the function
-itself. ``tsfunc[testing]`` installs hypothesis, which finds inputs for them.
+itself. ``tsfunc[testing]`` installs hypothesis, which finds inputs for them:
+``tsfunc.testing.strategies``.
 """
 
 from __future__ import annotations
 
-from tsfunc.testing.laws import check_grads, check_specialize, check_vmap
+from tsfunc.testing.laws import check_compose, check_grads, check_specialize, check_vmap
 from tsfunc.testing.rules import check_custom_rule
 
-__all__ = ["check_custom_rule", "check_grads", "check_specialize", "check_vmap"]
+__all__ = ["check_compose", "check_custom_rule", "check_grads", "check_specialize", "check_vmap"]

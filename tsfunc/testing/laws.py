@@ -126,10 +126,80 @@ def check_grads(
     )
 
 
+def check_compose(
+    func: Callable[..., Any],
+    *args: torch.Tensor,
+    eps: float = 1e-5,
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+) -> None:
+    """``vmap``, ``grad``, ``jvp`` and ``specialize`` of each other equal loops of single examples.
+
+    Derivatives of each example are compared with central differences; then these transforms in
+    pairs, in both orders and as programs, with the loop over the examples.
+
+    Args:
+        func: takes tensors of float64, of one example each, and returns a tensor.
+        args: batches: each with the examples along its first dim.
+        eps: the step of the differences.
+
+    Raises:
+        AssertionError: it names the pair of transforms, and where they differ.
+
+    Example:
+        >>> from tsfunc.testing import check_compose
+        >>> check_compose(lambda x, y: (x * y).sin().sum(), torch.rand(3, 2).double(),
+        ...               torch.rand(3, 2).double())
+    """
+
+    def scalar(*one: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = func(*one).sum()
+        return found
+
+    def gradient(*one: torch.Tensor) -> Any:
+        return vjp(scalar, *one)[1](torch.ones_like(scalar(*one)))
+
+    def pushed(*one: torch.Tensor) -> Any:
+        return jvp(func, one, tuple(x.cos() for x in one))[1]
+
+    def pushed_gradient(*one: torch.Tensor) -> Any:
+        return jvp(gradient, one, tuple(x.cos() for x in one))[1]
+
+    def total_gradient(*batch: torch.Tensor) -> Any:
+        return vjp(lambda *b: vmap(scalar)(*b).sum(), *batch)[1](batch[0].new_ones(()))
+
+    examples = [tuple(x[i] for x in args) for i in range(args[0].shape[0])]
+    for one in examples:
+        check_grads(func, *one, eps=eps, rtol=rtol, atol=atol)
+    pairs: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
+        ("vmap(f)", vmap(func), func),
+        ("vmap(grad(f))", vmap(gradient), gradient),
+        ("grad(vmap(f))", total_gradient, gradient),
+        ("vmap(jvp(f))", vmap(pushed), pushed),
+        ("jvp(vmap(f))", _pushed_batch(func), pushed),
+        ("vmap(jvp(grad(f)))", vmap(pushed_gradient), pushed_gradient),
+    ]
+    for what, transformed, one_by_one in pairs:
+        outs = [pytrees.flatten(one_by_one(*one)) for one in examples]
+        columns = zip(*(leaves for leaves, _ in outs), strict=True)
+        want = pytrees.unflatten(outs[0][1], [_stacked(column) for column in columns])
+        same(f"{what} and the stacked loop", transformed(*args), want, rtol, atol)
+        same(f"specialize({what}) and the stacked loop", specialize(transformed)(*args), want,
+             rtol, atol)  # fmt: skip
+        twice = vmap(transformed)(*(torch.stack([x, x]) for x in args))
+        both = pytrees.tree_map(lambda x: torch.stack([x, x]), want)
+        same(f"vmap({what}) and the stacked loop", twice, both, rtol, atol)
+
+
+def _pushed_batch(func: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *batch: jvp(vmap(func), batch, tuple(x.cos() for x in batch))[1]
+
+
 def inner(a: Any, b: Any) -> torch.Tensor:
-    """The inner product of two pytrees of tensors."""
+    """The inner product of two pytrees of tensors; complex numbers count as pairs of real ones."""
     pairs = zip(pytrees.leaves_of(a), pytrees.leaves_of(b), strict=True)
-    return torch.stack([(x * y).sum() for x, y in pairs]).sum()
+    parts = [(x.conj() * y).real if x.is_complex() or y.is_complex() else x * y for x, y in pairs]
+    return torch.stack([part.sum() for part in parts]).sum()
 
 
 def same(what: str, got: Any, want: Any, rtol: float | None, atol: float | None) -> None:

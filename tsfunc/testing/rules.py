@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from tsfunc import pytrees
 from tsfunc.testing.laws import inner, same
+from tsfunc.transforms.custom import custom_jvp
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
@@ -19,6 +20,7 @@ _SIZE = 3
 def check_custom_rule(
     func: Callable[..., Any],
     *args: Any,
+    order: Literal[1, 2] = 1,
     eps: float = 1e-6,
     rtol: float = 1e-4,
     atol: float = 1e-6,
@@ -28,13 +30,17 @@ def check_custom_rule(
     Under ``vmap``, over all arguments and over each alone, along the first and the last dim, the
     function is compared with the loop, and so is its pullback. In ``float64`` forward mode is
     compared with central differences, reverse mode with these, and with the transpose of forward
-    mode. A function of which forward mode is not defined is checked without it.
+    mode; and the values that the rules give with the function's own. Of complex tensors the real
+    and the imaginary parts are checked, as torch defines gradients. A function of which forward
+    mode is not defined is checked without it.
 
     Args:
         func: a ``custom_vmap``, ``custom_jvp`` or ``custom_vjp`` function, the ``apply`` of a
             ``torch.autograd.Function``, or any function; takes and returns pytrees.
         args: arguments for one example. Others are made from them by factors near 1; floating
             point tensors are taken as ``float64``.
+        order: with 2 the derivative by reverse mode is checked in its turn: whether it can be
+            differentiated again.
         eps: the step of the differences.
         rtol, atol: as for ``torch.testing.assert_close``.
 
@@ -61,6 +67,8 @@ def check_custom_rule(
     def of_leaves(*values: Any) -> Any:
         return func(*pytrees.unflatten(tree, values))
 
+    if isinstance(func, custom_jvp):
+        _check_value(func, pytrees.unflatten(tree, leaves), rtol, atol)
     for at in _batchings(leaves, places):
         what = f"vmap(f) over {_spelled(at)} and the stacked loop"
         _check_loop(what, of_leaves, leaves, at, rtol, atol)
@@ -83,9 +91,26 @@ def check_custom_rule(
     def pulled(*values: Any) -> Any:
         return vjp(of_smooth, *values)[1](tuple(cotangents))
 
+    if order == 2:
+        second = [torch.randn_like(x) for x in primals]
+        where = "of the second order: "
+        _check_derivatives(pulled, primals, second, eps, rtol, atol, where)
+
     for at in _batchings(primals, range(len(primals))):
         what = f"vmap of reverse mode over {_spelled(at)} and the stacked loop"
         _check_loop(what, pulled, primals, at, rtol, atol)
+
+
+def _check_value(func: custom_jvp, args: tuple[Any, ...], rtol: float, atol: float) -> None:
+    """What a jvp rule returns beside the tangent: transforms call the function for it."""
+    fixed, rest = func.fixed(func.positional(args, {}))
+    if func.rule is None:
+        return
+    zeros = pytrees.tree_map(
+        lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x, rest
+    )
+    found = func.rule(*fixed, rest, zeros)[0]
+    same("the value that the jvp rule returns and the function", found, func(*args), rtol, atol)
 
 
 def _check_derivatives(
@@ -95,24 +120,35 @@ def _check_derivatives(
     eps: float,
     rtol: float,
     atol: float,
+    where: str = "",
 ) -> None:
     """Both modes, along a random direction."""
     directions = [torch.randn_like(x) for x in primals]
     after = func(*(x + eps * t for x, t in zip(primals, directions, strict=True)))
     before = func(*(x - eps * t for x, t in zip(primals, directions, strict=True)))
     quotient = tuple((a - b) / (2 * eps) for a, b in zip(after, before, strict=True))
-    pulled = vjp(func, *primals)[1](tuple(cotangents))
+    values, pull = vjp(func, *primals)
+    own = func(*primals)
+    same(f"{where}the value under reverse mode and the function", values, own, rtol, atol)
+    pulled = pull(tuple(cotangents))
     found = inner(pulled, directions)
-    what = "reverse mode, <vjp(cotangent), direction>, and central differences"
+    what = f"{where}reverse mode, <vjp(cotangent), direction>, and central differences"
     same(what, found, inner(cotangents, quotient), rtol, atol)
     try:
-        pushed = jvp(func, tuple(primals), tuple(directions))[1]
+        values, pushed = jvp(func, tuple(primals), tuple(directions))
     except (NotImplementedError, RuntimeError) as error:
         if "jvp" not in str(error) or "implement" not in str(error):
             raise
         return  # an autograd.Function without forward mode
-    same("forward mode, jvp(direction), and central differences", pushed, quotient, rtol, atol)
-    what = "reverse mode, <vjp(cotangent), direction>, and forward mode transposed"
+    same(f"{where}the value under forward mode and the function", values, own, rtol, atol)
+    same(
+        f"{where}forward mode, jvp(direction), and central differences",
+        pushed,
+        quotient,
+        rtol,
+        atol,
+    )
+    what = f"{where}reverse mode, <vjp(cotangent), direction>, and forward mode transposed"
     same(what, found, inner(cotangents, pushed), rtol, atol)
 
 
