@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
-import tsfunc.ops  # noqa: F401  (declares rows)
+import tsfunc
 from tests.ops.harness import Level, check, compare
 from tsfunc.ops.registry import find
 
@@ -72,3 +73,37 @@ def test_masks_of_each_example(shape: tuple[int, ...], queries: int | None) -> N
         expected_grads.append(back(grad, one, k, v, *expected[-1], 0.0, False, attn_mask=mask))
     compare(outs, at, expected, "forward")
     compare(grads, grads_at, expected_grads, "backward")
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("batched", [(0, 0), (0, None), (None, 0), (-1, 1)])
+def test_masked_softmax(kind: int, batched: tuple[int | None, int | None]) -> None:
+    """The kernel of fused attention, with each kind of mask."""
+    x = torch.randn(3, 2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    shape = {0: (4, 4), 1: (2, 4), 2: (2, 2, 4, 4)}[kind]
+    mask = torch.rand(3, *shape, generator=torch.Generator().manual_seed(1)) > 0.6
+    args, loops = [], []
+    for value, at in zip((x, mask), batched, strict=True):
+        args.append(value[0] if at is None else value.movedim(0, at))
+        loops.append([value[0]] * 3 if at is None else list(value))
+
+    def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch._masked_softmax(x, mask, 3, kind)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = tsfunc.vmap(f, batched)(*args)
+    want = torch.stack([f(a, m) for a, m in zip(*loops, strict=True)])
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_gradients_of_masked_softmax() -> None:
+    x = torch.randn(3, 2, 4, dtype=torch.float64)
+    mask = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(1)) > 0.6
+
+    def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch._masked_softmax(x, mask, 1, 2).square().sum()
+
+    got = tsfunc.vmap(tsfunc.grad(f))(x, mask)
+    want = [torch.func.grad(f)(a, m) for a, m in zip(x, mask, strict=True)]
+    torch.testing.assert_close(got, torch.stack(want), equal_nan=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.dims import batched_front, filled, front, logical_rank, unit_dims, wrap
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.random import check_randomness
+from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
@@ -186,3 +188,38 @@ def flash_backward(
         folded[i] = _bias(args[i], dims[i], size)
     out = op(*folded, **kwargs)
     return tuple(_split(o, size) for o in out), 0
+
+
+SOURCE_MASK, PADDING_MASK, FULL_MASK = 0, 1, 2  # kinds of masks of ``_masked_softmax``
+
+
+@row("aten::_masked_softmax")
+def masked_softmax(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """With a mask for each element, which the two short kinds of masks are brought to."""
+    x, mask, dim, kind = filled(args[:4], None, None, None, FULL_MASK)
+    rank = logical_rank(x, dims[0])
+    fits = 2 if kind in (SOURCE_MASK, PADDING_MASK) else rank
+    if logical_rank(mask, dims[1]) != fits or mask.dtype is not torch.bool:
+        return refused(op, dims, args, kwargs)
+    x = batched_front(x, dims[0], level.batch_size)
+    mask = batched_front(mask, dims[1], level.batch_size)
+    if kind == SOURCE_MASK:  # for each pair of places
+        mask = unit_dims(mask, 1, rank - 2)
+    elif kind == PADDING_MASK:  # for each sequence and place
+        mask = unit_dims(mask, 2, rank - 2)
+    last = rank - 1 if dim is None else wrap(dim, rank)
+    return op(x, mask.expand(x.shape), last + 1, FULL_MASK), 0
+
+
+@row("aten::_masked_softmax_backward")
+def masked_softmax_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The mask is the forward pass's, of each element."""
+    size, rank = level.batch_size, logical_rank(args[0], dims[0])
+    grad, out, mask = (batched_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
+    dim = args[3] if len(args) > 3 else None
+    mask = mask.expand(out.shape)
+    return op(grad, out, mask, (rank - 1 if dim is None else wrap(dim, rank)) + 1), 0
