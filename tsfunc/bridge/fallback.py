@@ -2,8 +2,9 @@
 
 Private names used here (torch 2.11 to 2.13): ``OpOverload.decompose`` runs a composite
 operator's parts, ``OpOverload._schema`` names its arguments;
-``OpOverload._op_dk`` its kernel for one key; ``torch._decomp.decomposition_table`` has
-decompositions written in Python;
+``OpOverload._op_dk`` its kernel for one key, ``OpOverload.impl_aten`` what a primitive of torch's
+references does by itself (``torch._prims``);
+``torch._decomp.decomposition_table`` has decompositions written in Python;
 ``_C._skip_one_hop_torch_function`` calls a function past its ``__torch_function__`` check, once.
 """
 
@@ -200,6 +201,8 @@ def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
         return own
     if op.composite:
         return _composite_parts(op.overload)
+    if op.overload.namespace == "prims":
+        return _functions_of_torch(op.overload)
     if op.writes or op.random or op.is_view:
         return None
     from torch._decomp import decomposition_table
@@ -213,8 +216,15 @@ def _name_and_source(parts: Callable[..., Any], op: TorchOperator) -> tuple[str,
     """What reports say of an operator's parts: their name and ``file:line``."""
     if op.composite:
         return "torch's own composite", ""
-    code = inspect.unwrap(parts).__code__
-    return f"{parts.__module__}.{parts.__name__}", f"{code.co_filename}:{code.co_firstlineno}"
+    code = getattr(inspect.unwrap(parts), "__code__", None)  # C functions have none
+    place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{parts.__module__}.{parts.__name__}", place
+
+
+def _functions_of_torch(prim: Any) -> Callable[..., Any] | None:
+    """A primitive of torch's references by torch's own functions, as it runs by itself."""
+    found: Callable[..., Any] | None = getattr(prim, "impl_aten", None)
+    return found
 
 
 _DECOMPOSITIONS = "torch._decomp.decompositions"
