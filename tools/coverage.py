@@ -52,6 +52,10 @@ types and what is written in place; if no operator loops, with a warning or with
 batch of no examples has results of the right shapes. One sample that is not so makes the row the
 worst that it was.
 
+Where an entry addresses memory (`as_strided` and its kin) the batch dim comes first: elsewhere an
+example's strides are those that it has in the batch, as under torch.vmap. Random entries are
+compared by shapes, and by whether examples draw alike (`"same"`) or not (`"different"`).
+
 `python -m tools.coverage` does this again and writes this page.
 
 - **right**: as above.
@@ -64,9 +68,9 @@ worst that it was.
 """
 
 
-def page(results: Sequence[Result]) -> str:
-    """The page for these results."""
-    parts = [HEAD, _samples(results)]
+def page(results: Sequence[Result], note: str = "") -> str:
+    """The page for these results; the note says what was tried."""
+    parts = [HEAD, _samples(results, note)]
     for mode in MODES:
         chosen = [r for r in results if r.mode == mode]
         if chosen:
@@ -75,10 +79,11 @@ def page(results: Sequence[Result]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _samples(results: Sequence[Result]) -> str:
+def _samples(results: Sequence[Result], note: str) -> str:
     counts = Counter(sum(r.counts.values()) > 0 for r in results)
     batches = sum(sum(r.counts.values()) for r in results)
-    return f"\n{counts[True]:,} rows of a type and mode, {batches:,} batches compared.\n"
+    said = f"{counts[True]:,} rows of a type and mode, {batches:,} batches compared. {note}"
+    return f"\n{said.strip()}\n"
 
 
 def _table(mode: str, results: Sequence[Result]) -> str:
@@ -151,6 +156,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--file", type=Path, default=FILE)
     parser.add_argument("--anew", default="", help="verdicts whose rows are done again")
+    parser.add_argument("--note", default="", help="a sentence for the page: what was tried")
     parser.add_argument("--report", action="store_true", help="write the page alone")
     options = parser.parse_args()
     if not options.report:
@@ -158,7 +164,7 @@ def main() -> None:
             forget(options.file, options.anew.split(","))
         run(_tasks(options), options.file, options.workers)
     results = read(options.file)
-    PAGE.write_text(page(results))
+    PAGE.write_text(page(results, options.note))
     for mode in MODES:
         chosen = [r for r in results if r.mode == mode]
         if chosen:
