@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -14,16 +15,22 @@ from benchmarks.timing import Call
 
 OURS = "tsfunc"
 SPECIALIZED = "tsfunc, specialized"
+INDUCTOR = "tsfunc, with inductor"
 TORCH_FUNC = "torch.func"
 
 
 def ways(
     make: Callable[[ModuleType], Callable[..., Any]], *args: Any, specialized: bool = True
 ) -> dict[str, Call]:
-    """Calls with ``args`` of what ``make`` builds from the transforms of each library."""
+    """Calls with ``args`` of what ``make`` builds from the transforms of each library.
+
+    Specialized functions are timed with Inductor too, where there is a compiler for it.
+    """
     ours = make(tsfunc)
     calls: dict[str, Call] = {TORCH_FUNC: partial(make(torch.func), *args)}
     calls[OURS] = partial(ours, *args)
     if specialized:
         calls[SPECIALIZED] = partial(tsfunc.specialize(ours), *args)
+    if specialized and shutil.which("gcc") is not None:
+        calls[INDUCTOR] = partial(tsfunc.specialize(ours, backend="inductor"), *args)
     return calls
