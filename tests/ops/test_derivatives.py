@@ -135,6 +135,9 @@ CASES: dict[str, Case] = {
         torch.tensor([0, 2, 1]),
         rand(4),
     ),
+    # C++ wrote the powers into memory of no level.
+    "powers": case(lambda x: torch.vander(x, 4), rand(3)),
+    "powers, rising": case(lambda x: torch.linalg.vander(x), rand(2, 3)),
     # Its formula takes a view of the indices: there is none where the batch dim lies within.
     "unpooling": case(
         lambda x, i: F.max_unpool2d(x, i, [2]), *F.max_pool2d(rand(1, 4, 6), 2, return_indices=True)

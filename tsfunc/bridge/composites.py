@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 from tsfunc.bridge.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.fallback import PARTS
+from tsfunc.bridge.gathered import gather
 from tsfunc.bridge.tracer import METHODS, Tracer
+from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require
 
@@ -40,9 +42,10 @@ def _instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
 
 @_instead(torch.narrow, Tensor.narrow)
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
-    """From a start for each example on."""
+    """From a start for each example on: NOTE [gathered views]."""
     if not isinstance(start, Tracer):
         return NotImplemented
+    dim = wrap_dim(dim, x.dim())
     if start.dim() or start.is_floating_point() or start.dtype is torch.bool:
         raise RuntimeError("start must be an 0-dim integral Tensor.")
     size = x.shape[dim]
@@ -53,7 +56,27 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
         f"example",
     )
     places = torch.where(start < 0, start + size, start) + torch.arange(length, device=x.device)
-    return torch.index_select(x, dim, places)
+    return gather(x, dim, places)
+
+
+@_instead(torch.vander)
+def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
+    """C++ writes the powers into memory of no level."""
+    if not isinstance(x, Tracer) or x.dim() != 1 or not x.dispatch_level.autograd:
+        return NotImplemented
+    out = torch.linalg.vander(x, N=N)
+    return out if increasing else out.flip(-1)
+
+
+@_instead(torch.linalg.vander)
+def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
+    if not isinstance(x, Tracer) or not x.dim() or not x.dispatch_level.autograd:
+        return NotImplemented
+    count = x.shape[-1] if N is None else N
+    if count < 2:
+        return NotImplemented
+    powers = x.unsqueeze(-1).expand(*x.shape, count - 1)
+    return torch.cat([torch.ones_like(x).unsqueeze(-1), powers.cumprod(-1)], -1)
 
 
 @_instead(torch.index_fill, Tensor.index_fill)

@@ -172,20 +172,6 @@ def _select(
     return gather(x, wrap_dim(dim, x.dim()), index)
 
 
-def _narrow(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """``narrow(x, dim, start, length)``."""
-    x, dim, start, length = _given(args, kwargs, "dim", "start", "length")
-    if not _is_scalar(start):
-        return NotImplemented
-    start = _known(start)
-    if isinstance(start, int):
-        return x.narrow(dim, start, length)
-    places = start + torch.arange(length, device=start.device)
-    return gather(x, wrap_dim(dim, x.dim()), places)
-
-
 def _tensor_split(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -286,4 +272,3 @@ METHODS[_T.__getitem__] = _get
 METHODS[_T.__setitem__] = _set
 METHODS[_T.select] = METHODS[torch.select] = _select
 METHODS[_T.tensor_split] = METHODS[torch.tensor_split] = _tensor_split
-METHODS[_T.narrow] = METHODS[torch.narrow] = _narrow
