@@ -29,7 +29,11 @@ _RULE = "the rule that the database registers for it takes one argument, the ope
 _TANGENT = "torch's tangent is not that of its own pullback: it leaves out, or is, the number"
 _DRAWS = "torch draws for negative elements only, so that a number's place depends on the values"
 _REFUSED = "randomness='same' refuses a distribution of each example's own, as torch.func does"
-_SPARSE = "torch has no kernel for a batch of sparse matrices in rows: a loop, with a warning"
+_PARSED = (
+    "with a list that is not batched Python asks the number for its value before anybody sees the "
+    'call: refused, and under data_dependent="split" without its derivative'
+)
+_SPARSE = "torch has no kernel for a batch of such sparse matrices: a loop, with a warning"
 
 # Rows that are not right, in a mode or in all, and why.
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -38,6 +42,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("NumpySplitCopyWithIntCustomOp", "vmap(grad)"): _RULE,
     ("_foreach_add", "vmap(jvp)"): _TANGENT,
     ("_foreach_add (inplace)", "vmap(jvp)"): _TANGENT,
+    ("_foreach_add (inplace)", "grad(vmap)"): _PARSED,
     ("_foreach_maximum", "vmap(jvp)"): _TANGENT,
     ("_foreach_minimum", "vmap(jvp)"): _TANGENT,
     ("nn.functional.rrelu", ""): _DRAWS,
@@ -45,6 +50,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("normal", ""): _REFUSED,
     ("normal.number_mean", ""): _REFUSED,
     ("sparse.mm.reduce", "vmap(grad)"): _SPARSE,
+    ("to_sparse", "vmap(jvp)"): _SPARSE,
     ("sparse.sampled_addmm", "vmap(grad)"): _SPARSE,
 }
 
