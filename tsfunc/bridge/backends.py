@@ -8,12 +8,15 @@ backends by name; ``forward_ad._current_level`` is 0 or more inside of a dual le
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch._C import _functorch
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.torch_state import in_dispatch_modes
@@ -27,7 +30,27 @@ def inductor(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> 
     """Inductor, whose random numbers are torch's own, so that a program draws what eager does."""
     from torch._inductor.compile_fx import compile_fx
 
+    if _has_loops(module):
+        examples = _for_loops(examples)
     return compile_fx(module, list(examples), config_patches={"fallback_random": True})
+
+
+def _has_loops(module: torch.fx.GraphModule) -> bool:
+    return any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes)
+
+
+def _for_loops(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Examples for a graph with loops, of which Inductor reads the counter as a number."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)
+    if mode is None:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        examples = [mode.from_tensor(x, static_shapes=True) for x in examples]
+    env = mode.shape_env
+    assert env is not None
+    env.settings = dataclasses.replace(env.settings, allow_scalar_outputs=True)
+    return examples
 
 
 def backend_of(name: str) -> Backend:

@@ -22,7 +22,6 @@ import torch.fx
 
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.backends import Backend, backend_of, inductor, runs_plainly
-from tsfunc.bridge.control_flow import ControlFlow
 from tsfunc.bridge.symbols import Symbols
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
@@ -31,6 +30,7 @@ from tsfunc.program.fx_module import graph_module
 from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
+from tsfunc.program.torch_operators import in_torch_operators, left_over
 from tsfunc.types import Dim, DimExpr
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -142,12 +142,11 @@ class _At:
 
 
 def _check(program: Program, name: str, tensors: Sequence[torch.Tensor]) -> None:
-    for node in program.graph.nodes:
-        if isinstance(node.target, ControlFlow):
-            raise ExportError(
-                f"{program.name}: backend {name!r} has no place for {node.target.name}, which "
-                f"depends on data; leave the backend out, and the program runs as Python."
-            )
+    for left in left_over(program.graph_module):
+        raise ExportError(
+            f"{program.name}: backend {name!r} has no place for {left}, which torch has no "
+            f"operator for; leave the backend out, and the program runs as Python."
+        )
     if program.updates:
         listed = ", ".join(each.text for each in program.updates)
         raise ExportError(
@@ -169,7 +168,9 @@ def _outside(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
     """The graph as a module that returns tensors and sizes alone, and what is returned in all."""
-    module = graph_module(program.name, program.graph, program.lifted, as_inputs=True)
+    module = in_torch_operators(
+        graph_module(program.name, program.graph, program.lifted, as_inputs=True)
+    )
     output = next(node for node in module.graph.nodes if node.op == "output")
     results: Any = output.args[0]
     computed: list[torch.fx.Node] = []

@@ -77,13 +77,21 @@ class Writer:
         return [self.call(operator.getitem, node, i) for i in range(count)]
 
     def distinct(self, operands: Sequence[Any]) -> list[Any]:
-        """The operands, each tensor once: torch takes two of one for the same input of a body."""
+        """The operands, none of which has memory in common with another, as torch asks."""
         found: list[Any] = []
+        roots: set[torch.fx.Node] = set()
         for node in operands:
-            twice = node in found and isinstance(node.meta.get("val"), torch.Tensor)
-            found.append(self.call(torch.ops.aten.clone.default, node) if twice else node)
-            if twice:
+            tensor = isinstance(node, torch.fx.Node) and isinstance(
+                node.meta.get("val"), torch.Tensor
+            )
+            root = _root(node) if tensor else None
+            if root in roots:
+                found.append(self.call(torch.ops.aten.clone.default, node))
                 found[-1].meta["val"] = node.meta["val"]
+                continue
+            if root is not None:
+                roots.add(root)
+            found.append(node)
         return found
 
     def truth(self, node: torch.fx.Node) -> torch.fx.Node:
@@ -142,6 +150,17 @@ class Writer:
             else:
                 values[node] = self.graph.node_copy(node, values.__getitem__)
         raise AssertionError(f"{body.name} returns nothing")
+
+
+def _root(node: torch.fx.Node) -> torch.fx.Node:
+    """What a node is a view of."""
+    while node.args and isinstance(node.args[0], torch.fx.Node):
+        source = node.args[0]
+        of = source if node.target is operator.getitem else node
+        if not isinstance(of.meta.get("op"), TorchOperator) or not _may_be_view(of):
+            break
+        node = source
+    return node
 
 
 def _may_be_view(node: torch.fx.Node) -> bool:

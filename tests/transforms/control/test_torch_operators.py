@@ -127,6 +127,16 @@ def test_inductor_compiles_it(name: str, f: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+@EACH
+def test_it_runs_by_inductor(name: str, f: Callable[..., Any]) -> None:
+    s = specialize(f, backend="inductor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for x in (X, X * 2):
+            torch.testing.assert_close(pytrees.leaves_of(s(x)), _program(f, x)[2])
+
+
+@pytest.mark.slow
 def test_named_sizes_stay_dynamic() -> None:
     s = specialize(_rows, {"x": MetaTensorType(["n"])})
     s(X)
