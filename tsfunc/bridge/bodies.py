@@ -253,8 +253,12 @@ def in_body(level: BodyLevel) -> Iterator[None]:
     state = tls.state
     levels = tuple(level if other is level.parent else other for other in state.levels)
     inner = state.with_levels(levels)
-    with using(inner), _InBody(level):
-        yield
+    level.bodies.append(level)
+    try:
+        with using(inner), _InBody(level):
+            yield
+    finally:
+        level.bodies.pop()
 
 
 def current_trace() -> TraceLevel | None:

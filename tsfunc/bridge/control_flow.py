@@ -40,6 +40,7 @@ from tsfunc.bridge.bodies import (
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.lanes import is_recorded
 from tsfunc.bridge.mapped_function import differentiable
+from tsfunc.bridge.operators import TorchOperator
 from tsfunc.bridge.tracer import TracerLevel
 from tsfunc.bridge.tracing import TraceLevel, traced_as
 
@@ -101,6 +102,11 @@ class ControlFlow:
     # Whether nothing is known of what it does beside returning its results.
     opaque = False
 
+    @property
+    def random(self) -> bool:
+        """Whether a body draws random numbers."""
+        return any(_draws(node) for body in self.bodies for node in body.graph.nodes)
+
     def __init__(self, name: str, bodies: Sequence[Body]) -> None:
         self.name = self.__name__ = name
         self.bodies = tuple(bodies)
@@ -133,6 +139,14 @@ class ControlFlow:
         """
         raise NotImplementedError
 
+    def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
+        """The operator with the random numbers of an earlier time.
+
+        It is called with the ``count`` tensors that this one is called with, the states that the
+        devices' generators had then, and this one's numbers.
+        """
+        raise NotImplementedError
+
     def mapped(self, batched: Sequence[bool]) -> ControlFlow:
         """The operator for a batch of calls: these operands, and all results, have a dim in front.
 
@@ -147,6 +161,37 @@ class ControlFlow:
         this one's numbers.
         """
         raise NotImplementedError
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    if isinstance(node.target, ControlFlow):
+        return node.target.random
+    op = node.meta.get("op")
+    return isinstance(op, TorchOperator) and op.random
+
+
+# NOTE [random numbers of derivatives]
+# A pullback runs the call again, and must draw the numbers that the call has drawn. So the states
+# of the generators before a call that draws are kept, as results of a node of their own.
+class RandomStates(ControlFlow):
+    """The states that the generators of devices have: NOTE [random numbers of derivatives]."""
+
+    opaque = True
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__("random_states", ())
+        self.devices = tuple(devices)
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        return tuple(random_state(device) for device in self.devices)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    found: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return found
 
 
 @dataclass(frozen=True)
@@ -268,6 +313,17 @@ class _Call:
     trace: TraceLevel
     numbers: tuple[Any, ...]
 
+    def states(self, results: Sequence[Result]) -> tuple[tuple[torch.device, ...], Sequence[Any]]:
+        """The generators that the operator may draw from, and their states before the call."""
+        if not self.op.random and not self.op.opaque:
+            return (), ()
+        cpu = torch.device("cpu")
+        devices = tuple(dict.fromkeys([cpu, *(result.value.device for result in results)]))
+        with self.trace.fake:
+            like = [torch.empty(random_state(d).shape, dtype=torch.uint8) for d in devices]
+        kept = _Call(RandomStates(devices), self.trace, ())
+        return devices, kept.record((), [Result(x, Wrapping()) for x in like])
+
     def at(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
         """At the innermost level of the inputs: as a node of its graph, if it records one."""
         depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
@@ -342,6 +398,7 @@ class _Recorded(Function):
         ctx.set_materialize_grads(False)
         # What is inside belongs to other levels, whose graphs go on.
         with outside_graph(grad_mode):
+            ctx.devices, ctx.states = call.states(results)
             outs = call.inward(inputs, results)
         ctx.mark_non_differentiable(*[out for out in outs if not differentiable(out)])
         return outs
@@ -361,11 +418,13 @@ class _Recorded(Function):
             # Of cotangents that are batched further in than what they are pulled through.
             inside = _layers_inside([cotangents[j] for j in of], level)
             given = [arranged(cotangents[j], _batched(results[j].wrapping, inside)) for j in of]
-            op = ctx.call.op.pullback(len(inputs), by, of)
+            op = _replayed(ctx, ctx.call.op.pullback(len(inputs), by, of), len(inputs) + len(of))
             for _ in inside:
-                op = op.mapped([False] * len(inputs) + [True] * len(of))
+                batched = [False] * len(inputs) + [True] * len(of) + [False] * len(ctx.states)
+                op = op.mapped(batched)
             wanted = [_mapped(_like(inputs[i]), inside, ctx.call.trace) for i in by]
-            found = call(op, ctx.call.trace, [*inputs, *given], ctx.call.numbers, wanted)
+            operands = [*inputs, *given, *ctx.states]
+            found = call(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
             for i, value in zip(by, found, strict=True):
                 pulled[i] = value
         return (None, None, None, *pulled)
@@ -375,12 +434,18 @@ class _Recorded(Function):
         inputs, results = ctx.saved_tensors, ctx.results
         by = [i for i, t in enumerate(tangents[3:]) if t is not None]
         given = [arranged(tangents[3 + i], peeled(inputs[i])[1]) for i in by]
-        op = ctx.call.op.pushforward(len(inputs), by)
-        pushed = call(op, ctx.call.trace, [*inputs, *given], ctx.call.numbers, results)
+        op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), by), len(inputs) + len(by))
+        operands = [*inputs, *given, *ctx.states]
+        pushed = call(op, ctx.call.trace, operands, ctx.call.numbers, results)
         return tuple(
             t if differentiable(result.value) else None
             for t, result in zip(pushed, results, strict=True)
         )
+
+
+def _replayed(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:
+    """A derivative of a call, with the random numbers that the call has drawn."""
+    return op.replayed(count, ctx.devices) if ctx.states else op
 
 
 def _layers_inside(values: Sequence[Any], level: TracerLevel) -> list[Layer]:

@@ -58,9 +58,10 @@ class TraceLevel(TracerLevel):
         sizes: records a symbolic number as a node of the graph.
         lines: the user's line of what is called.
         lifted: the tensors from outside that the function reads, each with its node.
+        bodies: the levels of the bodies of control flow that are being traced, outermost first.
     """
 
-    __slots__ = ("fake", "graph", "lifted", "lines", "sizes", "symbols")
+    __slots__ = ("bodies", "fake", "graph", "lifted", "lines", "sizes", "symbols")
 
     def __init__(self, name: str, symbols: Symbols) -> None:
         super().__init__(DispatchKey.Trace, name)
@@ -70,6 +71,7 @@ class TraceLevel(TracerLevel):
         self.sizes: Callable[[Any], Any] = symbols.record
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
+        self.bodies: list[TraceLevel] = []
 
     def sees_factory(self, name: str, random: bool) -> bool:
         return True
@@ -239,6 +241,8 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if op.reshapes and isinstance(args[0], TraceTracer):
         with level.fake:  # what the graph says of the node so far stays true
             args[0].value = torch.ops.aten.alias.default(args[0].value)
+    if level.bodies and not any(isinstance(x, torch.Tensor) for x in optree.tree_leaves(args)):
+        level = level.bodies[-1]  # the code that runs is the body's, whoever calls a factory for it
     results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
     tracks = torch.is_grad_enabled()
     any_tracks = False

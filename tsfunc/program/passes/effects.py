@@ -22,7 +22,7 @@ def writes(node: torch.fx.Node) -> bool:
 def is_random(node: torch.fx.Node) -> bool:
     """Whether two calls of the node give different results."""
     if isinstance(node.target, ControlFlow):
-        return node.target.opaque or any(is_random(inner) for inner in _inner(node.target))
+        return node.target.opaque or node.target.random
     op = node.meta.get("op")
     return bool(op is not None and torch.Tag.nondeterministic_seeded in op.overload.tags)
 

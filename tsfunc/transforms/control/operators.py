@@ -12,12 +12,13 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
-from tsfunc.bridge.control_flow import Body, ControlFlow, Narrowed
+from tsfunc.bridge.control_flow import Body, ControlFlow, Narrowed, random_state
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.program.passes.blocks import live_inputs, narrowed_body
 from tsfunc.program.torch_operators import Writer
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.arguments import Batching
+from tsfunc.transforms.control.choice import read
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.forward import jvp
@@ -40,6 +41,9 @@ class Operator(ControlFlow):
 
     def mapped(self, batched: Sequence[bool]) -> ControlFlow:
         return Mapped(self, batched)
+
+    def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
+        return Replayed(self, count, devices)
 
 
 class Pullback(Operator):
@@ -73,9 +77,37 @@ class Mapped(Operator):
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         dims = [0 if batched else None for batched in self.batched]
         dims += [None] * (len(operands) - len(dims))
-        every = vmap(self.op, in_dims=tuple(dims), randomness="different")
+        every = vmap(self.op, in_dims=tuple(dims), randomness="same")
         found: tuple[Any, ...] = every(*operands)
         return found
+
+
+class Replayed(Operator):
+    """An operator with earlier random numbers: see ``ControlFlow.replayed``."""
+
+    def __init__(self, of_op: Operator, count: int, devices: Sequence[torch.device]) -> None:
+        super().__init__(of_op.name, of_op.bodies)
+        self.op, self.count, self.devices = of_op, count, tuple(devices)
+
+    @property
+    def random(self) -> bool:
+        return False  # it draws what was drawn before
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        stop = self.count + len(self.devices)
+        now = [random_state(device) for device in self.devices]
+        try:
+            self._set(operands[self.count : stop])
+            return self.op(*operands[: self.count], *operands[stop:])
+        finally:
+            self._set(now)
+
+    def _set(self, states: Sequence[Any]) -> None:
+        for device, state in zip(self.devices, states, strict=True):
+            if device.type == "cpu":
+                torch.set_rng_state(read(state))
+            else:
+                torch.get_device_module(device).set_rng_state(read(state), device)
 
 
 class Pushforward(Operator):
