@@ -365,3 +365,41 @@ class TestVersions:
         with pytest.raises(DescriptorViolation, match=r"x.shape\[1\]: promised 4, came 3"):
             step(torch.ones(2, 3), y, scale=2.0)
         step.program.verify()
+
+
+class TestControlFlow:
+    def test_branches_loops_and_their_derivatives(self, tmp_path: Path) -> None:
+        scale = torch.randn(3)
+
+        def f(x: Tensor) -> Any:
+            y = tsfunc.cond(x.sum() > 0, lambda x: x * scale, lambda x: x - 1, x)
+            _, z = tsfunc.while_loop(
+                lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (torch.tensor(0), y)
+            )
+            return tsfunc.scan(lambda c, r: (c + r, c * r), torch.zeros(3), z)
+
+        for func in (f, grad(lambda x: f(x)[0].sum())):
+            made = specialize(func, {"x": Meta(["n", 3])})
+            made(torch.randn(4, 3))
+            made.save(tmp_path / "f.tsf")
+            loaded = load(tmp_path / "f.tsf")
+            assert loaded.program.source == made.program.source
+            for n in (4, 2, 7):
+                x = torch.randn(n, 3)
+                torch.testing.assert_close(loaded(x), func(x))
+
+    def test_a_function_with_a_derivative_of_its_own_is_refused(self, tmp_path: Path) -> None:
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, *cotangents: Any) -> Any:
+                return cotangents[0] * 2
+
+        apply: Any = Double.apply
+        f = specialize(lambda x: apply(x))
+        f(torch.ones(2))
+        with pytest.raises(ValueError, match="Double, which runs Python code of its own"):
+            f.save(tmp_path / "f.tsf")

@@ -68,8 +68,14 @@ def results_of(
         if found is None:
             raise
         return found
-    if not asked or Elsewhere(env, call, args, kwargs).agrees(results):
+    if not asked:
         return results
+    elsewhere = Elsewhere(env, call, args, kwargs)
+    if elsewhere.agrees(results):
+        return results
+    found = found_by_example(elsewhere, fake)
+    if found is not None:
+        return found
     cached, fake.cache_enabled = fake.cache_enabled, False  # or nothing would be asked again
     try:
         with DisableTorchFunction(), fake:
@@ -257,10 +263,14 @@ def found_by_example(elsewhere: Elsewhere, fake: FakeTensorMode) -> Any:
     atoms = _sizes_in((elsewhere.args, elsewhere.kwargs))
     leaves, tree = optree.tree_flatten(taken[0][1], none_is_leaf=True)
     columns = [optree.tree_leaves(found, none_is_leaf=True) for _, found in taken]
+    if any(len(column) != len(leaves) for column in columns):
+        return None
     points = [sizes for sizes, _ in taken]
     made = []
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
+            if any(column[i] != leaf for column in columns):
+                return None
             made.append(leaf)
             continue
         like = _fitted([column[i] for column in columns], points, atoms, fake)
@@ -278,7 +288,7 @@ def _fitted(
 ) -> torch.Tensor | None:
     """A fake tensor that is like each example at its sizes."""
     first = examples[0]
-    if any(x.dim() != first.dim() for x in examples):
+    if any(not isinstance(x, torch.Tensor) or x.dim() != first.dim() for x in examples):
         return None
     shape = []
     for dim in range(first.dim()):
@@ -339,6 +349,9 @@ def _candidates(
         yield some * other
         yield torch.sym_min(some, other)
         yield torch.sym_max(some, other)
+        for k in (-4, -3, -2, -1, 1, 2, 3, 4):
+            yield torch.sym_min(some + k, other)
+            yield torch.sym_min(some, other + k)
     for several in itertools.combinations(atoms, 3):
         yield several[0] * several[1] * several[2]
         yield several[0] + several[1] + several[2]

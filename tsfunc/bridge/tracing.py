@@ -304,14 +304,21 @@ def _record_results(
         return written(op, args, kwargs)
     if isinstance(results, torch.Tensor):
         return traced_as(results, node, level, tracks)
-    if isinstance(results, list | tuple):
-        return type(results)(
-            traced_as(item, _item(node, i, level), level, tracks)
-            if isinstance(item, torch.Tensor)
-            else item
-            for i, item in enumerate(results)
-        )
-    return results
+    return _items_traced(results, node, level, tracks)
+
+
+def _items_traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> Any:
+    """Several results, lists of them among them, each as an item of the node."""
+    if not isinstance(results, list | tuple):
+        return results
+    found = []
+    for i, item in enumerate(results):
+        if isinstance(item, torch.Tensor):
+            item = traced_as(item, _item(node, i, level), level, tracks)
+        elif isinstance(item, list | tuple) and any(isinstance(x, torch.Tensor) for x in item):
+            item = _items_traced(item, _item(node, i, level), level, tracks)
+        found.append(item)
+    return type(results)(found)
 
 
 def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:

@@ -259,7 +259,8 @@ def is_instance(value: Any) -> bool:
 
 
 _OTHERS = (
-    torch.Tensor, torch.jit.ScriptModule, type, enum.Enum, *_SEQUENCES, *_SETS, dict,
+    torch.Tensor, torch.jit.ScriptModule, type(torch.ops.aten.sin),
+    type(torch.ops.aten.sin.default), type, enum.Enum, *_SEQUENCES, *_SETS, dict,
 )  # fmt: skip
 _OPAQUE = frozenset({*sys.stdlib_module_names, "builtins", "tsfunc"})
 

@@ -14,7 +14,10 @@ from tsfunc.errors import DescriptorViolation
 from tsfunc.program.cache import Entry
 from tsfunc.program.entering import opening_lines
 from tsfunc.program.reach import Facts
+from tsfunc.transforms.control.saved import register_all
 from tsfunc.transforms.specialize import Specialized
+
+register_all()
 
 
 class LoadedFunction(Specialized):

@@ -1,0 +1,178 @@
+"""Control flow in files: what a file says of each of its operators, and the operator read back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from tsfunc.bridge.control_flow import ControlFlow
+from tsfunc.program.files.control import (
+    ControlKind,
+    DecodeGraph,
+    EncodeGraph,
+    decode_bodies,
+    decode_control,
+    encode_bodies,
+    encode_control,
+    register_control,
+    results_of,
+)
+from tsfunc.program.files.fields import Field
+from tsfunc.program.files.operators import NUMBER, TENSOR
+from tsfunc.transforms.control.arguments import Batching
+from tsfunc.transforms.control.operators import (
+    AssociativeScan,
+    Checkpoint,
+    Mapped,
+    Operator,
+    Pullback,
+    Pushforward,
+    Scan,
+    Switch,
+    While,
+)
+
+Kinds = Sequence[Any]
+_BATCHING = {name: name for name in get_args(Batching)}
+_CHECKPOINTS = {
+    name: name for literal in get_args(Checkpoint) for name in get_args(literal) if name
+}
+
+
+def _encode_switch(op: Switch, graph: EncodeGraph) -> dict[str, Any]:
+    return {"bodies": encode_bodies(op, graph), "batching": op.batching}
+
+
+def _decode_switch(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies_field, batching = field.record("kind", "name", "bodies", "batching")
+    bodies = decode_bodies(bodies_field, graph, kinds)
+    if not bodies or kinds[:1] != [TENSOR] or len({results_of(body) for body in bodies}) != 1:
+        field.fail("a choice is made by a tensor, between branches with the same results")
+    return Switch(name, bodies, batching.one_of(_BATCHING, "a way of batching"))
+
+
+def _encode_while(op: While, graph: EncodeGraph) -> dict[str, Any]:
+    return {"bodies": encode_bodies(op, graph), "carried": op.carried, "checkpoint": op.checkpoint}
+
+
+def _decode_while(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies_field, carried_field, checkpoint = field.record(
+        "kind", "name", "bodies", "carried", "checkpoint"
+    )
+    carried = carried_field.integer(0, len(kinds))
+    bodies = decode_bodies(bodies_field, graph, kinds)
+    if [results_of(body) for body in bodies] != [1, carried]:
+        field.fail("a loop has a condition, and a body that returns what is carried")
+    way: Any = None
+    if checkpoint.value is not None:
+        way = checkpoint.one_of(_CHECKPOINTS, "what reverse mode keeps")
+    return While(name, bodies, carried, way)
+
+
+def _encode_scan(op: Scan, graph: EncodeGraph) -> dict[str, Any]:
+    return {
+        "bodies": encode_bodies(op, graph),
+        "carried": op.carried,
+        "along": op.along,
+        "length": op.length,
+        "reverse": op.reverse,
+    }
+
+
+def _decode_scan(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies_field, carried_field, along_field, length_field, reverse = field.record(
+        "kind", "name", "bodies", "carried", "along", "length", "reverse"
+    )
+    carried = carried_field.integer(0, len(kinds))
+    along = along_field.integer(0, len(kinds) - carried)
+    length = None if length_field.value is None else length_field.integer(0)
+    bodies = decode_bodies(bodies_field, graph, kinds)
+    if len(bodies) != 1 or results_of(bodies[0]) < carried or (not along and length is None):
+        field.fail("a scan has a body that returns what is carried, and a length")
+    return Scan(name, bodies, carried, along, length, reverse.flag())
+
+
+def _encode_derivative(op: Pullback | Pushforward, graph: EncodeGraph) -> dict[str, Any]:
+    found = {"of": encode_control(op.op, graph), "count": op.count, "by": list(op.by)}
+    return {**found, "results": list(op.of)} if isinstance(op, Pullback) else found
+
+
+def _decode_pullback(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, of, count_field, by_field, results = field.record(
+        "kind", "name", "of", "count", "by", "results"
+    )
+    given = [at.integer(0, 1 << 20) for at in results.items()]
+    count = _count(count_field, kinds, len(given))
+    op = _inner(of, graph, kinds, count, len(given))
+    return Pullback(op, count, _places(by_field, count), given)
+
+
+def _decode_pushforward(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, of, count_field, by_field = field.record("kind", "name", "of", "count", "by")
+    by = [at.integer(0, 1 << 20) for at in by_field.items()]
+    count = _count(count_field, kinds, len(by))
+    op = _inner(of, graph, kinds, count, len(by))
+    return Pushforward(op, count, _places(by_field, count))
+
+
+def _count(field: Field, kinds: Kinds, more: int) -> int:
+    """How many tensors the operator is called with that this one is derived from."""
+    count = field.integer(0, len(kinds))
+    if count + more > len(kinds) or any(kind != TENSOR for kind in kinds[: count + more]):
+        field.fail("there are fewer tensors than that")
+    return count
+
+
+def _inner(field: Field, graph: DecodeGraph, kinds: Kinds, count: int, more: int) -> Operator:
+    numbers = list(kinds[count + more :])
+    if any(kind != NUMBER for kind in numbers):
+        field.fail("numbers come after all tensors")
+    op = decode_control(field, graph, [*kinds[:count], *numbers])
+    assert isinstance(op, Operator)
+    return op
+
+
+def _places(field: Field, count: int) -> list[int]:
+    return [at.integer(0, count - 1) for at in field.items()]
+
+
+def _encode_mapped(op: Mapped, graph: EncodeGraph) -> dict[str, Any]:
+    return {"of": encode_control(op.op, graph), "batched": list(op.batched)}
+
+
+def _decode_mapped(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, of, batched_field = field.record("kind", "name", "of", "batched")
+    batched = [each.flag() for each in batched_field.items()]
+    if len(batched) > len(kinds):
+        batched_field.fail("there are fewer operands than that")
+    op = decode_control(of, graph, kinds)
+    assert isinstance(op, Operator)
+    return Mapped(op, batched)
+
+
+def _encode_prefixes(op: AssociativeScan, graph: EncodeGraph) -> dict[str, Any]:
+    return {"bodies": encode_bodies(op, graph), "along": op.along}
+
+
+def _decode_prefixes(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies_field, along_field = field.record("kind", "name", "bodies", "along")
+    along = along_field.integer(1, len(kinds))
+    # The body takes a slice of each twice.
+    bodies = decode_bodies(bodies_field, graph, [*kinds[:along], *kinds])
+    if len(bodies) != 1 or results_of(bodies[0]) != along:
+        field.fail("an associative scan has a body that returns what it goes along")
+    return AssociativeScan(name, bodies, along)
+
+
+def register_all() -> None:
+    """Makes every kind of control flow known to files."""
+    for kind in (
+        ControlKind("switch", Switch, _encode_switch, _decode_switch),
+        ControlKind("while", While, _encode_while, _decode_while),
+        ControlKind("scan", Scan, _encode_scan, _decode_scan),
+        ControlKind("prefixes", AssociativeScan, _encode_prefixes, _decode_prefixes),
+        ControlKind("pullback", Pullback, _encode_derivative, _decode_pullback),
+        ControlKind("pushforward", Pushforward, _encode_derivative, _decode_pushforward),
+        ControlKind("mapped", Mapped, _encode_mapped, _decode_mapped),
+    ):
+        register_control(kind)
