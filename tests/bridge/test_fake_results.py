@@ -38,6 +38,15 @@ class TestQuestionsOfOperators:
 
         check(f, {"x": ["n", 64]}, (r(16, 64),), (r(100, 64),), (r(2, 64),))
 
+    def test_the_same_call_twice(self) -> None:
+        """The second is answered as the first, and not by what was kept of its first attempt."""
+
+        def f(x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+            z = y.transpose(0, 1).reshape(y.shape)
+            return x.transpose(0, 1).reshape(x.shape) + z, z.shape[1]
+
+        check(f, {"x": ["n", 64], "y": ["n", 64]}, (r(16, 64), r(16, 64)), (r(9, 64), r(9, 64)))
+
     def test_parts(self) -> None:
         def f(x: Tensor) -> Tensor:
             return x.chunk(2)[1]

@@ -39,8 +39,8 @@ ROWS = [
 ]  # fmt: skip
 QUICK = [
     row for row in ROWS
-    if row.name in ("add", "mm", "cat", "sum", "fft.fft", "softmax", "linalg.solve", "where", "diag",
-                    "nn.functional.linear", "transpose", "nn.functional.layer_norm")
+    if row.name in ("add", "mm", "cat", "sum", "fft.fft", "softmax", "linalg.solve", "where",
+                    "diag", "nn.functional.linear", "transpose", "nn.functional.layer_norm")
 ]  # fmt: skip
 
 

@@ -58,8 +58,10 @@ def results_of(
     if env is None or writes:
         with DisableTorchFunction(), fake:
             return call(*args, **kwargs)
+    # The mode keeps results, and asks nothing where it has one: not where these were wrong before.
+    wrong: set[int] = env.__dict__.setdefault("tsfunc_wrong", set())
     try:
-        with _set_aside(env) as asked, DisableTorchFunction(), fake:
+        with _set_aside(env) as asked, _kept(fake, id(call) not in wrong):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
@@ -73,13 +75,21 @@ def results_of(
     elsewhere = Elsewhere(env, call, args, kwargs)
     if elsewhere.agrees(results):
         return results
+    wrong.add(id(call))
     found = found_by_example(elsewhere, fake)
     if found is not None:
         return found
-    cached, fake.cache_enabled = fake.cache_enabled, False  # or nothing would be asked again
+    with _kept(fake, False):
+        return call(*args, **kwargs)
+
+
+@contextmanager
+def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
+    """In the block operators run on fake tensors, whose mode keeps results, or does not."""
+    cached, fake.cache_enabled = fake.cache_enabled, fake.cache_enabled and keeps
     try:
         with DisableTorchFunction(), fake:
-            return call(*args, **kwargs)
+            yield
     finally:
         fake.cache_enabled = cached
 
@@ -156,7 +166,8 @@ class Elsewhere:
     """
 
     def __init__(self, env: Any, call: _Call, args: Any, kwargs: Any) -> None:
-        self.env, self.call, self.args, self.kwargs = env, call, args, kwargs
+        self.env, self.call = env, call
+        self.args, self.kwargs = _plain(args), _plain(kwargs)
         self.symbols = sorted(symbols_among((args, kwargs)), key=str)
 
     def sizes(self) -> Iterator[dict[Any, int]]:
@@ -213,6 +224,15 @@ class Elsewhere:
             if taken == _TRIES:
                 break
         return taken >= _ENOUGH
+
+
+def _plain(value: Any) -> Any:
+    """Arguments with lists for those of graphs, which optree does not look into."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list) or type(value) is tuple:
+        return [_plain(item) for item in value]
+    return value
 
 
 def at(values: Sequence[Any], sizes: Mapping[Any, int]) -> list[Any]:
