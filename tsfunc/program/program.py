@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.fx
 
 from tsfunc.errors import MalformedProgramError
+from tsfunc.program.codegen import generate
 from tsfunc.program.drawing import draw
 from tsfunc.program.forms import CallForm
 from tsfunc.program.fx_module import graph_module
@@ -184,6 +186,21 @@ class Program:
         from tsfunc.program.files.saving import program_to_save, write
 
         write(Path(path), program_to_save(self))
+
+    def __reduce__(self) -> Any:
+        """Its file form."""
+        from tsfunc.program.files.saving import pickled, program_to_save, unpickled
+
+        return unpickled, pickled(program_to_save(self))
+
+    def __copy__(self) -> Program:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        """The same operators, with copies of the tensors that they read."""
+        lifted = {name: copy.deepcopy(tensor, memo) for name, tensor in self.lifted.items()}
+        source, run = generate(self.name, self.graph, self.inputs, lifted, self.updates)
+        return replace(self, lifted=lifted, source=source, run=run)
 
     def __str__(self) -> str:
         return printed(self.name, self.graph, self.inputs, self.lifted, self.updates)

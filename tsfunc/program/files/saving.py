@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import optree
@@ -11,7 +12,7 @@ import optree
 from tsfunc.program.cache import Cache
 from tsfunc.program.calls import Target
 from tsfunc.program.files.archive import replace
-from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes
+from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes, read_function
 from tsfunc.program.files.variants import also_answered
 from tsfunc.program.program import Program
 from tsfunc.types.class_names import class_name
@@ -78,6 +79,12 @@ def pickled(function: SavedFunction) -> tuple[bytes, dict[str, type]]:
     trees += [answer.form.tree for answer in function.answers]
     classes = {class_name(cls): cls for tree in trees for cls in _classes_of(tree)}
     return function_bytes(function), classes
+
+
+def unpickled(data: bytes, classes: Mapping[str, type]) -> Program:
+    """The one program that a file has."""
+    (answer,) = read_function(io.BytesIO(data), "pickle", classes, None).answers
+    return answer.program
 
 
 def _classes_of(tree: optree.PyTreeSpec) -> Iterator[type]:
