@@ -47,6 +47,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("_foreach_minimum", "vmap(jvp)"): _TANGENT,
     ("nn.functional.rrelu", ""): _DRAWS,
     ("nn.functional.rrelu (inplace)", ""): _DRAWS,
+    ("bernoulli", ""): _REFUSED,
     ("normal", ""): _REFUSED,
     ("normal.number_mean", ""): _REFUSED,
     ("sparse.mm.reduce", "vmap(grad)"): _SPARSE,
