@@ -17,7 +17,8 @@ MODULES = [m.name for m in pkgutil.walk_packages(tsfunc.__path__, "tsfunc.")]
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/operators.md", "docs/files.md", "docs/programs.md"]
+    "page",
+    ["README.md", "docs/operators.md", "docs/files.md", "docs/programs.md", "docs/descriptors.md"],
 )
 def test_snippets_run_in_order(page: str) -> None:
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)

@@ -134,16 +134,16 @@ class Symbols:
         return step * self._env.create_symintnode(symbol, hint=hint, source=source)
 
     def _scalar(self, name: str, value: int | float) -> Any:
-        """A symbol for a number of which nothing is promised."""
+        """A symbol for a number of which nothing is promised; an int of at least 2."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = _source(name)
         symbol = self._env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         self._names[symbol], self._steps[symbol] = name, 1
-        make = self._env.create_symintnode
         if isinstance(value, float):
-            make = self._env.create_symfloatnode
-        return make(symbol, hint=value, source=source)
+            return self._env.create_symfloatnode(symbol, hint=value, source=source)
+        self._env.constrain_symbol_range(symbol, compiler_min=2, compiler_max=1 << 62)
+        return self._env.create_symintnode(symbol, hint=value, source=source)
 
     # --- sizes that depend on data
 

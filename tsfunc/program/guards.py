@@ -49,8 +49,8 @@ def guard_lines(
             continue
         spec = specs.get(i)
         if i in numbers:
-            kind = type(value).__name__
-            lines += [f"a = args[{i}]", f"if type(a) is not {kind} or not isfinite(a): return None"]
+            held = "int or a < 2" if type(value) is int else "float or not isfinite(a)"
+            lines += [f"a = args[{i}]", f"if type(a) is not {held}: return None"]
         elif spec is None:
             lines += [f"a = args[{i}]", _static(i, value, scope)]
         else:

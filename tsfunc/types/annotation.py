@@ -258,6 +258,9 @@ def _from_class(cls: type, reading: _Reading) -> TSType:
         raise reading.error("RRef says not what is in it: write RRef[X]")
     if optree.is_namedtuple_class(cls):
         return _from_named_tuple(cls, reading)
+    if optree.is_structseq_class(cls):  # torch.return_types
+        fields = tuple(optree.structseq_fields(cls))
+        return TSNamedTuple(fields, (TENSOR,) * len(fields))
     if typing.is_typeddict(cls):
         raise reading.error(f"{cls.__name__} is a TypedDict, which no dict can be told to be")
     try:
