@@ -35,6 +35,16 @@ def test_links_of_the_docs_lead_somewhere(path: str) -> None:
         assert (ROOT / "docs" / target).exists(), target
 
 
+@pytest.mark.parametrize("page", ["types.md", "descriptors.md"])
+def test_tests_that_the_docs_name_exist(page: str) -> None:
+    named = re.findall(r"`([\w/]*test_\w+\.py)(?:::(\w+))?`", (ROOT / "docs" / page).read_text())
+    assert named
+    for file, name in named:
+        path = ROOT / (file if file.startswith("tests/") else f"tests/types/{file}")
+        assert path.exists(), file
+        assert not name or re.search(rf"(def|class) {name}\b", path.read_text()), (file, name)
+
+
 def test_links_of_the_readme_lead_somewhere() -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists(), target

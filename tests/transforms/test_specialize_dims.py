@@ -123,3 +123,21 @@ def test_more_names_than_anyone_writes() -> None:
     assert s(*(torch.ones(i + 2) for i in range(20))) == 230
     assert s(*(torch.ones(i + 5) for i in range(20))) == 290
     assert s.cache_info().programs == 1
+
+
+@pytest.mark.parametrize(
+    ("meta", "x"),
+    [
+        (Meta(["n", 3], dtype=torch.float32, strides=[1, "n"]), torch.ones(3, 5).t()),
+        (
+            Meta(["n", 3, 4, 4], dtype=torch.float32, memory_format=torch.channels_last),
+            torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        ),
+        (Meta([Dim("n", multiple_of=4), "2*n"], dtype=torch.float32), torch.ones(8, 16)),
+    ],
+)
+def test_lowered_ahead_of_any_call(meta: Meta, x: Tensor) -> None:
+    s = specialize(lambda x: x * 2)
+    s.lower({"x": meta})
+    assert s(x).equal(2 * x) and s(x).stride() == x.stride()
+    assert s.cache_info().programs == 1

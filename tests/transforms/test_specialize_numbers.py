@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, List  # noqa: UP035
 
 import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import MetaTensorType, grad, specialize, vmap
+from tsfunc import MetaTensorType, grad, load, specialize, vmap
 from tsfunc.errors import DescriptorViolation
 
 X = torch.tensor([0.5, -1.5, 2.0, 3.0, -0.25, 1.0])
@@ -110,6 +111,24 @@ def test_without_a_descriptor_a_number_is_burnt_in() -> None:
 
     s = specialize(f)
     assert s(X, 2).equal(2 * X) and s(X, 3).equal(3 * X) and s.cache_info().programs == 2
+
+
+def test_lowered_ahead_of_any_call() -> None:
+    s = specialize(lambda x, k: x * k)
+    s.lower({"x": MetaTensorType(["n"], dtype=torch.float32), "k": float})
+    for k in (2.0, 3.5):
+        assert s(X, k).equal(X * k)
+    assert s.cache_info().programs == 1 and s.cache_info().misses == 0
+
+
+def test_a_program_from_a_file_is_held_to_the_number(tmp_path: Path) -> None:
+    s = specialize(lambda x, k: x.new_ones(k) * k, {"k": int})
+    s(X, 5)
+    s.save(tmp_path / "s.tsf")
+    loaded = load(tmp_path / "s.tsf")
+    assert loaded(X, 5).equal(torch.full((5,), 5.0))
+    with pytest.raises(DescriptorViolation, match="there is no program for this call"):
+        loaded(X, 6)
 
 
 def test_inside_of_other_transforms() -> None:

@@ -134,7 +134,15 @@ def without_data(example: torch.Tensor, fake: AbstractContextManager[Any]) -> to
         return made.requires_grad_() if example.requires_grad else made
 
 
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def placeholder(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
     """An example for an input of which only the type is known; it has no data."""
     with torch_state.outside_all_levels(), state.outside_all_levels(), Symbols({}).fake:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        if strides is not None:
+            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=memory_format)

@@ -12,7 +12,7 @@ import torch
 from tsfunc.errors import DescriptorError
 from tsfunc.program.forms import placeholder
 from tsfunc.types import CompiledDescriptors, Dim, DimExpr, MetaTensorType
-from tsfunc.types.descriptors import Descriptor, Nested, TensorOf, Value, entry_text
+from tsfunc.types.descriptors import Descriptor, InstanceOf, Nested, TensorOf, Value, entry_text
 
 
 def arguments_for(
@@ -61,6 +61,9 @@ def sizes_for(dims: Mapping[str, Dim]) -> dict[str, int]:
 _TRIED = 256  # sizes that are tried for a named dim
 
 
+_NUMBERS: dict[type, Any] = {int: 1033, float: 0.625}  # sizes of nothing
+
+
 class _Maker:
     def __init__(self, name: str, sizes: Mapping[str, int]) -> None:
         self.name = name
@@ -78,6 +81,8 @@ class _Maker:
                 return torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad)
             case Value(value):
                 return value
+            case InstanceOf(cls) if cls in _NUMBERS:
+                return _NUMBERS[cls]  # an input: NOTE [numbers by their types] in ``inputs``
             case Nested(kind, entries, children):
                 pairs = zip(entries, children, strict=True)
                 made = {e: self.value(c, path + entry_text(kind, e)) for e, c in pairs}
@@ -103,8 +108,20 @@ class _Maker:
                 f"{' and the '.join(missing)} open. A size that may vary has a name: "
                 f"MetaTensorType(['n', 3], dtype=torch.float32)."
             )
+        if None in meta.stride_forms:
+            raise DescriptorError(
+                f"{self.name}.lower: the descriptor of {path}, {meta}, leaves a stride open. Write "
+                f"all strides, or none."
+            )
         shape = [self._size(dim, path) for dim in dims]
-        tensor = placeholder(shape, meta.dtype, meta.device or torch.device("cpu"))
+        strides = [self._size(step, path) for step in meta.stride_forms]
+        tensor = placeholder(
+            shape,
+            meta.dtype,
+            meta.device or torch.device("cpu"),
+            strides or None,
+            meta.memory_format or torch.contiguous_format,
+        )
         return tensor.requires_grad_() if meta.requires_grad else tensor
 
     def _size(self, dim: Any, path: str) -> int:
