@@ -286,3 +286,22 @@ def test_tensor_leaves_are_named_by_path() -> None:
 )
 def test_governing(written: object, path: tuple[Any, ...], metas: set[Any]) -> None:
     assert governing(as_descriptor(written), path) == metas
+
+
+UserId = typing.NewType("UserId", int)
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (typing.Sequence[META], "List[f64[n]] | Tuple[f64[n], ...]"),  # type: ignore[valid-type]
+        (typing.Sequence, "List[Any] | Tuple[Any, ...]"),
+        (typing.MutableSequence[int], "List[int]"),
+        (typing.Mapping[str, META], "Dict[str, f64[n]]"),  # type: ignore[valid-type]
+        (typing.MutableMapping[str, int], "Dict[str, int]"),
+        (UserId, "int"),
+        (list[UserId], "List[int]"),
+    ],
+)
+def test_abstract_containers_and_new_types(written: object, text: str) -> None:
+    assert str(as_descriptor(written)) == text

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import types
 import typing
+from collections import abc
 from typing import Any, Union
 
 import optree
@@ -97,6 +98,8 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
         return _from_generic(written, where)
     if written is typing.Any:
         return Anything()
+    if isinstance(written, typing.NewType):
+        return as_descriptor(written.__supertype__, where)
     if isinstance(written, type):
         return _from_class(written, where)
     if type(written).__module__ in ("typing", "typing_extensions"):
@@ -236,7 +239,11 @@ def _from_generic(written: object, where: str) -> Descriptor:
         return OneOf(tuple(as_descriptor(arg, where) for arg in args))
     if origin is list:
         return ListOf(as_descriptor(args[0], f"{where}[...]") if args else Anything())
-    if origin is dict:
+    if origin in (abc.Sequence, abc.MutableSequence):
+        element = as_descriptor(args[0], f"{where}[...]") if args else Anything()
+        tuples = (TupleOf(element),) if origin is abc.Sequence else ()
+        return OneOf((ListOf(element), *tuples)) if tuples else ListOf(element)
+    if origin in (dict, abc.Mapping, abc.MutableMapping):
         key, item = args or (Any, Any)
         return _dict_of(as_descriptor(key, where), as_descriptor(item, f"{where}[...]"), where)
     if origin is tuple:
