@@ -36,7 +36,7 @@ def test_links_of_the_docs_lead_somewhere(path: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["types.md", "descriptors.md"])
-def test_tests_that_the_docs_name_exist(page: str) -> None:
+def test_tests_that_these_pages_name_exist(page: str) -> None:
     named = re.findall(r"`([\w/]*test_\w+\.py)(?:::(\w+))?`", (ROOT / "docs" / page).read_text())
     assert named
     for file, name in named:
