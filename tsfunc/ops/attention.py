@@ -209,6 +209,8 @@ def masked_softmax(
         mask = unit_dims(mask, 1, rank - 2)
     elif kind == PADDING_MASK:  # for each sequence and place
         mask = unit_dims(mask, 2, rank - 2)
+    if rank == 0:  # it counts as one of a row
+        return op(x.unsqueeze(1), mask.unsqueeze(1), 1, FULL_MASK).squeeze(1), 0
     last = rank - 1 if dim is None else wrap(dim, rank)
     return op(x, mask.expand(x.shape), last + 1, FULL_MASK), 0
 
@@ -217,9 +219,11 @@ def masked_softmax(
 def masked_softmax_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The mask is the forward pass's, of each element."""
+    """The mask is the forward pass's, of each element; for a number torch gives a row of one."""
     size, rank = level.batch_size, logical_rank(args[0], dims[0])
     grad, out, mask = (batched_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
+    if rank == 0:
+        return op(grad.unsqueeze(1), out.unsqueeze(1), mask.unsqueeze(1), 1), 0
     dim = args[3] if len(args) > 3 else None
     mask = mask.expand(out.shape)
     return op(grad, out, mask, (rank - 1 if dim is None else wrap(dim, rank)) + 1), 0
