@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tsfunc import MetaTensorType as Meta
 from tsfunc import cond, custom_jvp, custom_vjp, custom_vmap, grad, jvp, specialize, vmap
 
 X = torch.linspace(-1, 2, 5, dtype=torch.float64)
@@ -321,3 +322,19 @@ def test_tangents_and_cotangents_of_other_types_are_errors() -> None:
     g.defvjp(lambda x: (x * 2, None), lambda _, ct: ("no",))
     with pytest.raises(TypeError, match="must be a tensor, or None for zeros; got 'no'"):
         grad(lambda x: g(x).sum())(x)
+
+
+def test_named_sizes_among_the_arguments_in_programs() -> None:
+    by_vjp = custom_vjp(lambda x, n: x * n)
+    by_vjp.defvjp(lambda x, n: (x * n, n), lambda n, ct: (10 * n * ct, None))
+    fixed = custom_jvp(lambda x, n: x * n, nondiff_argnums=1)
+    fixed.defjvp(lambda n, primals, tangents: (primals[0] * n, 10 * n * tangents[0]))
+    for f in (by_vjp, fixed):
+        program = specialize(
+            lambda x, f=f: f(x, x.shape[0]), {"x": Meta(shape=["n"], dtype=torch.float32)}
+        )
+        for n in (3, 4):
+            x = torch.ones(n)
+            assert program(x).tolist() == [n] * n
+            assert grad(lambda x, p=program: p(x).sum())(x).tolist() == [10 * n] * n
+        assert program.cache_info().programs == 2  # with autograd, and without

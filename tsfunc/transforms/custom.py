@@ -81,10 +81,10 @@ class custom_vjp(Rule):
             raise self.missing("defvjp(fwd, bwd)")
         args = self.positional(args, kwargs)
         fixed, rest = self.fixed(args)
-        call, tensors = apart((self, fixed), rest)
+        call, sizes, tensors = apart((self, fixed), rest)
         if not is_differentiated(tensors):
             return self.func(*args)
-        return call.result(apply(_Vjp, call, *tensors))
+        return call.result(apply(_Vjp, call, sizes, *tensors))
 
     def forward(self, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
         assert self.fwd is not None
@@ -110,8 +110,9 @@ class custom_vjp(Rule):
 
 class _Vjp(Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
-        rule, fixed = call.function
+    def forward(ctx: Any, call: Call, sizes: tuple[Any, ...], *tensors: Any) -> Any:
+        rule, fixed = call.taking(sizes).function
+        ctx.sizes = sizes
         out, residuals = rule.forward(fixed, call.arguments(tensors))
         leaves, tree = pytrees.flatten(residuals)
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -126,7 +127,7 @@ class _Vjp(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        call = ctx.call
+        call = ctx.call.taking(ctx.sizes)
         rule, fixed = call.function
         tensors, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         rest = call.arguments(tensors)
@@ -139,12 +140,12 @@ class _Vjp(Function):
                 leaves[i] = value
             residuals = pytrees.unflatten(ctx.tree, leaves)
         pulled = rule.backward(fixed, residuals, call.result(cotangents), rest)
-        return (None, *_cotangents_of(call, rest, pulled, tensors, rule.name))
+        return (None, None, *_cotangents_of(call, rest, pulled, tensors, rule.name))
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, _call: Any, _sizes: Any, *tangents: Any) -> Any:
         """The transpose of the pullback, which is linear in the cotangent."""
-        call = ctx.call
+        call = ctx.call.taking(ctx.sizes)
         rule, fixed = call.function
         tensors = ctx.saved_tensors[: ctx.count]
         rest = call.arguments(tensors)
@@ -268,10 +269,10 @@ class custom_jvp(Rule):
             raise self.missing("defjvp")
         args = self.positional(args, kwargs)
         fixed, rest = self.fixed(args)
-        call, tensors = apart((self, fixed), rest)
+        call, sizes, tensors = apart((self, fixed), rest)
         if not is_differentiated(tensors):
             return self.func(*args)
-        return call.result(apply(_Jvp, call, *tensors))
+        return call.result(apply(_Jvp, call, sizes, *tensors))
 
     def pushed(self, call: Call, fixed: Any, primals: Any, tangents: Any) -> tuple[Any, ...]:
         """The tangents of the result's tensors."""
@@ -309,21 +310,21 @@ def _added(left: Any, right: Any) -> Any:
 
 class _Jvp(Function):
     @staticmethod
-    def forward(call: Call, *tensors: Any) -> Any:
-        rule, fixed = call.function
+    def forward(call: Call, sizes: tuple[Any, ...], *tensors: Any) -> Any:
+        rule, fixed = call.taking(sizes).function
         out = rule.func(*rule.whole(fixed, call.arguments(tensors)))
         return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in call.kept(out))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.call = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
+        ctx.call, ctx.sizes = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
+        ctx.save_for_forward(*inputs[2:])
         ctx.mark_non_differentiable(*[x for x in output if not differentiable(x)])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        call, primals = ctx.call, ctx.saved_tensors
+        call, primals = ctx.call.taking(ctx.sizes), ctx.saved_tensors
         rule, fixed = call.function
         by = [i for i, x in enumerate(primals) if differentiable(x)]
         zeros = [torch.zeros_like(x) for x in primals]
@@ -340,11 +341,11 @@ class _Jvp(Function):
         pulled: list[Any] = [None] * len(primals)
         for i, value in zip(by, pull(tuple(cotangents[i] for i in of)), strict=True):
             pulled[i] = value
-        return (None, *pulled)
+        return (None, None, *pulled)
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        call, primals = ctx.call, ctx.saved_tensors
+    def jvp(ctx: Any, _call: Any, _sizes: Any, *tangents: Any) -> Any:
+        call, primals = ctx.call.taking(ctx.sizes), ctx.saved_tensors
         rule, fixed = call.function
         return rule.pushed(call, fixed, primals, call.flat_tangents(tangents, primals))
 

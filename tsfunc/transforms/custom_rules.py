@@ -14,6 +14,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.autograd import tangents_here
 from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.tracer import Tracer
+from tsfunc.bridge.tracing import SYMBOLIC
 from tsfunc.transforms.vmap_spec import name_of
 
 
@@ -42,6 +43,23 @@ class Call:
     out_places: tuple[int, ...] = ()
     out_leaves: tuple[Any, ...] = ()
     results: tuple[Result, ...] = ()
+    sized: tuple[int, ...] = ()
+    fixed_sized: tuple[int, ...] = ()
+
+    def taking(self, sizes: Sequence[Any]) -> Call:
+        """The call, with the sizes of named dims among its arguments as they are now.
+
+        In a program they are others each time, and so arguments of the ``autograd.Function``.
+        """
+        for place, size in zip(self.sized, sizes, strict=False):
+            self.leaves[place] = size
+        if self.fixed_sized:
+            rule, fixed = self.function
+            leaves, tree = pytrees.flatten(fixed)
+            for place, size in zip(self.fixed_sized, sizes[len(self.sized) :], strict=True):
+                leaves[place] = size
+            self.function = rule, pytrees.unflatten(tree, leaves)
+        return self
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments with other tensors in the places of theirs."""
@@ -76,13 +94,18 @@ class Call:
         ]
 
 
-def apart(function: Any, args: tuple[Any, ...]) -> tuple[Call, list[torch.Tensor]]:
-    """A call, and the tensors among its arguments."""
+def apart(function: Any, args: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...], list[torch.Tensor]]:
+    """A call, the sizes of named dims among its arguments, and the tensors."""
     leaves, tree = pytrees.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = [leaves[i] for i in places]
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return Call(function, rest, tree, places), tensors
+    fixed = pytrees.leaves_of(function[1])
+    call = Call(function, rest, tree, places)
+    call.sized = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, SYMBOLIC))
+    call.fixed_sized = tuple(i for i, leaf in enumerate(fixed) if isinstance(leaf, SYMBOLIC))
+    sizes = (*(leaves[i] for i in call.sized), *(fixed[i] for i in call.fixed_sized))
+    return call, sizes, tensors
 
 
 class Rule:
