@@ -314,6 +314,8 @@ def _read_signature(field: Field) -> inspect.Signature:
     for each in field.items():
         each.require_keys(("name", "kind"), ("default",))
         name = each.at("name").text()
+        if not name.isidentifier():
+            each.at("name").expected("a name")
         kind = each.at("kind").one_of(_KINDS, "a kind of parameter")
         try:
             parameters.append(inspect.Parameter(name, kind, default=_default(each.get("default"))))

@@ -120,7 +120,10 @@ def decode_program(field: Field, context: Context) -> Program:
     if tree.num_leaves != len(last.args[0]):
         results.fail(f"the graph has {len(last.args[0])} results")
     name = name_field.line()
-    source, run = generate(name, graph, inputs, reader.lifted)
+    try:
+        source, run = generate(name, graph, inputs, reader.lifted)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        graph_field.fail(f"no code can be made of it: {error}")
     known = frozenset(each.text() for each in constants.items())
     if not known <= reader.lifted.keys():
         constants.fail("there are others than tensors of the program")
