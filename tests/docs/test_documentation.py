@@ -18,8 +18,11 @@ MODULES = [m.name for m in pkgutil.walk_packages(tsfunc.__path__, "tsfunc.")]
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/operators.md", "docs/files.md", "docs/programs.md", "docs/descriptors.md"],
-)
+    [
+        "README.md", "docs/operators.md", "docs/files.md", "docs/programs.md",
+        "docs/descriptors.md", "docs/soundness.md",
+    ],
+)  # fmt: skip
 def test_snippets_run_in_order(page: str) -> None:
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert len(snippets) >= 2

@@ -191,8 +191,8 @@ class Elsewhere:
 
     def _within(self, symbol: Any, size: int) -> int:
         bounds = self.env.var_to_range[symbol]
-        size = max(size, int(bounds.lower)) if bounds.lower.is_finite else size
-        return min(size, int(bounds.upper)) if bounds.upper.is_finite else size
+        size = max(size, int(bounds.lower)) if bounds.lower.is_Integer else size
+        return min(size, int(bounds.upper)) if bounds.upper.is_Integer else size
 
     def results(self, sizes: Mapping[Any, int]) -> Any:
         """What the operator gives there; None where it refuses."""

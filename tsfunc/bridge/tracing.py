@@ -298,7 +298,8 @@ def _record_results(
     tracks: bool,
 ) -> Any:
     if op.inplace and isinstance(results, torch.Tensor):
-        first = args[0]
+        own = isinstance(args[0], TraceTracer) and args[0].dispatch_level is level
+        first = args[0] if own else level.lift(args[0])
         first.tracks = first.tracks or tracks
         node.meta["val"], node.meta["requires_grad"] = first.value, first.tracks
         return written(op, args, kwargs)

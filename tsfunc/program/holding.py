@@ -255,6 +255,7 @@ def is_instance(value: Any) -> bool:
         and not isinstance(value, _OTHERS)
         and not hasattr(cls, "__next__")
         and (root not in _OPAQUE or isinstance(value, argparse.Namespace))
+        and not cls.__module__.startswith(_OPERATORS)
     )
 
 
@@ -262,7 +263,9 @@ _OTHERS = (
     torch.Tensor, torch.jit.ScriptModule, type(torch.ops.aten.sin),
     type(torch.ops.aten.sin.default), type, enum.Enum, *_SEQUENCES, *_SETS, dict,
 )  # fmt: skip
-_OPAQUE = frozenset({*sys.stdlib_module_names, "builtins", "tsfunc"})
+_OPERATORS = ("torch._library", "torch._ops")  # where the classes of operators are
+# A class that was made where there is no module says it is of the builtins.
+_OPAQUE = frozenset({*sys.stdlib_module_names, "tsfunc"}) - {"builtins"}
 
 
 def _has_value(cls: type) -> bool:

@@ -28,7 +28,14 @@ from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types, says_any
 
 _STATE = ("_parameters", "_buffers", "_modules")
-_TORCH_LOOKUP = torch.nn.Module.__getattr__.__code__
+_MODULE = torch.nn.Module
+_TORCH_LOOKUPS = {
+    method.__code__
+    for method in (
+        _MODULE.__getattr__, _MODULE.__setattr__, _MODULE.__delattr__, _MODULE.register_buffer,
+        _MODULE.register_parameter,
+    )
+}  # fmt: skip
 
 
 class Instances:
@@ -81,8 +88,8 @@ class Instances:
         if not (name.startswith("__") and name.endswith("__")):
             return known.read(name, plain)
         # The second frame is who reads. torch's own lookup of parameters reads the __dict__ for
-        # what `Instance.read` has already looked for.
-        if name == "__dict__" and sys._getframe(2).f_code is not _TORCH_LOOKUP:
+        # what `Instance.read` has already looked for, or for where to assign.
+        if name == "__dict__" and sys._getframe(2).f_code not in _TORCH_LOOKUPS:
             known.read_all()
         return plain(instance, name)
 

@@ -44,7 +44,10 @@ _watched: dict[type, tuple[int, dict[str, Any]]] = {}
 
 def can_watch(cls: type) -> bool:
     """Whether the class takes attributes."""
-    return bool(cls.__flags__ & _HEAP_TYPE) and not cls.__flags__ & _IMMUTABLE_TYPE
+    # Metaclasses of C extensions (pybind11's) refuse to have attributes of their classes set so.
+    plain: Any = type(cls).__setattr__
+    mutable = cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE
+    return bool(mutable) and plain is type.__setattr__
 
 
 class Watching:

@@ -25,7 +25,8 @@ def merge_common(graph: torch.fx.Graph) -> None:
             for target in written(node):
                 memory = aliases.memory(target)
                 changes[memory] = changes.get(memory, 0) + 1
-        if not is_pure(node) or aliases.is_written(node):
+        # What depends on data has its sizes' symbols from the call that found them.
+        if not is_pure(node) or aliases.is_written(node) or node.meta.get("reads_data"):
             continue
         key = _key(node, tuple(changes.get(aliases.memory(x), 0) for x in node.all_input_nodes))
         known = seen.setdefault(key, node) if key is not None else node
