@@ -84,6 +84,14 @@ def test_writes_into_arguments() -> None:
     torch.testing.assert_close([g.to_exported_program().module()(a), a], [f(b), b])
 
 
+def test_control_flow() -> None:
+    f = specialize(lambda x: cond(x.sum() > 0, torch.sin, torch.cos, x))
+    f(torch.ones(3))
+    module = f.to_exported_program().module()
+    for x in (torch.ones(3), -torch.ones(3)):
+        torch.testing.assert_close(module(x), f(x))
+
+
 class Model:
     def __init__(self) -> None:
         self.w = torch.ones(3)
@@ -94,9 +102,5 @@ def test_what_it_has_no_place_for() -> None:
     with_object(Model(), torch.ones(3))
     with pytest.raises(ExportError, match=r"an argument of type Model.*graph_module"):
         with_object.to_exported_program()
-    branches = specialize(lambda x: cond(x.sum() > 0, torch.sin, torch.cos, x))
-    branches(torch.ones(3))
-    with pytest.raises(ExportError, match="cond"):
-        branches.to_exported_program()
     with pytest.raises(ExportError, match="no record"):
         make_graph(torch.sin)(torch.ones(2)).to_exported_program()
