@@ -58,6 +58,14 @@ def test_a_function_may_be_called_as_an_operator_is() -> None:
     torch.testing.assert_close(s(torch.ones(2)), torch.full((2,), 2.0))
 
 
+def test_functions_written_in_c_do_not_say_what_they_take() -> None:
+    x = torch.randn(3)
+    torch.testing.assert_close(specialize(torch.sin)(x), x.sin())
+    torch.testing.assert_close(specialize(torch.add)(x, 1, alpha=3), x + 3)
+    with pytest.raises(DescriptorError, match="there is no parameter 'x'"):
+        specialize(torch.sin, {"x": Meta(shape=["n"])})
+
+
 class TestProgramsAreFunctions:
     def test_plain_case(self) -> None:
         x = torch.randn(3, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +32,7 @@ from tsfunc.program.untyped import StandIn
 from tsfunc.program.updates import Update
 from tsfunc.types import Dim, DimExpr, DimForm
 from tsfunc.types.descriptors import Descriptor
+from tsfunc.types.signatures import signature_of
 
 
 def capture(
@@ -219,7 +219,7 @@ def _check_containers(
     given_args, given_kwargs = pytrees.unflatten(tree, leaves)
     pairs = [(str(i), given_args[i], each) for i, each in enumerate(args)]
     pairs += [(name, given_kwargs[name], each) for name, each in kwargs.items()]
-    names = list(inspect.signature(func).parameters)
+    names = list(signature_of(func).parameters)
     for name, before, after in pairs:
         (some, one), (others, other) = pytrees.flatten(before), pytrees.flatten(after)
         if one != other or any(a is not b for a, b in zip(some, others, strict=True)):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from tsfunc.program.properties import ProgramProperties
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.choosing import in_order
+from tsfunc.types.signatures import signature_of
 
 
 class Specialized:
@@ -52,7 +52,7 @@ class Specialized:
         functools.update_wrapper(self, func, updated=())
         self.func = func
         self.name = name_of(func)
-        signature = inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
+        signature = signature_of(func)
         read = [compile_descriptors(d, signature, name=self.name) for d in descriptors]
         contracts = in_order(read, f"specialize({self.name})")
         compiler = resolve(backend)

@@ -143,6 +143,17 @@ def _parameter_type(parameter: inspect.Parameter, scope: Scope, name: str) -> TS
     return optional(type_) if default is None and type_ != NONE else type_
 
 
+def signature_of(func: Callable[..., Any]) -> inspect.Signature:
+    """What a function or module takes; of one written in C, which does not say, anything."""
+    try:
+        return inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
+    except ValueError:
+        return inspect.signature(_takes_anything)
+
+
+def _takes_anything(*args: Any, **kwargs: Any) -> None: ...
+
+
 def annotated_types(func: Any) -> dict[str, TSType]:
     """The types of the parameters of a function that have an annotation which is a type.
 
@@ -153,7 +164,7 @@ def annotated_types(func: Any) -> dict[str, TSType]:
     inner = _function(target)
     scope = _scope(inner, _owner(inner))
     found: dict[str, TSType] = {}
-    for name, parameter in inspect.signature(target).parameters.items():
+    for name, parameter in signature_of(target).parameters.items():
         if parameter.annotation is _EMPTY or parameter.kind in (_ONE, _MANY):
             continue
         try:
