@@ -253,7 +253,9 @@ class Instance:
             return
         self._require_none_of_its_own(name)
         cls, facts = type(self.value), self._facts
-        if isinstance(found, types.FunctionType) and not found.__module__.startswith("torch."):
+        if isinstance(found, types.FunctionType) and not (found.__module__ or "").startswith(
+            "torch."
+        ):
             facts.require_same(facts.bind(f"{facts.name(cls)}.{name}"), found)
         self.instances.met(found)
 
