@@ -153,7 +153,7 @@ def test_containers_of_descriptors() -> None:
         (Dim("n", one_of=(4, 6, 10)), lambda n: n % 2 == 0 and n != 8),
         (Dim("n", min=2, max=50), lambda n: n * n < 3000 and n != 77),
     ],
-    ids=str,
+    ids=["min", "max", "multiple", "quotient", "choice", "product"],
 )
 def test_what_follows_from_the_descriptors_is_no_violation(dim: Dim, ask: Any) -> None:
     def f(x: Tensor) -> Tensor:

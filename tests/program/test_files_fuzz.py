@@ -62,7 +62,7 @@ class _Forbidden(Exception):
 
 _watching = False
 # Generated code is compiled and run; `ast.parse`, which runs nothing, compiles "<unknown>".
-_OWN = ("<program ", "<reach>", "<unknown>", "<string>")
+_OWN = ("<program ", "<reach>", "<type check>", "<unknown>", "<string>")
 _QUIET = ("object.__", "gc.", "sys._getframe", "code.__new__", "builtins.id", "os.listdir")
 
 
