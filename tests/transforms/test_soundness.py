@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import types
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tsfunc import specialize, vmap
-from tsfunc.errors import ClosureError, EscapedTracerError, TypeCheckError
+from tsfunc.errors import ClosureError, DataDependentError, EscapedTracerError, TypeCheckError
 
 SCALE: Any = 2.0
 TABLE: dict[str, Any] = {"scale": 2.0, "more": [1, 2]}
@@ -531,3 +532,34 @@ def test_the_modes_are_the_documented_ones() -> None:
     from tsfunc.program.holding import Closure
 
     assert Closure == Literal["guard", "freeze", "error"]
+
+
+FROM_OUTSIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "item": lambda w, x: x * w[0].item(),
+    "tolist": lambda w, x: x * w.tolist()[0],
+    "an index": lambda w, x: x + w[0],
+    "indices": lambda w, x: x + w[torch.tensor([1, 1])],
+    "a mask": lambda w, x: x + w[w > 0].sum(),
+    "a list of tensors": lambda w, x: x + torch._foreach_add([w], 1.0)[0],
+    "lists of both": lambda w, x: torch._foreach_mul([x, w], 2)[1],
+    "a copy": lambda w, x: x + copy.deepcopy(w),
+    "writes": lambda w, x: x + w.index_put_((torch.tensor([0]),), x[:1] * 2),
+}
+
+
+@pytest.mark.parametrize("name", FROM_OUTSIDE)
+def test_the_data_of_a_tensor_from_outside_is_read_at_every_call(name: str) -> None:
+    w, x = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    f = FROM_OUTSIDE[name]
+    s = specialize(lambda x: f(w, x))
+    s(x)
+    w.mul_(2).add_(1)
+    expected = f(w.clone(), x)
+    torch.testing.assert_close(s(x), expected)
+    assert s.cache_info().programs == 1
+
+
+def test_the_memory_of_a_tensor_from_outside_is_no_number_of_a_program() -> None:
+    w = torch.ones(2)
+    with pytest.raises(DataDependentError, match="numpy"):
+        specialize(lambda x: x + float(w.numpy()[0]))(torch.ones(2))

@@ -144,6 +144,9 @@ METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
 METHODS[_T.backward] = _refuse_backward
 METHODS[torch.autograd.backward] = _refuse_backward
 
+# The methods among these that do not need a tensor's data.
+LOOKS = frozenset({metadata, _bit, _show, _require_grad, _refuse_backward, _make_dual})
+
 
 def _property(name: str) -> property:
     """Reads an attribute of the wrapper in Python, a fifth of what door 1 takes."""

@@ -35,7 +35,7 @@ def _shallow_copy(self: Tracer) -> torch.Tensor:
     return self.view(self.shape)
 
 
-def _refuse_storage(
+def refuse_storage(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     value = args[0]
@@ -73,10 +73,10 @@ METHODS[_T.__deepcopy__] = _copy
 for _name in (
     "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ apply_ map_"
 ).split():
-    METHODS[getattr(_T, _name)] = _refuse_storage
-METHODS[_T.data.__set__] = _named(_refuse_storage, _DATA)  # type: ignore[attr-defined]
+    METHODS[getattr(_T, _name)] = refuse_storage
+METHODS[_T.data.__set__] = _named(refuse_storage, _DATA)  # type: ignore[attr-defined]
 # It meets no door 1.
-Tracer.set_ = lambda self, *args, **kwargs: _refuse_storage(  # type: ignore[method-assign]
+Tracer.set_ = lambda self, *args, **kwargs: refuse_storage(  # type: ignore[method-assign]
     _T.set_, (), (self, *args), kwargs
 )
 Tracer.__copy__ = _shallow_copy  # type: ignore[attr-defined]

@@ -27,7 +27,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
+from tsfunc.bridge.attributes import LOOKS
 from tsfunc.bridge.fake_results import results_of, unasked
+from tsfunc.bridge.methods import refuse_storage
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.symbols import Symbols, size_node, symbols_in
 from tsfunc.bridge.torch_state import without_factory_keys
@@ -326,6 +328,10 @@ def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
     return level.graph.call_function(operator.getitem, (node, i))
 
 
+# What says what a tensor is, whatever its data, or concerns the tensor from outside itself.
+_LOOKS = frozenset({*LOOKS, _reads_requires_grad, refuse_storage})
+
+
 class Lifting(TorchFunctionMode):
     """While it is active, the function's own calls on tensors from outside are recorded too.
 
@@ -347,7 +353,7 @@ class Lifting(TorchFunctionMode):
         kwargs = kwargs or {}
         if AnyValue in types:
             return AnyValue.__torch_function__(func, types, args, kwargs)
-        if func not in METHODS or func in (torch.detach, torch.Tensor.detach):
+        if METHODS.get(func) not in _LOOKS:
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
         return func(*args, **kwargs)
