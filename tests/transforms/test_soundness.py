@@ -563,3 +563,16 @@ def test_the_memory_of_a_tensor_from_outside_is_no_number_of_a_program() -> None
     w = torch.ones(2)
     with pytest.raises(DataDependentError, match="numpy"):
         specialize(lambda x: x + float(w.numpy()[0]))(torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+def test_recurrent_networks(name: str) -> None:
+    net, x = getattr(nn, name)(2, 3), torch.randn(4, 1, 2)
+    s, inside = specialize(net), specialize(lambda x: net(x)[0])
+    for _ in range(2):
+        torch.testing.assert_close(s(x), net(x))
+        torch.testing.assert_close(inside(x), net(x)[0])
+    assert s.cache_info().programs == inside.cache_info().programs == 1
+    with torch.no_grad():
+        net.weight_ih_l0.mul_(2)
+    torch.testing.assert_close(s(x), net(x))

@@ -30,6 +30,7 @@ import copy
 import enum
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -271,4 +272,6 @@ _OPAQUE = frozenset({*sys.stdlib_module_names, "tsfunc"}) - {"builtins"}
 def _has_value(cls: type) -> bool:
     """Whether objects of a class are compared by what they are: paths, dates, patterns."""
     compares: Any = cls.__eq__
-    return compares is not object.__eq__ and cls.__hash__ is not None
+    # Weak references compare what they refer to, tensors among others.
+    by_value = compares is not object.__eq__ and not issubclass(cls, weakref.ref)
+    return by_value and cls.__hash__ is not None
