@@ -91,7 +91,7 @@ class TestLower:
             specialize(apply).lower()
         with pytest.raises(DescriptorError, match="has descriptors already"):
             specialize(apply, DESCRIBED).lower(DESCRIBED)
-        with pytest.raises(ConstraintViolation, match="n > 5"):
+        with pytest.raises(ConstraintViolation, match="n <= 5"):
             specialize(lambda x: x if x.shape[0] > 5 else x + 1).lower(
                 {"x": Meta(["n"], dtype=F32)}
             )

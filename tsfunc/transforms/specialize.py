@@ -53,8 +53,8 @@ class Specialized:
         self.func = func
         self.name = name_of(func)
         signature = signature_of(func)
-        read = [compile_descriptors(d, signature, name=self.name) for d in descriptors]
-        contracts = in_order(read, f"specialize({self.name})")
+        self._given = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
+        contracts = in_order(self._given, f"specialize({self.name})")
         compiler = resolve(backend)
         named = backend if isinstance(backend, str) else name_of(backend)
         self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
@@ -142,7 +142,7 @@ class Specialized:
                 f"specialize({self.name}): it has descriptors already, and lower() makes the "
                 f"programs for these; it takes others where specialize was given none."
             )
-        contracts = target.contracts or tuple(
+        contracts = self._given or tuple(
             compile_descriptors(d, target.signature, name=self.name) for d in descriptors
         )
         if not contracts:
