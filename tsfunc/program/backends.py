@@ -31,7 +31,7 @@ from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
 from tsfunc.program.torch_operators import in_torch_operators, left_over
-from tsfunc.types import Dim, DimExpr
+from tsfunc.types import Dim
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -203,17 +203,11 @@ def _examples(
     form = program.form
     if form is None or not form.bounds:
         return list(given)
-    dims = {spec.position: spec.dims for spec in form.inputs}
+    shapes = {spec.position: spec.shape(symbols.sizes) for spec in form.inputs}
     return [
-        _fake(x, [_size(dim, symbols) for dim in dims.get(position, x.shape)], symbols)
+        _fake(x, shapes.get(position, list(x.shape)), symbols)
         for position, x in zip(program.inputs, given, strict=True)
     ]
-
-
-def _size(dim: Any, symbols: Symbols) -> Any:
-    if isinstance(dim, Dim):
-        return symbols.sizes[dim.name]
-    return dim.evaluate(symbols.sizes) if isinstance(dim, DimExpr) else dim
 
 
 def _fake(like: torch.Tensor, shape: Sequence[Any], symbols: Symbols) -> torch.Tensor:

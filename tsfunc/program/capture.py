@@ -24,13 +24,13 @@ from tsfunc.errors import ClosureError, DataDependentError, TypeCheckError
 from tsfunc.program.codegen import generate
 from tsfunc.program.constraints import check_needs
 from tsfunc.program.guards import variables_of
-from tsfunc.program.inputs import InputSpec, ScalarSpec, solving_order
+from tsfunc.program.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.instances import Instances
 from tsfunc.program.passes import simplify
 from tsfunc.program.program import Program
 from tsfunc.program.untyped import StandIn
 from tsfunc.program.updates import Update
-from tsfunc.types import Dim, DimExpr, DimForm
+from tsfunc.types import Dim
 from tsfunc.types.descriptors import Descriptor
 from tsfunc.types.signatures import signature_of
 
@@ -69,7 +69,7 @@ def capture(
         TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
         DataDependentError: it uses a tensor as a Python number or bool.
     """
-    symbols = Symbols(bounds, _sizes(inputs), {spec.name: spec.value for spec in scalars})
+    symbols = Symbols(bounds, sizes_of_call(inputs), {spec.name: spec.value for spec in scalars})
     instances = instances or Instances(name)
     level, out = _traced(
         f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances, untyped or {},
@@ -79,7 +79,7 @@ def capture(
     leaves, out_tree = pytrees.flatten(without_stand_ins(out))
     level.graph.output(tuple(node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)))
     symbols.record_in(None, {})
-    check_needs(name, symbols.needs(), bounds, _sizes(inputs), described or {})
+    check_needs(name, symbols.needs(), bounds, sizes_of_call(inputs), described or {})
     reached = {id(x): len(flat) + i for i, x in enumerate(instances.held.facts.values)}
     assigned = tuple(replace(each, owner=len(flat) + each.owner) for each in updates.updates)
     frozen = instances.held.closure == "freeze"
@@ -235,7 +235,7 @@ def _check_containers(
 def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
     """The traced tensor for an argument: its fixed sizes, and symbols for its named dims."""
     example = spec.example
-    shape = [_size(dim, symbols) for dim in spec.dims]
+    shape = spec.shape(symbols.sizes)
     like = level.fake_like(example, shape, _strides(example, shape))
     return level.input(spec.name, like, example.requires_grad)
 
@@ -245,14 +245,6 @@ def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.N
     node = _named(level.graph.placeholder(spec.name), spec.name)
     node.meta["number"] = symbols.scalars[spec.name]
     return node
-
-
-def _size(dim: DimForm, symbols: Symbols) -> Any:
-    if isinstance(dim, Dim):
-        return symbols.sizes[dim.name]
-    if isinstance(dim, DimExpr):
-        return dim.evaluate(symbols.sizes)
-    return dim
 
 
 def _strides(example: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
@@ -318,16 +310,6 @@ def _check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> N
                     f"is no argument, and is burnt in. Make it an argument, or use "
                     f'closure="guard".'
                 )
-
-
-def _sizes(inputs: Sequence[InputSpec]) -> dict[str, int]:
-    """The size of each named dim in the call."""
-    return {
-        dim.name: size
-        for spec in inputs
-        for dim, size in zip(spec.dims, spec.example.shape, strict=True)
-        if isinstance(dim, Dim)
-    }
 
 
 def _finish(

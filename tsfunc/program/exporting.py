@@ -96,14 +96,7 @@ def _problems(program: Program, form: CallForm) -> Iterator[str]:
 
 def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     like = spec.example
-    shape = [
-        sizes[dim.name]
-        if isinstance(dim, Dim)
-        else dim.evaluate(sizes)
-        if isinstance(dim, DimExpr)
-        else dim
-        for dim in spec.dims
-    ]
+    shape = spec.shape(sizes)
     order = sorted(range(len(shape)), key=lambda i: (like.stride(i), -i), reverse=True)
     made = torch.empty([int(shape[i] or 0) for i in order], dtype=like.dtype, device=like.device)
     back = sorted(range(len(order)), key=order.__getitem__)

@@ -16,8 +16,8 @@ from tsfunc.bridge.symbols import Symbols
 from tsfunc.dispatch import state
 from tsfunc.program.guards import guard_lines
 from tsfunc.program.holding import is_instance
-from tsfunc.program.inputs import InputSpec
-from tsfunc.types import Dim, DimExpr
+from tsfunc.program.inputs import InputSpec, sizes_of_call
+from tsfunc.types import Dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,23 +72,10 @@ def example_call(
         requires_grad: whether the tensors do; None: as in the form's own call.
     """
     flat = list(form.leaves)
-    named = {
-        dim.name: size
-        for spec in form.inputs
-        for dim, size in zip(spec.dims, spec.example.shape, strict=True)
-        if isinstance(dim, Dim)
-    }
-    named = {**named, **sizes}
+    named = {**sizes_of_call(form.inputs), **sizes}
     fake = Symbols({}).fake
     for spec in form.inputs:
-        shape = [
-            named[dim.name]
-            if isinstance(dim, Dim)
-            else dim.evaluate(named)
-            if isinstance(dim, DimExpr)
-            else dim
-            for dim in spec.dims
-        ]
+        shape = spec.shape(named)
         wanted = spec.example.requires_grad if requires_grad is None else requires_grad
         flat[spec.position] = _at_shape(spec.example, shape, wanted, fake)
     return flat

@@ -60,6 +60,27 @@ class InputSpec:
     example: torch.Tensor
     dims: tuple[DimForm, ...]
 
+    def shape(self, sizes: Mapping[str, Any]) -> list[Any]:
+        """Its shape where the named dims have these sizes, numbers or symbols."""
+        return [
+            sizes[dim.name]
+            if isinstance(dim, Dim)
+            else dim.evaluate(sizes)
+            if isinstance(dim, DimExpr)
+            else dim
+            for dim in self.dims
+        ]
+
+
+def sizes_of_call(inputs: Sequence[InputSpec]) -> dict[str, int]:
+    """The size of each named dim in the call that was traced."""
+    return {
+        dim.name: size
+        for spec in inputs
+        for dim, size in zip(spec.dims, spec.example.shape, strict=True)
+        if isinstance(dim, Dim)
+    }
+
 
 @dataclass(frozen=True)
 class ScalarSpec:
