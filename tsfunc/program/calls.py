@@ -17,7 +17,7 @@ from tsfunc.bridge.settings import settings
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.backends import Compiled
 from tsfunc.program.cache import Cache, Entry
-from tsfunc.program.capture import capture
+from tsfunc.program.capture import TraceRequest, capture
 from tsfunc.program.entering import opening_lines
 from tsfunc.program.equal import same_program
 from tsfunc.program.forms import form_of_call
@@ -194,11 +194,11 @@ class FirstCall:
         start = time.perf_counter()
         instances = self._instances()
         described = {} if self.contract is None else self.contract.descriptors
-        program = capture(
-            self.func, self.name, self.flat, self.tree, inputs, bounds, instances=instances,
-            untyped=any_arguments(self.func, described, self.places, _spell), scalars=scalars,
-            described=described,
+        request = TraceRequest(
+            f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
+            scalars, any_arguments(self.func, described, self.places, _spell), described,
         )  # fmt: skip
+        program = capture(request, instances)
         form = form_of_call(self.flat, self.tree, inputs, bounds, self.ambient)
         facts = instances.held.facts
         program = dataclasses.replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -16,11 +16,9 @@ from tsfunc.bridge import torch_state
 from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.marked import settle_all
 from tsfunc.bridge.symbols import Symbols, size_node, solved_node
-from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output, ways_out
+from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.untyped import without_stand_ins
 from tsfunc.dispatch import state
-from tsfunc.dispatch.places import condition_of, place_of, source_of
-from tsfunc.errors import ClosureError, DataDependentError, TypeCheckError
 from tsfunc.program.codegen import generate
 from tsfunc.program.constraints import check_needs
 from tsfunc.program.guards import variables_of
@@ -28,208 +26,177 @@ from tsfunc.program.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_
 from tsfunc.program.instances import Instances
 from tsfunc.program.passes import simplify
 from tsfunc.program.program import Program
+from tsfunc.program.refusals import check_containers, check_frozen, explain_sizes
 from tsfunc.program.untyped import StandIn
 from tsfunc.program.updates import Update
 from tsfunc.types import Dim
 from tsfunc.types.descriptors import Descriptor
-from tsfunc.types.signatures import signature_of
 
 
-def capture(
-    func: Callable[..., Any],
-    name: str,
-    flat: Sequence[Any],
-    tree: optree.PyTreeSpec,
-    inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
-    what: str = "specialize",
-    instances: Instances | None = None,
-    untyped: Mapping[int, StandIn] | None = None,
-    scalars: Sequence[ScalarSpec] = (),
-    described: Mapping[str, Descriptor] | None = None,
-) -> Program:
-    """Traces a function.
+@dataclass(frozen=True, eq=False)
+class TraceRequest:
+    """A function that is to be traced, and what it is called with.
 
-    Args:
+    Attributes:
+        what: how errors call the trace.
+        name: how the program calls the function, and errors of its descriptors.
         func: takes what ``tree`` unflattens to: a tuple of (args, kwargs).
-        name: how errors and the program call it.
         flat: the flattened arguments; those that are no tensors are burnt in.
         tree: their structure.
         inputs: the tensors among them.
         bounds: the named dims that stay symbolic.
-        what: which transform it is traced for.
+        scalars: the numbers among the arguments that are inputs.
+        untyped: the arguments of type ``Any``, with which nothing may be computed.
+        described: the descriptors, by parameter, for errors.
+    """
+
+    what: str
+    name: str
+    func: Callable[..., Any]
+    flat: Sequence[Any]
+    tree: optree.PyTreeSpec
+    inputs: Sequence[InputSpec]
+    bounds: Mapping[str, Dim] = field(default_factory=dict)
+    scalars: Sequence[ScalarSpec] = ()
+    untyped: Mapping[int, StandIn] = field(default_factory=dict)
+    described: Mapping[str, Descriptor] = field(default_factory=dict)
+
+
+def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
+    """Traces a function.
+
+    Args:
+        request: the function, and what it is called with.
         instances: the objects whose attributes are watched. The tensors among what is read of
             arguments are inputs of the program that come after the flattened arguments.
-        untyped: the arguments of type ``Any``, with which nothing may be computed.
-        scalars: the numbers among the arguments that are inputs.
-        described: the descriptors, by parameter, for errors.
 
     Raises:
         ConstraintViolation: the function's course depends on the size of a named dim.
         TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
         DataDependentError: it uses a tensor as a Python number or bool.
     """
-    symbols = Symbols(bounds, sizes_of_call(inputs), {spec.name: spec.value for spec in scalars})
-    instances = instances or Instances(name)
-    level, out = _traced(
-        f"{what}({name})", func, flat, tree, inputs, bounds, symbols, instances, untyped or {},
-        scalars,
-    )  # fmt: skip
-    updates = instances.finish()
-    leaves, out_tree = pytrees.flatten(without_stand_ins(out))
-    level.graph.output(tuple(node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)))
-    symbols.record_in(None, {})
-    check_needs(name, symbols.needs(), bounds, sizes_of_call(inputs), described or {})
-    reached = {id(x): len(flat) + i for i, x in enumerate(instances.held.facts.values)}
-    assigned = tuple(replace(each, owner=len(flat) + each.owner) for each in updates.updates)
-    frozen = instances.held.closure == "freeze"
-    if frozen:
-        _check_frozen(name, level, reached)
-    positions = [*(spec.position for spec in inputs), *(spec.position for spec in scalars)]
-    program = _finish(name, level, positions, reached, out_tree, symbols, assigned, frozen)
-    conditions = symbols.conditions(variables_of(bounds, scalars))
-    return replace(program, conditions=tuple(conditions)) if conditions else program
+    trace = _Trace(request, instances or Instances(request.name))
+    return trace.program(trace.run())
 
 
-def outline(
-    what: str,
-    func: Callable[..., Any],
-    flat: Sequence[Any],
-    tree: optree.PyTreeSpec,
-    inputs: Sequence[InputSpec],
-) -> Any:
+def outline(request: TraceRequest) -> Any:
     """What a function returns for inputs of fixed sizes, with fake tensors in place of tensors.
-
-    Args:
-        what: how errors call the trace.
-        func, flat, tree, inputs: as for :func:`capture`.
 
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
     """
-    level, out = _traced(what, func, flat, tree, inputs, {}, Symbols({}), Instances(what), {}, ())
-
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if isinstance(leaf, TraceTracer) and leaf.dispatch_level is level:
-            return leaf.value
-        return level.lift(leaf).value
-
-    return pytrees.tree_map(fake, out)
+    trace = _Trace(request, Instances(request.what))
+    return pytrees.tree_map(trace.fake_value, trace.run())
 
 
-def _traced(
-    what: str,
-    func: Callable[..., Any],
-    flat: Sequence[Any],
-    tree: optree.PyTreeSpec,
-    inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
-    symbols: Symbols,
-    instances: Instances,
-    untyped: Mapping[int, StandIn],
-    scalars: Sequence[ScalarSpec],
-) -> tuple[TraceLevel, Any]:
-    """Traces a function outside of all levels; the trace's level, and what it returns."""
-    with torch_state.outside_all_levels(), state.outside_all_levels():
-        level = TraceLevel(what, symbols)
-        try:
-            return level, _run(
-                what, level, func, flat, tree, inputs, bounds, symbols, instances, untyped, scalars
-            )
-        except BaseException:
-            instances.put_back()
-            raise
+class _Trace:
+    """A function run once on traced tensors, and the program that is made of what it did."""
 
+    level: TraceLevel  # made by `run`, in the state that it is entered under
 
-def _run(
-    what: str,
-    level: TraceLevel,
-    func: Callable[..., Any],
-    flat: Sequence[Any],
-    tree: optree.PyTreeSpec,
-    inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
-    symbols: Symbols,
-    instances: Instances,
-    untyped: Mapping[int, StandIn],
-    scalars: Sequence[ScalarSpec],
-) -> Any:
-    """Runs the function on traced tensors; what it returns."""
-    traced = list(flat)
-    with level, watching_random(), watching_factories():
-        tracers = [_input(level, spec, symbols) for spec in inputs]
-        numbers = {spec.name: _number(level, spec, symbols) for spec in scalars}
-        sizes = _size_nodes(level, inputs, tracers, bounds)
+    def __init__(self, request: TraceRequest, instances: Instances) -> None:
+        self.request, self.instances = request, instances
+        numbers = {spec.name: spec.value for spec in request.scalars}
+        self.symbols = Symbols(request.bounds, sizes_of_call(request.inputs), numbers)
+
+    def run(self) -> Any:
+        """Runs the function outside of all levels; what it returns."""
+        with torch_state.outside_all_levels(), state.outside_all_levels():
+            self.level = TraceLevel(self.request.what, self.symbols)
+            try:
+                with self.level, watching_random(), watching_factories():
+                    return self._call(self._arguments())
+            except BaseException:
+                self.instances.put_back()
+                raise
+
+    def _arguments(self) -> list[Any]:
+        """The flattened arguments, those that vary in their traced form."""
+        request, level, symbols = self.request, self.level, self.symbols
+        tracers = [_input(level, spec, symbols) for spec in request.inputs]
+        numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
+        sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
         symbols.record_in(level.graph, {**sizes, **numbers})
-        for scalar in scalars:
+        traced = list(request.flat)
+        for scalar in request.scalars:
             traced[scalar.position] = symbols.scalars[scalar.name]
-        for spec, tracer in zip(inputs, tracers, strict=True):
+        for spec, tracer in zip(request.inputs, tracers, strict=True):
             traced[spec.position] = tracer
-        for position, stand_in in untyped.items():
+        for position, stand_in in request.untyped.items():
             traced[position] = stand_in(traced[position])
-        args, kwargs = pytrees.unflatten(tree, traced)
+        return traced
+
+    def _call(self, traced: list[Any]) -> Any:
+        request = self.request
+        args, kwargs = pytrees.unflatten(request.tree, traced)
         try:
-            with Lifting(level), instances:
-                out = func(*args, **kwargs)
+            with Lifting(self.level), self.instances:
+                out = request.func(*args, **kwargs)
         except Exception as error:
-            _explain(what, symbols, error)
+            explain_sizes(request.what, self.symbols, error)
             raise
         settle_all(out)
-        _check_containers(what, func, args, kwargs, traced, tree)
+        check_containers(request.what, request.func, (args, kwargs), traced, request.tree)
         return out
 
+    def fake_value(self, leaf: Any) -> Any:
+        """A tensor that the function returned, without data; anything else as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if isinstance(leaf, TraceTracer) and leaf.dispatch_level is self.level:
+            return leaf.value
+        return self.level.lift(leaf).value
 
-def _explain(what: str, symbols: Symbols, error: Exception) -> None:
-    """Puts an error of torch's about sizes in the user's names.
+    def program(self, out: Any) -> Program:
+        """The program of what was recorded, which returns what the function returned."""
+        request, level, symbols = self.request, self.level, self.symbols
+        updates = self.instances.finish()
+        leaves, out_tree = pytrees.flatten(without_stand_ins(out))
+        results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
+        level.graph.output(tuple(results))
+        symbols.record_in(None, {})
+        check_needs(
+            request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
+            request.described,
+        )  # fmt: skip
+        first = len(request.flat)
+        assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
+        program = self._finished(out_tree, assigned)
+        conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
+        return replace(program, conditions=tuple(conditions)) if conditions else program
 
-    Raises:
-        DataDependentError: a size that depends on data was asked for as a Python value.
-    """
-    text, about_data = symbols.explained(error)
-    if about_data:
-        place = place_of(error)
-        asked = condition_of(place) or text
-        raise DataDependentError(
-            f"{what}: {text} depends on data, which a trace does not have, and is asked at "
-            f"{place}{source_of(place, ': ')}\nIf it always holds say so before, with "
-            f"torch._check({asked}): the program then checks it when it runs. {ways_out()}"
-        ) from None
-    if len(error.args) == 1 and isinstance(error.args[0], str) and text != error.args[0]:
-        error.args = (text,)
-
-
-def _check_containers(
-    what: str,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    leaves: Sequence[Any],
-    tree: optree.PyTreeSpec,
-) -> None:
-    """Refuses a function that changes a list or dict that it was given, which a program can't.
-
-    Raises:
-        TypeCheckError: it did.
-    """
-    now, structure = pytrees.flatten((args, kwargs))
-    if structure == tree and all(a is b for a, b in zip(now, leaves, strict=True)):
-        return
-    given_args, given_kwargs = pytrees.unflatten(tree, leaves)
-    pairs = [(str(i), given_args[i], each) for i, each in enumerate(args)]
-    pairs += [(name, given_kwargs[name], each) for name, each in kwargs.items()]
-    names = list(signature_of(func).parameters)
-    for name, before, after in pairs:
-        (some, one), (others, other) = pytrees.flatten(before), pytrees.flatten(after)
-        if one != other or any(a is not b for a, b in zip(some, others, strict=True)):
-            at = int(name) if name.isdigit() else -1
-            name = names[at] if 0 <= at < len(names) else name
-            raise TypeCheckError(
-                f"{what}: the function changes the {type(after).__name__} that it is given as "
-                f"`{name}`, or one inside of it. A program is given its elements alone, and can't "
-                f"change the caller's: return what is new, or change a copy."
-            )
+    def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
+        """The recorded graph simplified, and as Python."""
+        request, level, graph = self.request, self.level, self.level.graph
+        # Tensors of the arguments' attributes are inputs, and come after the arguments.
+        held = self.instances.held
+        reached = {id(x): len(request.flat) + i for i, x in enumerate(held.facts.values)}
+        frozen = held.closure == "freeze"
+        if frozen:
+            check_frozen(request.name, level, reached)
+        positions = [spec.position for spec in request.inputs]
+        positions += [spec.position for spec in request.scalars]
+        outside = [str(tracer.node.target) for _, tracer in level.lifted.values()]
+        constants = simplify(request.name, graph, outside)
+        used = {node for node in graph.nodes if node.op == "get_attr"}
+        lifted: dict[str, torch.Tensor] = {node: constants[node] for node in constants}
+        for tensor, tracer in level.lifted.values():
+            if tracer.node not in used:
+                continue
+            if id(tensor) in reached:
+                _make_input(graph, tracer.node)
+                positions.append(reached[id(tensor)])
+            else:
+                lifted[str(tracer.node.target)] = tensor.detach().clone() if frozen else tensor
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                node.meta["dims"] = tuple(self.symbols.spell_size(size) for size in value.shape)
+        source, run = generate(request.name, graph, positions, lifted, updates)
+        return Program(
+            request.name, graph, tuple(positions), lifted, out_tree, source, run,
+            frozenset(constants), updates,
+        )  # fmt: skip
 
 
 def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
@@ -286,64 +253,6 @@ def _named(node: torch.fx.Node, name: str) -> torch.fx.Node:
     node.meta["expr"] = name
     node.meta["value"] = operator.itemgetter(name)
     return node
-
-
-def _check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> None:
-    """Refuses a program that writes into tensors that it has copies of.
-
-    Raises:
-        ClosureError: it does.
-    """
-    memory = {
-        tracer.value.untyped_storage()._cdata
-        for tensor, tracer in level.lifted.values()
-        if id(tensor) not in reached
-    }
-    for node in level.graph.nodes:
-        op = node.meta.get("op")
-        for i in op.written if op is not None else ():
-            target = node.args[i] if i < len(node.args) else None
-            value = target.meta.get("val") if isinstance(target, torch.fx.Node) else None
-            if value is not None and value.untyped_storage()._cdata in memory:
-                raise ClosureError(
-                    f'specialize({name}, closure="freeze"): {op.name} writes into a tensor that '
-                    f"is no argument, and is burnt in. Make it an argument, or use "
-                    f'closure="guard".'
-                )
-
-
-def _finish(
-    name: str,
-    level: TraceLevel,
-    positions: list[int],
-    reached: Mapping[int, int],
-    out_tree: optree.PyTreeSpec,
-    symbols: Symbols,
-    updates: tuple[Update, ...],
-    frozen: bool,
-) -> Program:
-    """The program of a recorded graph; `reached` has the positions of tensors of arguments."""
-    graph = level.graph
-    outside = [str(tracer.node.target) for _, tracer in level.lifted.values()]
-    constants = simplify(name, graph, outside)
-    used = {node for node in graph.nodes if node.op == "get_attr"}
-    lifted: dict[str, torch.Tensor] = {node: constants[node] for node in constants}
-    for tensor, tracer in level.lifted.values():
-        if tracer.node not in used:
-            continue
-        if id(tensor) in reached:
-            _make_input(graph, tracer.node)
-            positions.append(reached[id(tensor)])
-        else:
-            lifted[str(tracer.node.target)] = tensor.detach().clone() if frozen else tensor
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            node.meta["dims"] = tuple(symbols.spell_size(size) for size in value.shape)
-    source, run = generate(name, graph, positions, lifted, updates)
-    return Program(
-        name, graph, tuple(positions), lifted, out_tree, source, run, frozenset(constants), updates
-    )
 
 
 def _make_input(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

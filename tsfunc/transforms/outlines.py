@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from optree import PyTreeSpec
 
 from tsfunc import pytrees
 from tsfunc.bridge.bodies import BodyLevel, current_trace, in_body
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.errors import DescriptorError
 from tsfunc.program import Program, capture
-from tsfunc.program.capture import outline
+from tsfunc.program.capture import TraceRequest, outline
 from tsfunc.program.forms import placeholder
 from tsfunc.program.inputs import InputSpec
 from tsfunc.transforms.vmap_spec import name_of
@@ -57,7 +58,7 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with in_body(body):
             args, kwargs = pytrees.unflatten(tree, [body.into(leaf) for leaf in examples])
             return pytrees.tree_map(_type_of, func(*args, **kwargs))
-    return pytrees.tree_map(_type_of, outline(what, func, examples, tree, _inputs(examples)))
+    return pytrees.tree_map(_type_of, outline(_request(what, name_of(func), func, examples, tree)))
 
 
 def without_data(what: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -72,7 +73,7 @@ def without_data(what: str, func: Callable[..., Any], args: Sequence[Any]) -> An
         DataDependentError: the function needs data.
     """
     flat, tree = pytrees.flatten((tuple(args), {}))
-    return outline(what, func, flat, tree, _inputs(flat))
+    return outline(_request(what, what, func, flat, tree))
 
 
 def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
@@ -105,8 +106,9 @@ def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
     def traced(*args: Any, **kwargs: Any) -> Program:
         name = name_of(func)
         flat, tree = pytrees.flatten((args, kwargs))
-        examples = [_example(f"make_graph({name})", leaf) for leaf in flat]
-        return capture(func, name, examples, tree, _inputs(examples), {}, "make_graph")
+        what = f"make_graph({name})"
+        examples = [_example(what, leaf) for leaf in flat]
+        return capture(_request(what, name, func, examples, tree))
 
     return traced
 
@@ -124,12 +126,16 @@ def _example(what: str, leaf: Any) -> Any:
     return placeholder(sizes, leaf.dtype, leaf.device or torch.device("cpu"))
 
 
-def _inputs(examples: Sequence[Any]) -> list[InputSpec]:
-    return [
+def _request(
+    what: str, name: str, func: Callable[..., Any], examples: list[Any], tree: PyTreeSpec
+) -> TraceRequest:
+    """A trace for inputs of fixed sizes."""
+    inputs = [
         InputSpec(i, f"x{i}", example, tuple(example.shape))
         for i, example in enumerate(examples)
         if isinstance(example, torch.Tensor)
     ]
+    return TraceRequest(what, name, func, examples, tree, inputs)
 
 
 def _type_of(leaf: Any) -> Any:
