@@ -42,6 +42,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "norms": (lambda x: x.view(3, 4).norm(dim=0), 1),
     "largest": (lambda x: x.view(2, 3, 2).amax((0, 2)), 1),
     "softmax of rows": (lambda x: x.view(3, 4).softmax(1), 4),
+    "renormed rows": (lambda x: x.view(3, 4).renorm(2, 0, 0.5), 12),
+    "shifted": (lambda x: torch.fft.fftshift(x) ** 2, 1),
     "running sums": (lambda x: x.view(3, 4).cumsum(0), 3),
     "a banded matrix": (lambda x: BANDED @ x.sin(), 2),
     "a product of matrices": (lambda x: (BANDED[:3, :3] @ x.view(3, 4)) ** 2, 2),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tsfunc.ops.catalogue.classify import dim_arguments
 from tsfunc.ops.dims import front
 from tsfunc.ops.identity import same_shape
 from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule
@@ -31,7 +32,11 @@ def rule_of_category(category: Category, signature: Signature) -> Rule | None:
     rule: Rule | None = None
     if category is Category.TENSOR_ITERATOR:
         rule = pointwise_inplace if signature.form == "in-place" else pointwise
-    elif len(signature.tensors) == 1 and signature.form == "functional":
+    elif (
+        len(signature.tensors) == 1
+        and signature.form == "functional"
+        and not dim_arguments(signature)  # where they are is for a rule of its own to say
+    ):
         rule = _OF_ONE_TENSOR.get(category)
     return Confirmed(rule) if rule is not None else None
 

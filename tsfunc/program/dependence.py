@@ -31,6 +31,7 @@ _MOVES = frozenset(
         "view", "reshape", "_unsafe_view", "view_as", "reshape_as", "unsqueeze", "squeeze",
         "transpose", "t", "permute", "movedim", "swapaxes", "swapdims", "expand", "expand_as",
         "broadcast_to", "slice", "select", "narrow", "flip", "fliplr", "flipud", "roll", "rot90",
+        "fft_fftshift", "fft_ifftshift",
         "index", "index_select", "gather", "take", "take_along_dim", "unbind", "split",
         "split_with_sizes", "chunk", "tensor_split", "diagonal", "diag", "diag_embed", "cat",
         "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "tril", "triu", "clone",
@@ -107,6 +108,19 @@ def _operator(target: Any) -> TorchOperator | None:
     return operator_of(target) if hasattr(target, "overloadpacket") else None
 
 
+def _by_entry(name: str) -> bool:
+    """Whether an operator goes entry by entry, or reduces.
+
+    Identity says that sizes stay. Entries do where the operator names no dim and mixed none when it
+    was tried; of an operator that is not torch's own nobody has tried that.
+    """
+    entry = ops.lookup(name)
+    if entry.category is not Category.IDENTITY:
+        return entry.category is Category.TENSOR_ITERATOR
+    stays = not entry.facts.dims and entry.evidence.elements != "mixed"
+    return stays and name.startswith("aten::")
+
+
 def _writes(node: torch.fx.Node) -> bool:
     op = _operator(node.target)
     return op is not None and bool(op.written)
@@ -132,7 +146,7 @@ class _Call:
         self.target, self.tree, self.values = target, tree, values
         op = _operator(target)
         self.name = "" if op is None else op.name.partition(".")[0]
-        self.category = None if op is None else ops.category_of(op.name)
+        self.by_entry = op is not None and _by_entry(op.name)
         self.by = [i for i, x in enumerate(values) if x.pattern is not None]
 
     def run(self, values: Sequence[Any]) -> Any:
@@ -174,7 +188,7 @@ class _Call:
             return self.bilinear(i, place, x)
         if self.name in _ALONG:
             return self.along(i, place, x)
-        if self.category in (Category.TENSOR_ITERATOR, Category.IDENTITY):
+        if self.by_entry:
             try:
                 wide = torch.broadcast_shapes(*(t.shape for t in tensors))
             except RuntimeError:

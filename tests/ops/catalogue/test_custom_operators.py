@@ -254,6 +254,19 @@ def test_a_category_that_the_fake_kernel_refutes_is_not_used() -> None:
         torch.testing.assert_close(tsfunc.vmap(op)(x), x.sum(1))
 
 
+@pytest.mark.parametrize("category", ["Identity", "Batched"])
+def test_where_an_argument_names_dims_a_category_gives_no_rule(category: str) -> None:
+    def summed(x: Tensor, dim: int) -> Tensor:
+        return x.cumsum(dim)
+
+    op = custom_op(summed)
+    op.register_fake(lambda x, dim: torch.empty_like(x))
+    tsfunc.ops.register(op, category=category)
+    x = torch.randn(3, 4, 2)
+    with pytest.warns(SlowFallbackWarning, match="op"):
+        torch.testing.assert_close(tsfunc.vmap(lambda x: op(x, 0))(x), x.cumsum(1))
+
+
 def test_a_rule_of_ones_own() -> None:
     op = custom_op(multiplied)
     seen = []

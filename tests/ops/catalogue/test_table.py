@@ -85,9 +85,10 @@ EXAMPLES = {
     Category.TENSOR_ITERATOR: "add.Tensor sum sum.dim_IntList mul_.Tensor relu clamp where.self "
     "mean.dim amax lerp.Scalar logical_and eq.Scalar sigmoid_backward mse_loss max.dim",
     Category.FIXED: "convolution addbmm conv2d mm bmm.out upsample_nearest2d lstm.input dot",
-    Category.N_DIMENSIONAL: "squeeze index_add tensordot index.Tensor gather sort fft_fft cumsum "
-    "softmax.int flip transpose_ view slice.Tensor scatter_.src constant_pad_nd topk",
-    Category.IDENTITY: "clone contiguous zeros_like detach to.dtype alias dropout",
+    Category.N_DIMENSIONAL: "squeeze index_add tensordot index.Tensor gather topk fft_fft glu "
+    "rot90 transpose_ view slice.Tensor scatter_.src constant_pad_nd diag_embed",
+    Category.IDENTITY: "clone contiguous zeros_like detach to.dtype alias dropout "
+    "cumsum softmax.int _log_softmax_backward_data flip roll sort renorm_",
     Category.FLATTEN: "take take.out put_ bucketize.Tensor bucketize.Scalar histc",
     Category.COMPOSITE: "kl_div isfinite isclose l1_loss poisson_nll_loss",
     Category.BATCHED: "nll_loss adaptive_avg_pool2d linalg_inv matmul cholesky max_pool2d tril "
@@ -140,6 +141,8 @@ SAYS_LITTLE = {
     "aten::linalg_norm.ord_str",  # tried with the Frobenius norm, which is one of matrices
     "aten::_thnn_differentiable_lstm_cell_backward",  # without gradients it looks at nothing
     "aten::mkldnn_rnn_layer_backward",  # likewise
+    "aten::_cummax_helper",  # what it writes has the size, but it returns nothing
+    "aten::_cummin_helper",  # likewise
 }
 
 

@@ -22,9 +22,10 @@ def register(operator: Any, *, category: Category | str, rule: Rule | None = Non
         rule: its batching rule, ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``, in
             the form that all rules have (see the NOTE [batching rules] of
             ``tsfunc/ops/registry.py``). Without one, the category's own rule is used where there
-            is one (TensorIterator; Identity and Batched of one tensor) and where the operator's
-            fake kernel agrees with it on shapes; else the operator is looped over, with a
-            ``SlowFallbackWarning``.
+            is one (TensorIterator; Identity and Batched of one tensor without arguments that name
+            dims) and where the operator's fake kernel agrees with it on shapes; else the operator
+            is looped over, with a ``SlowFallbackWarning``. Identity promises for this that each
+            element depends on the one at its own place alone.
 
     A rule that was written for torch (``torch.library.register_vmap``) is used as it is, and needs
     no registration here; where both are given, this one counts.
