@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tsfunc import cli
+from tsfunc.rage.recorder import Recorder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -98,3 +99,43 @@ def test_as_a_module() -> None:
 def test_help_names_the_command() -> None:
     assert "ops" in run("--help")
     assert "--category" in run("ops", "--help")
+
+
+class TestRage:
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("TSFUNC_RAGE", str(tmp_path))
+        for kind in ("older", "newer"):
+            Recorder().record(kind, {"size": 3})
+            (made,) = tmp_path.glob("2*")
+            made.rename(tmp_path / f"{kind != 'older':d}.jsonl")
+        return tmp_path
+
+    def test_the_newest_run(self) -> None:
+        text = run("rage")
+        assert "newer" in text and "- size: 3" in text
+        assert "older" not in text
+
+    def test_a_run_by_its_number(self) -> None:
+        assert "older" in run("rage", "2")
+        assert "There is no run 3. There are 2" in run("rage", "3", code=1)
+
+    def test_the_list(self) -> None:
+        lines = cells(run("rage", "--list"))
+        assert [line[0] for line in lines] == ["run", "1", "2"]
+        assert lines[1][-4:] == ["1", "events,", "0", "refusals"]
+
+    def test_into_a_file(self, tmp_path: Path) -> None:
+        assert run("rage", "--output", str(tmp_path / "bundle.md")) == ""
+        assert (tmp_path / "bundle.md").read_text().startswith("# tsfunc: rage")
+
+    def test_a_terminal_is_asked_which(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cli, "_in_a_terminal", lambda: True)
+        result = CliRunner().invoke(cli.app, ["rage"], input="2\n")
+        assert "Which run" in result.output
+        assert "older" in result.output
+
+    def test_there_is_none(self, tmp_path: Path) -> None:
+        for file in tmp_path.glob("*.jsonl"):
+            file.unlink()
+        assert "No run is remembered. Files are kept in " in run("rage", code=1)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A room is a folder or a file of tsfunc/; it imports itself and what stands before it here.
 ROOMS = (
+    "rage",
     "errors",
     "pytrees",
     "types",

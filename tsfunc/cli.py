@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tsfunc import ops
+from tsfunc import ops, rage
 from tsfunc.bridge.fallback import way_of
 from tsfunc.errors import UnknownOperatorError
 from tsfunc.ops.catalogue import counts
+from tsfunc.rage.recorder import folder_of_files
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -35,6 +36,34 @@ def show_operators(
         _one_category(category)
     else:
         _census()
+
+
+@app.command("rage")
+def show_record(
+    number: int = typer.Argument(0, help="Which run: 1 is the newest. Asked for in a terminal."),
+    listed: bool = typer.Option(False, "--list", help="List the runs that are remembered."),
+    output: str = typer.Option("", help="Write to a file."),
+) -> None:
+    """What a run of Python did with tsfunc and what was refused, to send along with a bug."""
+    found = rage.runs()
+    if not found:
+        _fail(f"No run is remembered. Files are kept in {folder_of_files() or 'no folder'}.")
+    if listed or (not number and len(found) > 1 and _in_a_terminal()):
+        _table(["run", "what"], [[str(i), str(run)] for i, run in enumerate(found, 1)])
+        if listed:
+            return
+        number = typer.prompt("Which run", default=1, type=int)
+    if not 0 <= number <= len(found):
+        _fail(f"There is no run {number}. There are {len(found)}: tsfunc rage --list shows them.")
+    text = rage.bundle(found[max(number, 1) - 1])
+    if output:
+        Path(output).write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+
+
+def _in_a_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _census() -> None:

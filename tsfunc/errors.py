@@ -25,9 +25,15 @@ Each is also the built-in exception that a caller of torch.func would catch.
 
 from __future__ import annotations
 
+from tsfunc import rage
+
 
 class TsfuncError(Exception):
     """The root of the tree: ``except tsfunc.errors.TsfuncError`` catches all that is ours."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        rage.record("error", type=type(self).__name__, message=args[0] if args else "")
 
 
 class DispatchError(TsfuncError, RuntimeError):

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from tsfunc import rage
+
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_OURS, _TORCH)
@@ -40,6 +42,8 @@ def users_frame() -> FrameType:
 def warn(message: str, category: type[Warning]) -> None:
     """Issues a warning at the user's line, which filters and once-a-line rules then go by."""
     frame = users_frame()
+    at = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    rage.record("warning", type=category.__name__, message=message, at=at)
     warnings.warn_explicit(
         message,
         category,

@@ -11,9 +11,10 @@ from typing import Any
 
 import optree
 
-from tsfunc import pytrees
+from tsfunc import pytrees, rage
 from tsfunc.bridge.backends import Backend
 from tsfunc.bridge.settings import settings
+from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.backends import Compiled
 from tsfunc.program.cache import Cache, Entry
@@ -226,7 +227,24 @@ class FirstCall:
             None if opening is None else facts.entering(self.ambient, opening, lines, scope),
             time.perf_counter() - start,
         )
+        self._record(entry)
         return entry, facts.values
+
+    def _record(self, entry: Entry) -> None:
+        """Tells the record of a program that was made."""
+        program = entry.program
+        rage.record(
+            "specialized",
+            function=self.name,
+            at=users_place(),
+            reason=entry.reason,
+            arguments=entry.text,
+            backend=self.target.backend_name,
+            milliseconds=round(entry.seconds * 1e3, 1),
+            operators=sum(node.op == "call_function" for node in program.graph.nodes),
+            guards=program.guards,
+            program=program.source,
+        )
 
     def signature(self, inputs: Sequence[InputSpec]) -> Any:
         """What calls have in common that differ in nothing but the sizes of named dims."""

@@ -11,7 +11,7 @@ import optree
 import torch
 import torch.fx
 
-from tsfunc import pytrees
+from tsfunc import pytrees, rage
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.marked import settle_all
@@ -19,6 +19,8 @@ from tsfunc.bridge.symbols import Symbols, size_node, solved_node
 from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.untyped import without_stand_ins
 from tsfunc.dispatch import state
+from tsfunc.dispatch.places import place_of
+from tsfunc.errors import TsfuncError
 from tsfunc.program.codegen import generate
 from tsfunc.program.constraints import check_needs
 from tsfunc.program.guards import variables_of
@@ -134,6 +136,11 @@ class _Trace:
                 out = request.func(*args, **kwargs)
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)
+            if not isinstance(error, TsfuncError):  # which are recorded where they are made
+                rage.record(
+                    "trace failed", what=request.what, at=place_of(error),
+                    type=type(error).__name__, message=error,
+                )  # fmt: skip
             raise
         settle_all(out)
         check_containers(request.what, request.func, (args, kwargs), traced, request.tree)

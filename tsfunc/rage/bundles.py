@@ -1,0 +1,118 @@
+"""Bundles: a run's record as a text that can be read, and sent along with a bug."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tsfunc.rage.recorder import SUFFIX, Event, events, folder_of_files, heading
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of Python in which tsfunc was used.
+
+    Attributes:
+        about: versions, platform, command.
+        events: what happened, the newest last.
+    """
+
+    about: Mapping[str, Any]
+    events: Sequence[Event]
+
+    def __str__(self) -> str:
+        """The run in a line."""
+        if not self.events:
+            return f"{self.about.get('command', '?')}: nothing happened"
+        first, last = self.events[0], self.events[-1]
+        refused = sum(event.kind in _REFUSALS for event in self.events)
+        return (
+            f"{_moment(first.seconds)} to {_moment(last.seconds)[-8:]} UTC, "
+            f"{self.about.get('command', '?')}: {len(self.events)} events, {refused} refusals"
+        )
+
+
+_REFUSALS = ("error", "trace failed")
+
+
+def runs(folder: Path | None = None) -> list[Run]:
+    """The runs whose files are kept, the newest first.
+
+    Args:
+        folder: where the files are; without it, where they are written.
+    """
+    folder = folder or folder_of_files()
+    if folder is None or not folder.is_dir():
+        return []
+    return [_read(file) for file in sorted(folder.glob(f"*{SUFFIX}"), reverse=True)]
+
+
+def _read(file: Path) -> Run:
+    """A run's file; lines that are not whole are left out."""
+    about: dict[str, Any] = {}
+    found: list[Event] = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        entry = _entry(line)
+        event = _event(entry)
+        if event is None:
+            about = about or entry
+        elif found and event.times > 1 and found[-1].seconds == event.seconds:
+            found[-1] = event  # the same once more, now with how often
+        else:
+            found.append(event)
+    return Run(about, found)
+
+
+def _entry(line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _event(entry: Mapping[str, Any]) -> Event | None:
+    match entry:
+        case {"seconds": int() | float() as seconds, "kind": str(kind), "facts": dict(facts)}:
+            times = entry.get("times", 1)
+            return Event(seconds, kind, facts, times if isinstance(times, int) else 1)
+        case _:
+            return None
+
+
+def bundle(run: Run | None = None) -> str:
+    """A run's record as Markdown.
+
+    Args:
+        run: one of ``runs()``; without it, this run.
+
+    Example:
+        >>> from tsfunc import rage
+        >>> rage.record("example", size=3)
+        >>> print(rage.bundle()[:14])
+        # tsfunc: rage
+    """
+    run = run or Run(heading(), events())
+    about = "\n".join(f"- {name}: {value}" for name, value in run.about.items())
+    return "\n\n".join(["# tsfunc: rage", about, *map(_in_words, run.events)]) + "\n"
+
+
+def _in_words(event: Event) -> str:
+    times = f" ({event.times} times)" if event.times > 1 else ""
+    short, long = [], []
+    for name, value in event.facts.items():
+        text = str(value)
+        if "\n" in text:
+            long.append(f"{name}:\n\n" + "\n".join(f"    {line}" for line in text.splitlines()))
+        else:
+            short.append(f"- {name}: {text}")
+    head = f"## {_moment(event.seconds)} {event.kind}{times}"
+    return "\n\n".join([head, *(["\n".join(short)] if short else []), *long])
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
