@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tsfunc
 from tests.ops.harness import Level, check, overload, rows_of
 from tsfunc.ops import find
 
@@ -284,6 +285,28 @@ def test_rrelu_with_noise(name: str) -> None:
     args = (x.clone(), torch.zeros(4, 30, 20), 0.1, 0.3, False)
     out, _ = rule_of(name)(Level(4), [1, 0, None, None, None], args, {})
     torch.testing.assert_close(out, torch.nn.functional.leaky_relu(x, 0.2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (3, 0), (3, 7), (3, 5, 4)])
+def test_rrelu_draws_the_same_as_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """torch draws for negative elements only: which number one gets depends on the others."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rrelu(x, 0.1, 0.9, training=True)
+
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)
+        return f(x)
+
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=dtype)
+    want = torch.stack([alone(one) for one in x])
+    for at in range(x.dim()):
+        torch.manual_seed(5)
+        got = tsfunc.vmap(f, at, randomness="same")(x.movedim(0, at))
+        torch.testing.assert_close(got, want)
+    assert tsfunc.vmap(f, randomness="same")(x[:0]).shape == (0, *shape[1:])
 
 
 def test_native_dropout_in_evaluation() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tsfunc
 from tests.ops.harness import Level, check, is_inplace, overload, rows_of
 from tsfunc.ops import find
 
@@ -101,6 +102,14 @@ def test_where(shapes: tuple[tuple[int, ...], ...]) -> None:
     assert check(torch.ops.aten.where.self, condition > 0, x, y)
     assert check(torch.ops.aten.where.self, condition > 0, x, y.double())
     assert check(torch.ops.aten.where.self, condition > 0, x.long(), y)
+
+
+def test_prelu_of_weights_for_each_example() -> None:
+    """The kernel warns where it has to broadcast its input."""
+    x, weight = torch.randn(2, 4), torch.randn(3, 1)
+    got = tsfunc.vmap(torch.nn.functional.prelu, (None, 0))(x, weight)
+    want = torch.stack([torch.nn.functional.prelu(x, w) for w in weight])
+    torch.testing.assert_close(got, want)
 
 
 def test_prelu_backward() -> None:

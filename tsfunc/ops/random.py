@@ -339,12 +339,28 @@ def rrelu_with_noise(
 
 
 def _slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
-    """Uniform slopes that broadcast with ``x``."""
+    """Uniform slopes that broadcast with ``x``; of ``x`` itself only the signs matter."""
     if level.randomness == "split":
         return random_split.slopes(level, x, at, lower, upper)
+    if level.randomness == "same" and x.device.type == "cpu":
+        return _slopes_in_order(x, at, lower, upper)
     like, drawn_at = shaped_like(level, x, at)
     slopes = torch.empty_like(like).uniform_(lower, upper)
     return slopes.unsqueeze(at) if drawn_at is None else slopes.movedim(drawn_at, at)
+
+
+def _slopes_in_order(x: Tensor, at: int, lower: float, upper: float) -> Tensor:
+    """The numbers that each example gets when it draws alone.
+
+    On the CPU only an element that is not positive takes one, in double precision and in the order
+    of the elements. So which number an element gets depends on how many such are before it.
+    """
+    low = x.movedim(at, 0) <= 0
+    count = low[:1].numel()
+    drawn = torch.empty(count, dtype=torch.float64).uniform_(lower, upper)
+    order = low.reshape(-1, max(count, 1)).cumsum(1).sub(1).clamp(min=0)
+    slopes = drawn.to(x.dtype)[order].reshape(low.shape)
+    return slopes.movedim(0, at)
 
 
 @row("aten::rrelu")

@@ -157,11 +157,11 @@ def masked_fill_tensor_inplace(
     return x, at
 
 
-@row("aten::gelu_backward", "aten::rrelu_with_noise_backward")
+@row("aten::gelu_backward", "aten::rrelu_with_noise_backward", "aten::_prelu_kernel")
 def pointwise_of_equal_shapes(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Kernels that do not broadcast, or leave some argument out and so would not broadcast it."""
+    """Kernels that do not broadcast (or warn of it), or leave some argument out of it."""
     if uniform(args, dims):
         return op(*args, **kwargs), dims[0]
     aligned, at = align(args, dims)
@@ -241,7 +241,7 @@ _PLAIN = """
     __lshift__.Scalar __lshift__.Tensor __rshift__.Scalar __rshift__.Tensor
     bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor
     bitwise_left_shift.Scalar_Tensor bitwise_right_shift.Scalar_Tensor
-    _dirichlet_grad _standard_gamma_grad _prelu_kernel _add_relu.Tensor _add_relu.Scalar
+    _dirichlet_grad _standard_gamma_grad _add_relu.Tensor _add_relu.Scalar
     special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
     special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
     special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
