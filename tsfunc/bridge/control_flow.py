@@ -42,7 +42,7 @@ from tsfunc.bridge.lanes import is_recorded
 from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.bridge.tracer import TracerLevel
-from tsfunc.bridge.tracing import TraceLevel, traced_as
+from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel, traced_as
 
 
 @dataclass(eq=False)
@@ -223,11 +223,12 @@ class TracedBody:
     def out(self) -> Any:
         return optree.tree_unflatten(self.spec, self.leaves)
 
-    def settle(self, dtypes: Sequence[torch.dtype | None]) -> None:
-        """Makes tensors of the numbers among the results, of these dtypes."""
+    def settle(self, dtypes: Sequence[torch.dtype | None], kept: Collection[int] = ()) -> None:
+        """Makes tensors of the numbers among the results, of these dtypes; not of those kept."""
+        numbers: Any = (bool, int, float, complex, *SYMBOLIC)
         with in_body(self.level):
             for i, (leaf, dtype) in enumerate(zip(self.leaves, dtypes, strict=True)):
-                if isinstance(leaf, bool | int | float | complex):
+                if isinstance(leaf, numbers) and i not in kept:
                     self.leaves[i] = self.level.into(torch.full((), leaf, dtype=dtype))
 
     def batched(self) -> list[dict[int, Layer]]:

@@ -464,6 +464,31 @@ def same_size(left: Any, right: Any) -> bool:
     return bool(left.node.expr == right.node.expr)
 
 
+def same_number(left: Any, right: Any) -> bool:
+    """Whether two numbers are of one kind and known to be equal, without asking for it."""
+    if type(left) is not type(right):
+        return False
+    symbolic = type(left) in _KINDS
+    return bool(left.node.expr == right.node.expr if symbolic else left == right)
+
+
+def known_to_hold(fact: Any) -> bool:
+    """Whether a fact about sizes holds whatever they are, without asking for it."""
+    if isinstance(fact, bool):
+        return fact
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(fact)
+
+
+def kind_of(value: Any) -> type:
+    """The kind of a number: bool, int, float or complex, also of a symbolic one."""
+    for kind in (bool, int, float, complex):
+        if isinstance(value, kind) or _KINDS.get(type(value)) is kind:
+            return kind
+    raise TypeError(f"{type(value).__name__} is no kind of number")
+
+
 def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, int, int | None]]:
     """Where fresh symbols stand among the results of an operator.
 

@@ -150,6 +150,7 @@ def statements(
         if node.op == "placeholder":
             place = next(places)
             if node.users:
+                quiet = False  # a body has its inputs where they are first used
                 yield Statement(f"{node.name} = args[{place}]", node)
         elif node.op == "output":
             yield from _ending(node, updates, names)

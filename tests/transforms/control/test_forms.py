@@ -106,6 +106,7 @@ def test_what_is_no_function_is_refused(call: Any, name: str) -> None:
         lambda x: while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x)),
         lambda x: while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (0, x)),
         lambda x: while_loop(lambda i, x: i < 3, lambda i, x: [i + 1, x * 2], (0, x)),
+        lambda x: (3, while_loop(lambda x: x.max() < 9, lambda x: x * 2, (x,))[0]),
         lambda x: while_loop(
             cond_fn=lambda i, x: i < 3, body_fn=lambda i, x: (i + 1, x * 2), carried_inputs=(0, x)
         ),
@@ -122,6 +123,7 @@ def test_what_is_no_function_is_refused(call: Any, name: str) -> None:
         "jax-while",
         "torch-while",
         "torch-list",
+        "torch-one",
         "torch-names",
         "fori",
         "fori-bounds",

@@ -12,7 +12,7 @@ from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.tracer import Tracer, seen_here
-from tsfunc.bridge.tracing import TraceTracer
+from tsfunc.bridge.tracing import SYMBOLIC, TraceTracer
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,9 @@ def choice_of(value: Any, what: str) -> Choice:
         value = value.item()
     if isinstance(value, bool | int):
         return value
+    if isinstance(value, SYMBOLIC):
+        number: Any = value
+        value = torch.full((), number)  # a size of a trace, which is known when the program runs
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{what}: expected a bool, an int or a tensor of one element to choose by, got "

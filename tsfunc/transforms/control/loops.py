@@ -9,6 +9,7 @@ batch: a step costs what its examples cost, and a loop the sum of its examples' 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import optree
@@ -17,6 +18,8 @@ import torch
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.lanes import LaneLevel, NeedsAll, guarded_lanes, merge, retag, run_in
+from tsfunc.bridge.symbols import known_to_hold
+from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import (
@@ -28,7 +31,7 @@ from tsfunc.transforms.control.choice import (
     values_at,
 )
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
-from tsfunc.transforms.control.outputs import check_carried, in_tensors, together
+from tsfunc.transforms.control.outputs import as_tensor, check_carried, in_tensors, together
 from tsfunc.transforms.control.programs import record_scan, record_while
 
 _ADVICE = (
@@ -85,6 +88,8 @@ def while_loop(
 
     def body(carry: Any) -> Any:
         new = body_fun(*carry)
+        if len(init_val) == 1 and type(new) not in (tuple, list):
+            new = (new,)
         return type(init_val)(new) if type(new) in (tuple, list) else new
 
     return Loop("while_loop", lambda carry: cond_fun(*carry), body, checkpoint).whole(init_val)
@@ -126,15 +131,16 @@ def fori_loop(
     check_callable("fori_loop", body_fun=body_fun)
     bounds: list[Any] = [_bound(value) for value in (lower, upper)]
     trace = current_trace()
-    if trace is not None and all(isinstance(b, int) for b in bounds):
-        numbers = torch.arange(bounds[0], max(bounds))
+    if trace is not None and _numbered(*bounds):
+        numbers = torch.arange(bounds[0], torch.sym_max(*bounds))
         return record_scan(
             "fori_loop", lambda carry, i: (body_fun(i, carry), None), init_val, numbers, None,
             False, 0, _ADVICE,
         )[0]  # fmt: skip
     tensor = next((b for b in bounds if isinstance(b, torch.Tensor)), None)
     if tensor is not None:
-        bounds = [torch.as_tensor(b, device=tensor.device) for b in bounds]
+        bounds = [b if isinstance(b, torch.Tensor) else as_tensor(b, device=tensor.device)
+                  for b in bounds]  # fmt: skip
 
     def body(carry: Any) -> Any:
         i, last, value = carry
@@ -154,6 +160,15 @@ def _bound(value: Any) -> Any:
     if isinstance(choice, bool):
         raise TypeError("fori_loop: the bounds must be integers, got a bool.")
     return choice if isinstance(choice, int) else value
+
+
+def _numbered(lower: Any, upper: Any) -> bool:
+    """Whether it is known how many numbers a range has, or, of sizes, that there is one."""
+    if isinstance(lower, int) and isinstance(upper, int):
+        return True
+    return all(isinstance(b, int | torch.SymInt) for b in (lower, upper)) and known_to_hold(
+        lower < upper
+    )
 
 
 class Loop:
@@ -207,6 +222,11 @@ class Loop:
                 return carry, True
             if steps == limit:
                 return carry, False
+            if steps == 0 and current_trace() is not None:
+                # Known of this step, and not of those to come. A body that needs the numbers of
+                # its carry as Python has them is called for each.
+                with suppress(DataDependentError):
+                    return self.record(carry), True
             carry = self.step(carry)
             steps += 1
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.symbols import size_text
+from tsfunc.bridge.symbols import kind_of, same_number, size_text
+from tsfunc.bridge.tracing import SYMBOLIC
 from tsfunc.errors import DescriptorError, TypeCheckError
 from tsfunc.types import (
     DimSpec,
@@ -42,7 +43,7 @@ def _type(leaf: Any, *, device: bool = False) -> TSType:
         dims = [_dim(size) for size in leaf.shape]
         at = leaf.device if device else None
         return TSTensor(meta=MetaTensorType(dims, dtype=leaf.dtype, device=at))
-    found = of_value(leaf)
+    found = of_value(kind_of(leaf)() if isinstance(leaf, SYMBOLIC) else leaf)
     return TSCustomClass(found.cls) if isinstance(found, TSModuleType) else found
 
 
@@ -63,7 +64,7 @@ def same_type(a: Any, b: Any) -> bool:
         number, tensor = (b, a) if isinstance(a, torch.Tensor) else (a, b)
         return is_number(number) and tensor.dim() == 0 and _fits(number, tensor.dtype)
     if is_number(a) and is_number(b):
-        return isinstance(a, bool) is isinstance(b, bool)
+        return (kind_of(a) is bool) is (kind_of(b) is bool)
     return a is b or bool(type(a) is type(b) and a == b)
 
 
@@ -71,17 +72,22 @@ def same_type(a: Any, b: Any) -> bool:
 # A Python number has a kind and no dtype: it takes that of the tensor, or the kind of the number,
 # that another branch or step returns in its place, as in arithmetic (JAX's weak types). It may be
 # widened so, an int to a float, but not narrowed; a bool is one, and not the int 0 or 1.
+# Symbolic sizes are numbers of a trace.
+_NUMBERS: Final = (bool, int, float, complex, *SYMBOLIC)
+
+
 def is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float | complex)
+    return isinstance(value, _NUMBERS)
 
 
 def _fits(number: Any, dtype: torch.dtype) -> bool:
     """Whether a number may stand as a tensor of the dtype: NOTE [numbers among results]."""
-    if isinstance(number, bool) or dtype is torch.bool:
-        return isinstance(number, bool) and dtype is torch.bool
-    if isinstance(number, int):
+    kind = kind_of(number)
+    if kind is bool or dtype is torch.bool:
+        return kind is bool and dtype is torch.bool
+    if kind is int:
         return True
-    return dtype.is_complex or (isinstance(number, float) and dtype.is_floating_point)
+    return dtype.is_complex or (kind is float and dtype.is_floating_point)
 
 
 def common_dtype(column: Sequence[Any]) -> torch.dtype | None:
@@ -89,12 +95,19 @@ def common_dtype(column: Sequence[Any]) -> torch.dtype | None:
     for leaf in column:
         if isinstance(leaf, torch.Tensor):
             return leaf.dtype
-    return torch.tensor(column).dtype if all(map(is_number, column)) else None
+    if not all(map(is_number, column)):
+        return None
+    return torch.tensor([kind_of(leaf)() for leaf in column]).dtype
 
 
 def in_tensors(tree: Any) -> Any:
     """A pytree with its numbers as tensors, which is what results of examples that differ are."""
-    return pytrees.tree_map(lambda x: torch.tensor(x) if is_number(x) else x, tree)
+    return pytrees.tree_map(lambda x: as_tensor(x) if is_number(x) else x, tree)
+
+
+def as_tensor(number: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """A number as a tensor of no dims; of a dtype of its own kind, if of no other."""
+    return torch.full((), number, dtype=dtype or common_dtype((number,)), device=device)
 
 
 def check_branches(what: str, names: tuple[str, str], results: tuple[Any, Any]) -> None:
@@ -197,12 +210,12 @@ def _one(column: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torc
         return first
     device = None if tensor is None else tensor.device
     dtype = common_dtype(column)
-    if tensor is None and all(leaf == first for leaf in column):
-        return torch.tensor(first, dtype=dtype)
+    if tensor is None and all(same_number(leaf, first) for leaf in column):
+        return as_tensor(first, dtype)
     if all(leaf is first for leaf in column):
         return first
     tensors: list[Any] = [
-        leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf, dtype=dtype, device=device)
+        leaf if isinstance(leaf, torch.Tensor) else as_tensor(leaf, dtype, device)
         for leaf in column
     ]
     return combine(tensors)

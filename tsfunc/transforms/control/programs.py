@@ -27,6 +27,7 @@ from tsfunc.bridge.control_flow import (
     contiguous_strides,
     operands_of,
 )
+from tsfunc.bridge.symbols import same_number
 from tsfunc.bridge.tracer import seen_here
 from tsfunc.bridge.tracing import TraceLevel
 from tsfunc.transforms.control.arguments import Batching
@@ -38,6 +39,7 @@ from tsfunc.transforms.control.operators import (
     While,
 )
 from tsfunc.transforms.control.outputs import (
+    as_tensor,
     check_branches,
     check_carried,
     common_dtype,
@@ -100,7 +102,7 @@ def _trace() -> TraceLevel:
 def as_traced(leaf: Any, trace: TraceLevel) -> Any:
     """A leaf of a carry as a tensor of the trace; what is neither tensor nor number is kept."""
     if is_number(leaf):
-        leaf = torch.tensor(leaf)
+        leaf = as_tensor(leaf)
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = seen_here(leaf)
@@ -114,7 +116,8 @@ class Carry:
     """The carry of a loop that is recorded: which leaves are tensors, and their layouts.
 
     What is a number at first (NOTE [numbers among results] in ``outputs``) is one for the body
-    until a step has shown of what dtype the results in its place are.
+    until a step has shown of what dtype the results in its place are; it stays one if each step
+    returns it as it is.
 
     Attributes:
         leaves: the first carry, flat.
@@ -158,16 +161,19 @@ class Carry:
         """
         same = True
         for i, number in self.numbers.items():
-            dtype = common_dtype((number, body.leaves[i]))
             known = self.leaves[i]
+            if is_number(known) and same_number(known, body.leaves[i]):
+                continue
+            dtype = common_dtype((number, body.leaves[i]))
             if not isinstance(known, torch.Tensor) or known.dtype is not dtype:
                 self.leaves[i] = as_traced(torch.full((), number, dtype=dtype), self.trace)
                 self.needed[i] = needed_layers(self.leaves[i])
                 same = False
         if same:
             rest = body.leaves[len(self.leaves) :]
-            body.settle([getattr(leaf, "dtype", None) for leaf in self.leaves]
-                        + [common_dtype((leaf,)) for leaf in rest])  # fmt: skip
+            dtypes = [getattr(leaf, "dtype", None) for leaf in self.leaves]
+            kept = [i for i, leaf in enumerate(self.leaves) if is_number(leaf)]
+            body.settle([*dtypes, *[common_dtype((leaf,)) for leaf in rest]], kept)
         return same
 
     def widened(self, needed: Sequence[dict[int, Any]]) -> bool:
@@ -225,6 +231,9 @@ def record_scan(
     xs_leaves, xs_spec = pytrees.flatten(xs)
     along = [along_first(as_traced(x, trace).movedim(dim, 0)) for x in xs_leaves if x is not None]
     slices = [x.select(0, 0) for x in along]
+    if not along and isinstance(length, torch.SymInt):  # known when the program runs
+        along = [as_traced(torch.arange(length), trace)]
+        slices = [x.select(0, 0) for x in along]
     size = along[0].shape[0] if along else length
 
     def run(*values: Any) -> Any:
@@ -258,7 +267,7 @@ def record_scan(
     count = len(inputs) + len(along)
     tensors, numbers, places = operands_of([body], count)
     made = Body("body", body.level.graph, places[0])
-    op = Scan(what, [made], len(inputs), len(along), length, reverse)
+    op = Scan(what, [made], len(inputs), len(along), None if along else length, reverse)
     found = call(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
     rest = iter(found[len(kept) :])
     ys_found = [
@@ -284,6 +293,7 @@ def record_while(
         if not carry.settled(body):
             continue
         condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs)
+        condition.settle([torch.bool] * len(condition.leaves))
         needed = condition.batched()[0]
         if any(layer.bdim is not None for layer in needed.values()):
             return unseen(tree, cond_fun(tree), needed[max(needed)].level)
