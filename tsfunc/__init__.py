@@ -18,6 +18,7 @@ from tsfunc.transforms.collectives import (
     psum,
     psum_scatter,
 )
+from tsfunc.transforms.control import torch_forms as torch_forms  # what torch.cond is inside
 from tsfunc.transforms.control.cond import cond, switch
 from tsfunc.transforms.control.loops import fori_loop, while_loop
 from tsfunc.transforms.control.scan import associative_scan, scan

@@ -103,3 +103,26 @@ def test_functionalize() -> None:
 def test_linearize_over_ours() -> None:
     out, push = theirs.linearize(ours.vmap(torch.sin), X)
     same((out, push(X)), (X.sin(), X.cos() * X))
+
+
+INSIDE: dict[str, Callable[[Tensor], Any]] = {
+    "vmap": lambda x: theirs.vmap(lambda a, b: a * b + W)(x, x * 2),
+    "vmap of what is closed over": lambda x: theirs.vmap(lambda row: row @ W + x.sum())(x),
+    "grad": theirs.grad(lambda x: (x.sin() * W).sum()),
+    "vmap(grad)": theirs.vmap(theirs.grad(lambda x: (x.sin() * W).sum())),
+    "vjp": lambda x: theirs.vjp(lambda x: (x.sin() * W).sum(0), x)[1](x[0]),
+    "jvp": lambda x: theirs.jvp(lambda x: (x.sin() * W).sum(), (x,), (x,)),
+    "jacrev": theirs.jacrev(lambda x: (x.sin() * W).sum(0)),
+    "hessian": lambda x: theirs.hessian(lambda x: (x.sin() * W).sum())(x[0]),
+}
+
+
+@pytest.mark.parametrize("f", INSIDE.values(), ids=INSIDE)
+def test_a_program_is_traced_through_torch_func(f: Callable[[Tensor], Any]) -> None:
+    """What torch.func wraps inside of a trace is of the trace, and not a constant from outside."""
+    program = ours.specialize(f)
+    for x in (X, X + 1):
+        torch.testing.assert_close(program(x), f(x))
+    assert program.cache_info().programs == 1
+    both = torch.stack([X, X * 2])
+    torch.testing.assert_close(ours.vmap(program)(both), ours.vmap(f)(both))

@@ -252,7 +252,19 @@ class TracedBody:
                 nodes.append(inner.node)
                 results.append(Result(inner.value, wrapping))
         self.level.graph.output(tuple(nodes))
+        _inputs_first(self.level.graph)
         return results
+
+
+def _inputs_first(graph: torch.fx.Graph) -> None:
+    """Moves the inputs, which came as the body was found to use them, before all else."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    first = next(iter(graph.nodes))
+    for node in inputs:
+        if node is first:
+            first = node.next
+        else:
+            first.prepend(node)
 
 
 def common(columns: Iterable[dict[int, Layer]]) -> Wrapping:

@@ -45,6 +45,8 @@ def form_of_size(size: Any, names: Mapping[Any, str]) -> Any:
     Returns:
         The form, or None where the size is made of something else.
     """
+    if isinstance(size, torch.SymBool | torch.SymFloat):
+        return None  # a number that is no size
     return _form(size.node.expr, names) if isinstance(size, torch.SymInt) else int(size)
 
 

@@ -8,7 +8,8 @@ differentiable, vmappable and traceable again.
 
 Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
 which runs operators on shapes, and the errors for results that depend on data;
-``DisableTorchFunction`` keeps function modes out of what kernels do.
+``DisableTorchFunction`` keeps function modes out of what kernels do;
+``_functorch.maybe_get_level`` is the depth of the transform of torch.func that a tensor is of.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import optree
 import torch
 import torch.fx
+from torch._C import _functorch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -360,10 +362,20 @@ class Lifting(TorchFunctionMode):
 
     def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if is_traced(value) else self.level.lift(value)
+            if is_traced(value) or self._is_of_functorch(value):
+                return value
+            return self.level.lift(value)
         if type(value) in (list, tuple):
             return type(value)(self._lifted(item) for item in value)
         return value
+
+    def _is_of_functorch(self, value: torch.Tensor) -> bool:
+        """Whether a tensor is of a transform of torch.func inside of the trace."""
+        depth = _functorch.maybe_get_level(value)
+        return depth == _ENDED or depth > self.level.functorch_depth
+
+
+_ENDED = -2  # the depth of what a transform that has ended has wrapped: cotangents are pulled there
 
 
 def is_traced(value: Any) -> bool:

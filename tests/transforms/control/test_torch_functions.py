@@ -1,0 +1,146 @@
+"""torch's own control flow inside of our transforms: torch.cond and its like."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+import tsfunc
+from tsfunc import MetaTensorType as Meta
+
+SCALE = torch.tensor([0.5, 2.0, 1.5])
+
+
+def chosen(x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda y: y.sin() * SCALE, lambda y: y.cos() + SCALE, (x,))
+
+
+def chosen_of_nothing(x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda: x * 2, lambda: x - SCALE)
+
+
+def doubled(x: Tensor) -> Tensor:
+    found = while_loop(
+        lambda i, y: (i < 3) & (y.sum() < 40), lambda i, y: (i + 1, y * 2), (torch.tensor(0), x)
+    )
+    last: Tensor = found[1]
+    return last
+
+
+def running(x: Tensor) -> Tensor:
+    last, ys = scan(lambda c, y: (c + y, c * y), x[0] * SCALE, x.outer(SCALE))
+    both: Tensor = last + ys.sum(0)
+    return both
+
+
+def each(x: Tensor) -> Tensor:
+    along: Any = torch_map
+    found: Tensor = along(lambda row, y: row.sin() + y, x.outer(SCALE), SCALE)
+    return found
+
+
+def products(x: Tensor) -> Tensor:
+    found: Tensor = associative_scan(torch.mul, x.outer(SCALE), 0, combine_mode="generic")
+    return found
+
+
+# Of each what it is in Python, as torch's own means nothing to torch.func.
+PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
+    chosen: lambda x: x.sin() * SCALE if x.sum() > 0 else x.cos() + SCALE,
+    chosen_of_nothing: lambda x: x * 2 if x.sum() > 0 else x - SCALE,
+    doubled: lambda x: next(x * 2**i for i in range(4) if i == 3 or (x * 2**i).sum() >= 40),
+    running: lambda x: (
+        (x[0] + x.sum()) * SCALE
+        + sum((x[0] + x[:i].sum()) * x[i] * SCALE * SCALE for i in range(len(x)))
+    ),
+    each: lambda x: x.outer(SCALE).sin() + SCALE,
+    products: lambda x: x.outer(SCALE).cumprod(0),
+}
+INPUTS = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1.0, 0.5, -3.0]), torch.full((3,), 30.0)]
+
+
+@pytest.mark.parametrize("f", PLAIN, ids=lambda f: f.__name__)
+class TestInsideOf:
+    def test_specialize(self, f: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+        program = tsfunc.specialize(f)
+        for x in INPUTS:
+            torch.testing.assert_close(program(x), PLAIN[f](x))
+        assert program.cache_info().programs == 1
+        program.save(tmp_path / "f.tsf")
+        torch.testing.assert_close(tsfunc.load(tmp_path / "f.tsf")(INPUTS[1]), PLAIN[f](INPUTS[1]))
+
+    def test_vmap(self, f: Callable[[Tensor], Tensor]) -> None:
+        want = torch.stack([PLAIN[f](x) for x in INPUTS])
+        torch.testing.assert_close(tsfunc.vmap(f)(torch.stack(INPUTS)), want)
+        torch.testing.assert_close(tsfunc.specialize(tsfunc.vmap(f))(torch.stack(INPUTS)), want)
+
+    def test_derivatives(self, f: Callable[[Tensor], Tensor]) -> None:
+        def total(g: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            return lambda x: (g(x) ** 2).sum()
+
+        for x in INPUTS[:2]:
+            want = torch.func.grad(total(PLAIN[f]))(x)
+            torch.testing.assert_close(tsfunc.vmap(tsfunc.grad(total(f)))(x[None])[0], want)
+            torch.testing.assert_close(tsfunc.grad(total(tsfunc.specialize(f)))(x), want)
+            torch.testing.assert_close(tsfunc.specialize(tsfunc.grad(total(f)))(x), want)
+
+
+def test_the_size_of_a_call_chooses() -> None:
+    def f(x: Tensor) -> Any:
+        return torch.cond(x.shape[0] > 4, torch.sin, torch.cos, (x,))
+
+    g = tsfunc.specialize(f, {"x": Meta(["n", 2])})
+    for n in (3, 9):
+        x = torch.randn(n, 2)
+        torch.testing.assert_close(g(x), x.sin() if n > 4 else x.cos())
+    assert g.cache_info().programs == 1
+    branches = [torch.sin, torch.cos, torch.exp]
+    h = tsfunc.specialize(lambda x: tsfunc.switch(x.shape[0] % 3, branches, x), {"x": Meta(["n"])})
+    for n, want in ((3, torch.sin), (4, torch.cos), (8, torch.exp)):
+        torch.testing.assert_close(h(torch.ones(n)), want(torch.ones(n)))
+
+
+def test_a_size_of_data_chooses(tmp_path: Path) -> None:
+    def f(x: Tensor) -> Any:
+        found = x.nonzero()
+        return torch.cond(found.shape[0] > 1, lambda y: y + 1, lambda y: y - 1, (found,))
+
+    g = tsfunc.specialize(f)
+    g(torch.ones(3))
+    g.save(tmp_path / "g.tsf")
+    for h in (g, tsfunc.load(tmp_path / "g.tsf")):
+        for x in (torch.tensor([1.0, 0, 2]), torch.tensor([0, 0, 1.0])):
+            found = x.nonzero()
+            torch.testing.assert_close(h(x), found + 1 if len(found) > 1 else found - 1)
+
+
+def test_modules_with_torchs_operators_are_functions_as_others() -> None:
+    module = tsfunc.specialize(chosen)
+    module(INPUTS[0])
+    again = tsfunc.specialize(module.graph_module)
+    exported = module.to_exported_program()
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    for x in INPUTS[:2]:
+        torch.testing.assert_close(again(x)[0], PLAIN[chosen](x))
+        torch.testing.assert_close(tsfunc.specialize(exported.module())(x), PLAIN[chosen](x))
+        torch.testing.assert_close(
+            tsfunc.grad(lambda x: again(x)[0].sum())(x),
+            torch.func.grad(lambda x: PLAIN[chosen](x).sum())(x),
+        )
+
+
+def test_outside_of_transforms_torchs_own_runs() -> None:
+    for x in INPUTS[:2]:
+        torch.testing.assert_close(torch.compile(chosen, backend="eager")(x), PLAIN[chosen](x))
+        torch.testing.assert_close(chosen(x), PLAIN[chosen](x))
