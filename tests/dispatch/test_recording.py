@@ -22,7 +22,8 @@ from tsfunc.dispatch import (
     register_fallback,
 )
 from tsfunc.dispatch.places import Place, called_by_user, users_place, warn
-from tsfunc.dispatch.recording import Recorder, Use, note, recording, run_as
+from tsfunc.dispatch.recorder import Recorder, Use
+from tsfunc.dispatch.recording import note, recording, run_as
 from tsfunc.dispatch.state import outside_all_levels, tls
 
 HERE = Place(__file__, 1, "f")

@@ -24,7 +24,8 @@ from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.mapped_function import results_of_rule
 from tsfunc.bridge.operators import TorchOperator
-from tsfunc.dispatch.recording import name_of_rule, note
+from tsfunc.dispatch.recorder import name_of_rule
+from tsfunc.dispatch.recording import note
 from tsfunc.ops.by_category import rule_of_category
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.registry import Category, Rule

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from tsfunc.bridge.tracer import METHODS, innermost_level, metadata
 from tsfunc.dispatch.places import Place, called_by_user, users_place
-from tsfunc.dispatch.recording import Recorder, Use
+from tsfunc.dispatch.recorder import Recorder, Use
 from tsfunc.dispatch.state import tls
 
 

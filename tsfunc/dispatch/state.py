@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from tsfunc.dispatch.keys import WIDTH, DispatchKey, DispatchKeySet, bits_of
+from tsfunc.dispatch.recorder import Recorder
 from tsfunc.errors import DispatchError
-
-if TYPE_CHECKING:
-    from tsfunc.dispatch.recording import Recorder
 
 # The lowest bit of each level: shifted by a key's priority, that key at every level. Deeper
 # levels than that are not excluded until they are entered.

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from tsfunc import ops
 from tsfunc.bridge.watching import Lines, PlainCalls
 from tsfunc.dispatch import DispatchKey
-from tsfunc.dispatch.recording import Count, Recorder, Use, name_of_rule, recording
+from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
+from tsfunc.dispatch.recording import recording
 from tsfunc.ops import Row, find
 from tsfunc.transforms.vmap_spec import name_of
 
