@@ -395,6 +395,12 @@ class TestContracts:
         assert type(torch.zeros(2)) is Tensor and vmap(torch.sin)(torch.ones(2)).shape == (2,)
 
 
+def test_sizes_that_do_not_fit_are_an_error_and_no_noise(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        specialize(lambda x: x @ x)(torch.ones(2, 3))
+    assert capfd.readouterr().err == ""
+
+
 class TestForms:
     def test_decorators(self) -> None:
         @specialize

@@ -100,8 +100,11 @@ def unasked(fake: FakeTensorMode) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
-    """A block in which torch says nothing of operators that refuse the sizes they are tried at."""
+def unlogged() -> Iterator[None]:
+    """A block in which torch logs nothing of operators that refuse what they are tried on.
+
+    The error itself is raised all the same; its traceback on stderr beside it is of no use.
+    """
     before, _logger.disabled = _logger.disabled, True
     try:
         yield
@@ -204,7 +207,7 @@ class Elsewhere:
                 return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
             return at([leaf], sizes)[0] if isinstance(leaf, _SYMBOLIC) else leaf
 
-        with DisableTorchFunction(), mode, _unlogged():
+        with DisableTorchFunction(), mode, unlogged():
             try:
                 args, kwargs = optree.tree_map(fixed, (self.args, self.kwargs), none_is_leaf=True)
                 return self.call(*args, **kwargs)

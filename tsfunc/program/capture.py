@@ -14,6 +14,7 @@ import torch.fx
 from tsfunc import pytrees, rage
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.factories import watching_factories, watching_random
+from tsfunc.bridge.fake_results import unlogged
 from tsfunc.bridge.marked import settle_all
 from tsfunc.bridge.symbols import Symbols, size_node, solved_node
 from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
@@ -106,7 +107,7 @@ class _Trace:
         with torch_state.outside_all_levels(), state.outside_all_levels():
             self.level = TraceLevel(self.request.what, self.symbols)
             try:
-                with self.level, watching_random(), watching_factories():
+                with self.level, watching_random(), watching_factories(), unlogged():
                     return self._call(self._arguments())
             except BaseException:
                 self.instances.put_back()
