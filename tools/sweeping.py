@@ -25,12 +25,13 @@ from typing import IO, Any
 
 import torch
 
-from tests.ops import derivative_sweep, derivatives
+from tests.ops import derivative_sweep, derivatives, named_sweep
 from tests.ops.database import Row, rows
 from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Outcome, Verdict, sweep
 
 MODES = {mode.name: mode for mode in (VMAP, VMAP_VMAP, *derivatives.MODES, *derivatives.FURTHER)}
 PLAIN = (VMAP.name, VMAP_VMAP.name)  # the modes without derivatives
+NAMED = tuple(named_sweep.WAYS)  # of specialize, with names for sizes
 KEPT = 3  # messages of each kind that are kept of a task
 LIMIT = 300  # seconds for a task
 
@@ -86,22 +87,19 @@ def tasks_of(
 
 
 def _types(row: Row, mode: str) -> frozenset[torch.dtype]:
-    return row.dtypes if mode in PLAIN else row.differentiable
+    return row.dtypes if mode in (*PLAIN, *NAMED) else row.differentiable
 
 
 def run_task(task: Task) -> Result:
     """Does a task in this process."""
     row = next(row for row in rows() if row.name == task.row)
-    mode: Mode = MODES[task.mode]
-    if task.plain:
-        mode = dataclasses.replace(mode, ours=mode.plain, split=None, drawn=())
     start = time.monotonic()
     counts: Counter[str] = Counter()
     kept: dict[Verdict, list[tuple[str, str, str]]] = {}
     worst = Verdict.NONE
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for outcome in _outcomes(row, getattr(torch, task.dtype), mode, task.most):
+        for outcome in _outcomes(row, task):
             counts[outcome.verdict.name] += 1
             worst = max(worst, outcome.verdict)
             some = kept.setdefault(outcome.verdict, [])
@@ -112,8 +110,14 @@ def run_task(task: Task) -> Result:
     return Result(*task.key, worst.name, dict(counts), messages, seconds)
 
 
-def _outcomes(row: Row, dtype: torch.dtype, mode: Mode, most: int | None) -> Iterator[Outcome]:
-    return (sweep if mode.name in PLAIN else derivative_sweep.sweep)(row, dtype, mode, most)
+def _outcomes(row: Row, task: Task) -> Iterator[Outcome]:
+    dtype = getattr(torch, task.dtype)
+    if task.mode in NAMED:
+        return named_sweep.sweep(row, dtype, task.mode, task.most, task.plain)
+    mode: Mode = MODES[task.mode]
+    if task.plain:
+        mode = dataclasses.replace(mode, ours=mode.plain, split=None, drawn=())
+    return (sweep if task.mode in PLAIN else derivative_sweep.sweep)(row, dtype, mode, task.most)
 
 
 def serve() -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests.ops.database import FUNCTION, Row, rows
-from tests.ops.named_dims import at_shapes, check, named
+from tests.ops.named_dims import at_shapes, named
+from tests.ops.named_sweep import NAMED_APART, judge
+from tests.ops.sweep import Verdict
 
 # Why these have no such program, by the cause; those beside are expected to have one.
 EXCEPTIONS = {
@@ -58,7 +60,8 @@ def run(row: Row) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cases = [case for case in row.cases(_dtype(row), 2) if case.tensors]
-        return [problem for case in cases if (problem := check(case, row.entry))]
+        found = [judge(case, row.entry, NAMED_APART) for case in cases]
+        return [f"{x.what} {x.message}" for x in found if x.verdict > Verdict.OK]
 
 
 @pytest.mark.parametrize("row", QUICK, ids=lambda row: row.name)

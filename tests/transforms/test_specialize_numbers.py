@@ -9,21 +9,31 @@ from typing import Any, List  # noqa: UP035
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tsfunc import MetaTensorType, grad, load, specialize, vmap
+from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import DescriptorViolation
 
+META = Meta(["n"])
 X = torch.tensor([0.5, -1.5, 2.0, 3.0, -0.25, 1.0])
 INTS = [3, 4, 0, 1, -2, 6, 7]
 FLOATS = [3.0, 0.25, 0.0, -0.0, 1.0, -5.25, math.inf, math.nan]
 
 
+def _written_at(x: Tensor, k: int) -> Tensor:
+    y = x.clone()
+    y[k] = 7.0
+    y[k:] += 1
+    return y
+
+
 @pytest.mark.parametrize(
     ("func", "values", "programs"),
     [
-        (lambda x, k: x * k + k, INTS, 4),  # 0, 1 and -2 have their own
-        (lambda x, k: (x * k, k, k * 2 + 1, k**2, k // 2, k % 3, -k, k / 2), INTS, 4),
+        (lambda x, k: x * k + k, INTS, 1),
+        (lambda x, k: (x * k, k, k * 2 + 1, k**2, k // 2, k % 3, -k, k / 2), INTS, 1),
         (lambda x, k: x * k + k, FLOATS, 3),  # inf and nan are no symbols
         (lambda x, k: x**k, [2.0, 0.5, 3.0], 1),
         (lambda x, k: (x > 0) * k, [2.5, 0.5], 1),
@@ -36,12 +46,42 @@ FLOATS = [3.0, 0.25, 0.0, -0.0, 1.0, -5.25, math.inf, math.nan]
         (lambda x, k: x[:k], [3, 4, 5], 1),
         (lambda x, k: x[:k], INTS, None),
         (lambda x, k: x.reshape(k, -1).sum(0), [1, 2, 3, 6], None),
-        (lambda x, k: x * 2 if k > 3 else -x, INTS, 5),
+        (lambda x, k: x * 2 if k > 3 else -x, INTS, 2),
         (lambda x, k: x * 2 if k > 0.5 else x * k, [0.1, 0.2, 0.7, 0.9], 2),
         (lambda x, k: sum(x * i for i in range(k)), [2, 3, 2, 3], 2),
         (lambda x, k: x.reshape(2, 3).sum(k), [0, 1, -1], 3),
         (lambda x, k: {3: x, 4: -x}[k], [3, 4, 3], 2),
         (lambda x, k: x * math.sqrt(k), [0.5, 2.0], 2),
+        (lambda x, k: x[k], INTS[:5], 1),
+        (lambda x, k: x.view(2, 3)[:, k], [0, 2, -1], 1),
+        (lambda x, k: x.view(2, 3)[k, torch.tensor([0, 2])], [0, 1, -1], 1),
+        (lambda x, k: x.view(2, 3)[None, ..., k], [0, 2, -1], 1),
+        (lambda x, k: x[:k], INTS, 2),  # from the front, and from the end
+        (lambda x, k: x[k:], [0, 3, 9, 1], 1),
+        (lambda x, k: x[k : k + 2], [0, 3, 9, 1], 1),
+        (lambda x, k: x[-k:], [2, 3, 9, 1], 1),
+        (lambda x, k: torch.cat([x[k:], x[:k]]), [2, 3, 9, 1, 0], 1),
+        (lambda x, k: x.select(0, k), INTS[:5], 1),
+        (lambda x, k: x.narrow(0, 1, k), [3, 0, 1, 5], 1),
+        (lambda x, k: x.topk(k).values, [3, 0, 1, 5], 1),
+        (lambda x, k: x.kthvalue(k).values, [3, 1, 5], 1),
+        (lambda x, k: torch.arange(-k, k, 2), [3, 0, 1, 5], 1),
+        (lambda x, k: torch.full((k, k + 1), k), [3, 0, 1, 5], 1),
+        (lambda x, k: torch.zeros(k).sum() + x.reshape(k, -1), [1, 2, 6], 1),
+        (lambda x, k: x.view(2, 3).diagonal(k), [0, 2, 1], 1),
+        (lambda x, k: x.view(2, 3).tril(k), INTS, 1),
+        (lambda x, k: x.unfold(0, k, 1), [1, 2, 5], 1),
+        (lambda x, k: torch.linspace(0, 1, k), [2, 1, 5], 1),
+        (lambda x, k: F.one_hot(torch.arange(2), k), [3, 2, 7], 1),
+        (lambda x, k: F.pad(x, (k, 1)), [3, 0, -2], 1),
+        (lambda x, k: torch.tensor(k) + x, INTS, 1),
+        (lambda x, k: torch.tensor([k, 2 * k]), INTS, 1),
+        (lambda x, k: torch.tensor([k, 1]) * x[0], [0.5, -2.0], 1),
+        (lambda x, k: torch.full((2,), k), [0.5, -2.0], 1),
+        (lambda x, k: x.clamp(min=k), [0.5, -2.0], 1),
+        (lambda x, k: (k, k * 2, x if k != 0 else -x), [0.5, -2.0, 0.0], 2),
+        (lambda x, k: x * float(k) + int(k), [0, 3, 0], 2),
+        (_written_at, [3, 0, 1], 1),
     ],
 )
 def test_a_number_by_its_type(
@@ -60,6 +100,30 @@ def test_the_number_is_an_input_of_the_program() -> None:
     s(X, 5)
     assert "k = args[1]" in s.program.source and "[k]" in str(s.program)
     assert s.program.descriptors["k"] is int
+
+
+def test_what_was_asked_of_a_number_is_among_the_guards() -> None:
+    s = specialize(lambda x, k: x[:k] if k < x.shape[0] // 2 else x, {"x": META, "k": int})
+    x = torch.randn(9)
+    assert s(x, 2).equal(x[:2]) and s(x, 3).equal(x[:3]) and s(x, 8).equal(x)
+    assert s.cache_info().programs == 2
+    first, second = (program.guards for program in s.programs[::-1])
+    assert "k < n // 2" in first and "k >= 0" in first
+    assert "k >= n // 2" in second and "k >= 0" not in second
+
+
+def test_indices_and_slices_under_transforms() -> None:
+    def f(x: Tensor, k: int) -> Tensor:
+        return x[k] * x[:k].sum() + x[-k]
+
+    s = specialize(f, {"x": META, "k": int})
+    batched = specialize(vmap(f, (0, None)), {"x": Meta(["m", "n"]), "k": int})
+    for n, k in ((5, 2), (9, 3), (4, 1)):
+        x = torch.randn(3, n)
+        torch.testing.assert_close(vmap(s, (0, None))(x, k), vmap(f, (0, None))(x, k))
+        torch.testing.assert_close(batched(x, k), vmap(f, (0, None))(x, k))
+        torch.testing.assert_close(grad(s)(x[0], k), grad(f)(x[0], k))
+    assert batched.cache_info().programs == 1
 
 
 def test_other_types_of_numbers_break_the_descriptor() -> None:

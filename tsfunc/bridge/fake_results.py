@@ -37,6 +37,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from tsfunc.bridge.shape_rules import SHAPE_RULES
+
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TRIES = 8  # other sizes that are tried
 _ENOUGH = 2  # of these that must be taken
@@ -44,24 +46,35 @@ _Call = Callable[..., Any]
 
 
 def results_of(
-    fake: FakeTensorMode, call: _Call, writes: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+    fake: FakeTensorMode,
+    name: str,
+    call: _Call,
+    writes: bool,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """The results of an operator on fake values: NOTE [questions of operators].
 
     Args:
         fake: the mode that works them out.
+        name: the operator's, for which there may be a rule of our own (``shape_rules``).
         call: runs the operator.
         writes: whether it writes into an argument.
         args, kwargs: fake values.
     """
     env = fake.shape_env
+    if name in SHAPE_RULES:
+        with DisableTorchFunction(), fake:
+            results = SHAPE_RULES[name](*args, **kwargs)
+        if results is not NotImplemented:
+            return results
     if env is None or writes:
         with DisableTorchFunction(), fake:
             return call(*args, **kwargs)
     # The mode keeps results, and asks nothing where it has one: not where these were wrong before.
     wrong: set[int] = env.__dict__.setdefault("tsfunc_wrong", set())
     try:
-        with _set_aside(env) as asked, _kept(fake, id(call) not in wrong):
+        with _set_aside(env) as asked, _kept(fake, id(call) not in wrong), _unlogged():
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
@@ -176,8 +189,12 @@ class Elsewhere:
     def sizes(self) -> Iterator[dict[Any, int]]:
         """Sizes for the symbols: those of the trace, then others within the bounds."""
         known = getattr(self.env, "backed_var_to_val", None) or self.env.var_to_val
-        hints = {s: int(known[s]) if s in known else 7 for s in self.symbols}
+        hints = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
         yield hints
+        # Numbers among the arguments may be small or negative, where sizes may not.
+        scalars = [s for s in self.symbols if self._least(s) < 2]
+        for value in (-1, 0, 1) if scalars else ():
+            yield self._bounded({**hints, **dict.fromkeys(scalars, value)})
         drawn = random.Random(0)
         for factor in (2, 3):
             yield self._bounded({s: factor * hint for s, hint in hints.items()})
@@ -185,14 +202,19 @@ class Elsewhere:
         for spread in (20, 3, 20, 8, 20, 50, 20, 200, 3, 8, 3):
             low = 2 if spread > 8 else None
             yield self._bounded({
-                s: drawn.randrange(low or max(2, hint - spread), (low or hint) + spread)
+                s: _number(hint + drawn.randrange(-spread, spread)) if s in scalars
+                else drawn.randrange(low or max(2, hint - spread), (low or hint) + spread)
                 for s, hint in hints.items()
             })  # fmt: skip
 
-    def _bounded(self, sizes: Mapping[Any, int]) -> dict[Any, int]:
+    def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
         return {symbol: self._within(symbol, size) for symbol, size in sizes.items()}
 
-    def _within(self, symbol: Any, size: int) -> int:
+    def _least(self, symbol: Any) -> float:
+        """The least number that a symbol may be."""
+        return float(self.env.var_to_range[symbol].lower)
+
+    def _within(self, symbol: Any, size: Any) -> Any:
         bounds = self.env.var_to_range[symbol]
         size = max(size, int(bounds.lower)) if bounds.lower.is_Integer else size
         return min(size, int(bounds.upper)) if bounds.upper.is_Integer else size
@@ -227,6 +249,11 @@ class Elsewhere:
             if taken == _TRIES:
                 break
         return taken >= _ENOUGH
+
+
+def _number(value: Any) -> Any:
+    """A number as Python's own."""
+    return int(value) if value == int(value) else float(value)
 
 
 def _plain(value: Any) -> Any:

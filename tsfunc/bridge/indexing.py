@@ -22,6 +22,7 @@ from tsfunc.bridge.batch_tracer import BatchTracer
 from tsfunc.bridge.gathered import gather
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.masks import is_recorded_mask, write_by_mask
+from tsfunc.bridge.sized_indexing import basic_view, depends_on_sizes, is_traced_here
 from tsfunc.bridge.tracer import METHODS, WRITERS, Tracer
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
@@ -141,7 +142,10 @@ def _get(
         index = tuple(index)  # as torch takes a list with tensors in it
     given = index if isinstance(index, tuple) else (index,)
     if not any(_is_traced(item) or type(item) is list for item in given):
-        return NotImplemented
+        if not is_traced_here() or not depends_on_sizes(x, given):
+            return NotImplemented
+        view, left = basic_view(x, _items(index, x.dim()), _consumed)
+        return view[tuple(left)] if left else view
     known = tuple([_known(item) for item in given])
     if not any(_is_traced(item) for item in known):
         same = all(a is b for a, b in zip(given, known, strict=True))
@@ -206,7 +210,11 @@ def _set(
         write_by_mask(x, _items(index, x.dim()), value)
         return None
     if not any(_is_traced(item) for item in given):
-        return NotImplemented
+        if not is_traced_here() or not depends_on_sizes(x, given):
+            return NotImplemented
+        view, left = basic_view(x, _items(index, x.dim()), _consumed)
+        view[tuple(left) or Ellipsis] = value
+        return None
     if not isinstance(value, torch.Tensor):
         value = torch.full((), value, dtype=x.dtype, device=x.device)
     items = _items(index, x.dim())

@@ -206,15 +206,22 @@ def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
     return kept
 
 
-def _choose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator | None:
+def overload_for(
+    packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> OpOverload | None:
     """Of a packet's overloads the one whose schema takes the arguments, or None."""
-    packet = op if isinstance(op, OpOverloadPacket) else getattr(torch.ops.aten, op.__name__)
     try:
         name = _jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     except RuntimeError:
         return None
-    overload = getattr(packet, name)
-    return operator_of(overload) if _dispatch_has_kernel(overload.name()) else None
+    overload: OpOverload = getattr(packet, name)
+    return overload if _dispatch_has_kernel(overload.name()) else None
+
+
+def _choose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator | None:
+    packet = op if isinstance(op, OpOverloadPacket) else getattr(torch.ops.aten, op.__name__)
+    overload = overload_for(packet, args, kwargs)
+    return None if overload is None else operator_of(overload)
 
 
 on_resolve(_resolve, _choose)

@@ -47,8 +47,9 @@ class Rerun:
             state.outside_all_levels(),
             torch_state.without_autograd(),
         ):
-            writes = isinstance(target, OpOverload) and operator_of(target).writes
-            return results_of(self._mode, target, writes, _lists(args), _lists(dict(kwargs)))
+            op = operator_of(target) if isinstance(target, OpOverload) else None
+            name, writes = (op.name, op.writes) if op is not None else ("", False)
+            return results_of(self._mode, name, target, writes, _lists(args), _lists(dict(kwargs)))
 
 
 def _lists(value: Any) -> Any:

@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -57,6 +57,18 @@ class Need:
     fact: str
     expr: Any
     place: Place
+
+
+class Condition(NamedTuple):
+    """What a trace found out about numbers among the arguments.
+
+    Attributes:
+        code: as Python of the guard.
+        text: for people, in the user's names.
+    """
+
+    code: str
+    text: str
 
 
 def check_size(holds: bool, fact: str, place: str) -> None:
@@ -134,7 +146,7 @@ class Symbols:
         return step * self._env.create_symintnode(symbol, hint=hint, source=source)
 
     def _scalar(self, name: str, value: int | float) -> Any:
-        """A symbol for a number of which nothing is promised; an int of at least 2."""
+        """A symbol for a number of which nothing is promised."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = _source(name)
@@ -142,7 +154,6 @@ class Symbols:
         self._names[symbol], self._steps[symbol] = name, 1
         if isinstance(value, float):
             return self._env.create_symfloatnode(symbol, hint=value, source=source)
-        self._env.constrain_symbol_range(symbol, compiler_min=2, compiler_max=1 << 62)
         return self._env.create_symintnode(symbol, hint=value, source=source)
 
     # --- sizes that depend on data
@@ -194,8 +205,8 @@ class Symbols:
             if not self._is_of_scalars(guard.expr)
         ]
 
-    def conditions(self, variables: Mapping[str, str]) -> list[str]:
-        """What the trace found out about numbers among the arguments, as Python.
+    def conditions(self, variables: Mapping[str, str]) -> list[Condition]:
+        """What the trace found out about numbers among the arguments.
 
         Args:
             variables: what the names of dims and numbers are called there.
@@ -210,7 +221,7 @@ class Symbols:
             if name in variables
         }
         found = [
-            PythonPrinter().doprint(guard.expr.xreplace(known))
+            Condition(PythonPrinter().doprint(guard.expr.xreplace(known)), self.spell(guard.expr))
             for guard in self._env.guards
             if self._is_of_scalars(guard.expr)
         ]

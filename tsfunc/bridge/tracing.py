@@ -33,9 +33,18 @@ from tsfunc.bridge.attributes import LOOKS
 from tsfunc.bridge.fake_results import results_of, unasked
 from tsfunc.bridge.methods import refuse_storage
 from tsfunc.bridge.operators import TorchOperator, operator_of
+from tsfunc.bridge.plain_ints import has_symbols, past_the_parser
 from tsfunc.bridge.symbols import Symbols, size_node, symbols_in
 from tsfunc.bridge.torch_state import without_factory_keys
-from tsfunc.bridge.tracer import METHODS, Tracer, TracerLevel, metadata, written
+from tsfunc.bridge.tracer import (
+    METHODS,
+    NO_KWARGS,
+    Tracer,
+    TracerLevel,
+    door_1,
+    metadata,
+    written,
+)
 from tsfunc.bridge.untyped import AnyValue
 from tsfunc.bridge.watching import Lines
 from tsfunc.dispatch import (
@@ -120,6 +129,21 @@ class TraceTracer(Tracer):
     tracks: bool
     dispatch_level: TraceLevel
 
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or NO_KWARGS
+        if has_symbols(args, kwargs):
+            out = past_the_parser(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return door_1(func, types, args, kwargs)
+
     def again(self) -> TraceTracer:
         return traced_as(self.value, self.node, self.dispatch_level, False)
 
@@ -200,7 +224,7 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
     level.fake.cache_enabled = cached and op.name not in _UNCACHED
     try:
         writes = isinstance(op, TorchOperator) and op.writes
-        return results_of(level.fake, op.native, writes, values, named)
+        return results_of(level.fake, op.name, op.native, writes, values, named)
     except (DataDependentOutputException, DynamicOutputShapeException):
         if level.graph is not level.symbols.graph or not level.symbols.allow_data():
             raise DataDependentError(_data_dependent(op.name, level)) from None
@@ -358,6 +382,10 @@ class Lifting(TorchFunctionMode):
         if METHODS.get(func) not in _LOOKS:
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
+        if has_symbols(args, kwargs):
+            out = past_the_parser(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         return func(*args, **kwargs)
 
     def _lifted(self, value: Any) -> Any:

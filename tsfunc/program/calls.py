@@ -14,6 +14,7 @@ import optree
 from tsfunc import pytrees, rage
 from tsfunc.bridge.backends import Backend
 from tsfunc.bridge.settings import settings
+from tsfunc.bridge.symbols import Condition
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.backends import Compiled
@@ -207,7 +208,7 @@ class FirstCall:
             form=form,
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
-            guards=self.guards(inputs, bounds, scalars, instances.held.read),
+            guards=self.guards(inputs, bounds, scalars, instances.held.read, program.conditions),
         )
         if self.target.backend is not None:
             run = Compiled(
@@ -256,11 +257,20 @@ class FirstCall:
         bounds: Mapping[str, Dim],
         scalars: Sequence[ScalarSpec],
         read: Mapping[str, Any],
+        conditions: Sequence[Condition],
     ) -> Guards:
         """What a program for these inputs takes for granted, for people."""
         positions = [spec.position for spec in scalars]
         return guard_texts(
-            self.flat, self.places, inputs, bounds, self.ambient, self.arguments, read, positions
+            self.flat,
+            self.places,
+            inputs,
+            bounds,
+            self.ambient,
+            self.arguments,
+            read,
+            positions,
+            conditions,
         )
 
     def descriptors(

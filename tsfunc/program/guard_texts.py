@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tsfunc.bridge.settings import SETTINGS
+from tsfunc.bridge.symbols import Condition
 from tsfunc.program.holding import is_instance
 from tsfunc.program.inputs import InputSpec
 from tsfunc.types import Dim, DimExpr
@@ -32,6 +33,7 @@ def guard_texts(
     arguments: Mapping[str, Any],
     read: Mapping[str, Any],
     open_numbers: Sequence[int],
+    conditions: Sequence[Condition],
 ) -> Guards:
     """What a program for a call takes for granted.
 
@@ -43,7 +45,8 @@ def guard_texts(
         settings: torch's.
         arguments: by parameter.
         read: what was read of objects and from outside, by how a user would write it.
-        open_numbers: the positions of the numbers that may be any.
+        open_numbers: the positions of the numbers that are inputs.
+        conditions: what must hold of these.
     """
     specs = {spec.position: spec for spec in inputs}
     lines: list[str] = []
@@ -59,6 +62,7 @@ def guard_texts(
         else:
             lines.append(f"{name} is {describe(value)}")
     lines += _sizes(inputs, bounds, places, arguments)
+    lines += [condition.text for condition in conditions]
     lines += [f"{name} is {describe(value)}" for name, value in read.items()]
     lines += [f"{s.name} is {value}" for s, value in zip(SETTINGS, settings, strict=True)]
     return Guards(lines)

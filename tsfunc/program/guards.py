@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.bridge.quick_checks import quick_check
+from tsfunc.bridge.symbols import Condition
 from tsfunc.program.holding import is_instance
 from tsfunc.program.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.types import Dim, DimExpr
@@ -26,7 +27,7 @@ def guard_lines(
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
     scalars: Sequence[ScalarSpec] = (),
-    conditions: Sequence[str] = (),
+    conditions: Sequence[Condition] = (),
 ) -> tuple[list[str], dict[str, Any]]:
     """The guard for calls that look like the one whose flattened arguments are given.
 
@@ -49,7 +50,7 @@ def guard_lines(
             continue
         spec = specs.get(i)
         if i in numbers:
-            held = "int or a < 2" if type(value) is int else "float or not isfinite(a)"
+            held = "int" if type(value) is int else "float or not isfinite(a)"
             lines += [f"a = args[{i}]", f"if type(a) is not {held}: return None"]
         elif spec is None:
             lines += [f"a = args[{i}]", _static(i, value, scope)]
@@ -64,7 +65,7 @@ def guard_lines(
             lines.append(f"if {size} != ({_spelled(dim.text)}): return None")
         else:
             lines.extend(_solved(size, dim, unknown, bounds[unknown]))
-    lines.extend(f"if not ({condition}): return None" for condition in conditions)
+    lines.extend(f"if not ({condition.code}): return None" for condition in conditions)
     if scalars:
         scope["isfinite"], scope["math"] = math.isfinite, math
     return lines, scope

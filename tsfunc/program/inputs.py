@@ -4,9 +4,10 @@ NOTE [numbers by their types]
 A number whose descriptor is its type, ``int`` or ``float``, is an input of the program, and a
 symbol in the trace. What the trace finds out about it (that it is positive, where it is a size;
 which side of an ``if`` it takes) becomes a condition of the program: a number for which it does not
-hold has a program of its own. Where torch asks for the number itself (``range(k)``, a dim to sum
-over), that condition is that it is this number. Ints below 2 are burnt in, as sizes below 2 are:
-NOTE [sizes 0 and 1] in ``equal``. A ``bool`` has but two values, and each a program.
+hold has a program of its own. Where the number itself is asked for (``range(k)``, a dim to sum
+over), that condition is that it is this number. It may be any int: 0, 1 and negative ones differ
+from others where something asks. What is no finite float, and ints that C++ has no room for, are
+burnt in. A ``bool`` has but two values, and each a program.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def describe_scalars(
 
 def _is_tame(value: int | float) -> bool:
     """Whether a symbol can have the value."""
-    return math.isfinite(value) if isinstance(value, float) else 2 <= value < 1 << 62
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 62
 
 
 def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | float) -> bool:

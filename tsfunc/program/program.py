@@ -13,6 +13,7 @@ import optree
 import torch
 import torch.fx
 
+from tsfunc.bridge.symbols import Condition
 from tsfunc.errors import MalformedProgramError
 from tsfunc.program.codegen import generate
 from tsfunc.program.drawing import draw
@@ -52,7 +53,7 @@ class Program:
         guards: what is true of every call that it answers, for people: a line each, and ``print``
             shows them all.
         places: for each flattened argument its path, from the name of a parameter.
-        conditions: what must hold of the numbers among its inputs, as Python of the guard.
+        conditions: what must hold of the numbers among its inputs.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Program:
     descriptors: Mapping[str, Any] = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
-    conditions: tuple[str, ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Runs it on flattened arguments, and gives the results their structure."""

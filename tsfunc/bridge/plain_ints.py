@@ -1,0 +1,138 @@
+"""Symbolic ints where torch's Python functions ask for the number: plain ints of schemas.
+
+NOTE [plain ints]
+Some operators take an int of which torch does not expect that a trace may not know it: the steps of
+``linspace``, the offset of ``diagonal``, the classes of ``one_hot``. The parser of arguments asks a
+symbolic int for its number there, which ties the program to it. So the operator is called past the
+parser, and what the result looks like is found out as NOTE [questions of operators] in
+``fake_results`` says. Where that can't be done (``x.sum(k)`` of dims of several sizes), the parser
+is asked after all. ``torch.tensor`` has no schema, and becomes ``torch.full``.
+
+Private names used here (torch 2.11 to 2.13): the kind of an argument's ``real_type`` in an
+overload's ``_schema`` tells ``int`` and ``SymInt`` apart; ``SymInt.node.hint`` is the number of the
+call; ``torch.return_types`` has the tuples with names that functions of several results return.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from tsfunc.bridge.operators import operator_of, overload_for
+from tsfunc.bridge.tracer import TracerLevel, innermost_level
+from tsfunc.dispatch import current_levels
+
+_NUMBERS = torch.SymInt | torch.SymFloat
+
+
+def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether there is a symbolic number among arguments, or in a list of them."""
+    return _any(args) or (bool(kwargs) and _any(kwargs.values()))
+
+
+def _any(values: Any) -> bool:
+    return any(
+        isinstance(value, _NUMBERS) or (type(value) in (list, tuple) and _any(value))
+        for value in values
+    )
+
+
+def past_the_parser(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A call with symbolic numbers: NOTE [plain ints]; NotImplemented where it is as any call."""
+    if func in (torch.tensor, torch.as_tensor):
+        return _tensor(*args, **kwargs) if kwargs.keys() <= {"dtype", "device"} else NotImplemented
+    packet = _packet(func)
+    if packet is None:
+        return NotImplemented
+    overload = overload_for(packet, _hinted(args), {k: _hinted([v])[0] for k, v in kwargs.items()})
+    if overload is None or not _takes_plain_int(overload, args, kwargs):
+        return NotImplemented
+    try:
+        return _called(overload, args, kwargs)
+    except Exception:  # the parser's way says what is wrong, if anything is
+        return NotImplemented
+
+
+def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    op = operator_of(overload)
+    if innermost_level((*args, *kwargs.values())) is not None:
+        out = op.call(tuple(args), kwargs, True)
+        made = getattr(torch.return_types, overload._schema.name.removeprefix("aten::"), None)
+        return out if made is None else made(out)
+    name = overload._schema.name.removeprefix("aten::")
+    for level in reversed(current_levels()):
+        if isinstance(level, TracerLevel) and level.sees_factory(name, op.random):
+            return op.run_at(level, tuple(args), kwargs)
+    return NotImplemented
+
+
+@functools.cache
+def _packet(func: Callable[..., Any]) -> OpOverloadPacket | None:
+    """The operator that a function of torch's is, as its name says."""
+    owner = getattr(func, "__module__", None) or getattr(func, "__objclass__", None)
+    if type(func) not in _C_FUNCTIONS or owner is None:
+        return None
+    found = getattr(torch.ops.aten, func.__name__, None)
+    return found if isinstance(found, OpOverloadPacket) else None
+
+
+# Functions of torch's that are written in C++, methods among them.
+_C_FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
+
+
+def _hinted(values: Sequence[Any]) -> list[Any]:
+    """Arguments with the numbers of the call for symbolic ones."""
+    return [
+        type(value)(_hinted(value)) if type(value) in (list, tuple)
+        else value.node.hint if isinstance(value, _NUMBERS)
+        else value
+        for value in values
+    ]  # fmt: skip
+
+
+def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a symbolic int is given for an argument that is a plain one."""
+    return any(
+        _any([args[i] if i < len(args) else kwargs.get(name)]) for i, name in _plain_ints(overload)
+    )
+
+
+@functools.cache
+def _plain_ints(overload: OpOverload) -> Sequence[tuple[int, str]]:
+    """The arguments that are ints, or lists of ints, and for which a symbolic one is none."""
+    found = []
+    for i, argument in enumerate(overload._schema.arguments):
+        kind = argument.real_type
+        while kind.kind() in ("OptionalType", "ListType"):
+            kind = kind.getElementType()
+        if kind.kind() == "IntType":
+            found.append((i, argument.name))
+    return found
+
+
+def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+    """``torch.tensor`` of symbolic numbers, or of lists of them."""
+    if type(data) in (list, tuple):
+        if dtype is None and _has_floats(data):
+            dtype = torch.get_default_dtype()
+        parts = [_tensor(part, dtype, device) for part in data]
+        return NotImplemented if NotImplemented in parts else torch.stack(parts)
+    if dtype is None:
+        if isinstance(data, bool) or not isinstance(data, int | float | _NUMBERS):
+            return NotImplemented
+        dtype = torch.get_default_dtype() if _has_floats([data]) else torch.int64
+    return torch.full((), data, dtype=dtype, device=device)
+
+
+def _has_floats(values: Sequence[Any]) -> bool:
+    return any(
+        _has_floats(value) if type(value) in (list, tuple)
+        else isinstance(value, float | torch.SymFloat)
+        for value in values
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Shapes of results that are written down here, and not asked of torch's rules for fake tensors.
+
+NOTE [slices of named sizes]
+``x[:5]`` is as long as ``x`` where that is shorter. torch's rule asks which of the two it is, and a
+descriptor that promises neither would be broken by the answer. Here the size is the smaller one,
+``min(5, n)``, as an expression. Only whether a bound counts from the end is asked where it is not
+known.
+
+Private names used here (torch 2.11 to 2.13): ``statically_known_true`` says whether something
+follows from the bounds of the symbols, and asks nothing; ``SymInt.node`` with its ``shape_env``,
+whose ``is_unbacked_symint`` tells the symbols that no call gives.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tsfunc.ops.dims import wrap as wrap_dim
+
+
+def slice_of(
+    x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Any:
+    """``aten::slice`` of a fake tensor; NotImplemented where torch's own rule asks nothing."""
+    dim = wrap_dim(dim, x.dim())
+    size = x.shape[dim]
+    given = [value for value in (size, start, end) if isinstance(value, torch.SymInt)]
+    if not given or type(step) is not int or step < 1 or any(map(_is_of_data, given)):
+        return NotImplemented
+    first = _within(0 if start is None else start, size)
+    last = _within(sys.maxsize if end is None else end, size)
+    count = _at_least_0(last - first)
+    shape, strides = list(x.shape), list(x.stride())
+    offset = x.storage_offset() + first * strides[dim]
+    shape[dim] = count if step == 1 else (count + (step - 1)) // step
+    strides[dim] = strides[dim] * step
+    return torch.as_strided(x, shape, strides, offset)
+
+
+def diagonal_of(x: torch.Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """``aten::diagonal``: as long as it is within both dims."""
+    dim1, dim2 = wrap_dim(dim1, x.dim()), wrap_dim(dim2, x.dim())
+    rows, columns = x.shape[dim1], x.shape[dim2]
+    given = [value for value in (rows, columns, offset) if isinstance(value, torch.SymInt)]
+    if not given or dim1 == dim2 or any(map(_is_of_data, given)):
+        return NotImplemented
+    below = _known(offset < 0) or not (_known(offset >= 0) or offset >= 0)
+    count = _at_least_0(_least(rows + offset, columns) if below else _least(rows, columns - offset))
+    strides = x.stride()
+    start = -offset * strides[dim1] if below else offset * strides[dim2]
+    rest = [d for d in range(x.dim()) if d not in (dim1, dim2)]
+    return torch.as_strided(
+        x,
+        [*(x.shape[d] for d in rest), count],
+        [*(strides[d] for d in rest), strides[dim1] + strides[dim2]],
+        x.storage_offset() + start,
+    )
+
+
+def unfold_of(x: torch.Tensor, dimension: int, size: Any, step: Any) -> Any:
+    """``aten::unfold``: as many windows as there is room for."""
+    if not x.dim():
+        return NotImplemented
+    dim = wrap_dim(dimension, x.dim())
+    given = [value for value in (x.shape[dim], size, step) if isinstance(value, torch.SymInt)]
+    if not given or any(map(_is_of_data, given)):
+        return NotImplemented
+    shape, strides = list(x.shape), list(x.stride())
+    shape[dim] = (shape[dim] - size) // step + 1
+    return torch.as_strided(
+        x, [*shape, size], [*strides[:dim], strides[dim] * step, *strides[dim + 1 :], strides[dim]]
+    )
+
+
+def _copied(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an operator that copies what the view is."""
+
+    def copy(*args: Any, **kwargs: Any) -> Any:
+        found = rule(*args, **kwargs)
+        if found is NotImplemented:
+            return found
+        return torch.empty(found.shape, dtype=found.dtype, device=found.device)
+
+    return copy
+
+
+# By the operator's name; each takes its arguments.
+SHAPE_RULES: dict[str, Callable[..., Any]] = {
+    "aten::slice.Tensor": slice_of,
+    "aten::diagonal": diagonal_of,
+    "aten::unfold": unfold_of,
+    "aten::slice_copy.Tensor": _copied(slice_of),
+    "aten::diagonal_copy": _copied(diagonal_of),
+    "aten::unfold_copy": _copied(unfold_of),
+}
+
+
+def _is_of_data(size: torch.SymInt) -> bool:
+    env = size.node.shape_env
+    return any(env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
+
+
+def _within(bound: Any, size: Any) -> Any:
+    """Where a bound of a slice lies, counted from the front."""
+    if type(bound) is int and bound >= sys.maxsize:
+        return size
+    if _known(bound >= 0) or not (_known(bound < 0) or bound < 0):
+        return _least(bound, size)
+    return _at_least_0(bound + size)
+
+
+def _least(one: Any, other: Any) -> Any:
+    if _known(one <= other):
+        return one
+    return other if _known(other <= one) else torch.sym_min(one, other)
+
+
+def _at_least_0(value: Any) -> Any:
+    return value if _known(value >= 0) else torch.sym_max(value, 0)
+
+
+def _known(fact: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(fact)

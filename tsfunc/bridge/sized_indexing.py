@@ -1,0 +1,94 @@
+"""Basic indexing in a trace: ints and slices become ``select`` and ``slice``, item by item.
+
+torch's own indexing takes a symbolic int for the number that it is, and asks whether a slice is all
+of a dim. Both would tie the program to the sizes of the call (NOTE [slices of named sizes] in
+``shape_rules``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.dispatch import DispatchKey
+from tsfunc.dispatch.state import tls
+
+_ALL = slice(None)
+
+
+def is_traced_here() -> bool:
+    """Whether the code that runs is being traced."""
+    levels = tls.state.levels
+    return bool(levels) and levels[0].key is DispatchKey.Trace
+
+
+def depends_on_sizes(x: torch.Tensor, items: Sequence[Any]) -> bool:
+    """Whether an index has symbolic numbers, or chooses of a tensor of symbolic sizes."""
+    named = any(isinstance(size, torch.SymInt) for size in x.shape)
+    return any(
+        isinstance(item, torch.SymInt)
+        or (named and type(item) is int)
+        or (_is_part(item) and (named or _has_symbols(item)))
+        for item in items
+    ) and all(_is_served(item) for item in items)
+
+
+def _is_part(item: Any) -> bool:
+    return isinstance(item, slice) and not (item.start is item.stop is None)
+
+
+def _has_symbols(item: slice) -> bool:
+    return any(isinstance(bound, torch.SymInt) for bound in (item.start, item.stop))
+
+
+def _is_served(item: Any) -> bool:
+    """Whether a slice has bounds that are numbers, and goes forward."""
+    if not isinstance(item, slice):
+        return True
+    numbers = all(
+        bound is None or type(bound) is int or isinstance(bound, torch.SymInt)
+        for bound in (item.start, item.stop)
+    )
+    return numbers and (item.step is None or (type(item.step) is int and item.step > 0))
+
+
+def basic_view(
+    x: torch.Tensor, items: Sequence[Any], consumed: Any
+) -> tuple[torch.Tensor, list[Any]]:
+    """The view that the basic items of an index choose, and the index that is left for it.
+
+    Args:
+        x: the tensor.
+        items: those of its index, without Ellipsis.
+        consumed: tells how many dims an item stands for.
+    """
+    left: list[Any] = []
+    dim = 0
+    for item in items:
+        if type(item) is int or isinstance(item, torch.SymInt):
+            x = x.select(dim, item)
+            continue
+        if item is None:
+            x = x.unsqueeze(dim)
+        elif _is_part(item):
+            x = _slice(x, dim, item)
+        elif isinstance(item, slice):
+            x = x if item.step in (None, 1) else _slice(x, dim, item)
+        else:
+            left.append(item)
+            dim += consumed(item)
+            continue
+        left.append(_ALL)
+        dim += 1
+    while left and left[-1] is _ALL:
+        left.pop()
+    return x, left
+
+
+def _slice(x: torch.Tensor, dim: int, item: slice) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.aten.slice.Tensor(
+        x, dim, item.start, item.stop, 1 if item.step is None else item.step
+    )
+    return found
