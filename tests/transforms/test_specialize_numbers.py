@@ -123,7 +123,7 @@ def test_indices_and_slices_under_transforms() -> None:
         torch.testing.assert_close(vmap(s, (0, None))(x, k), vmap(f, (0, None))(x, k))
         torch.testing.assert_close(batched(x, k), vmap(f, (0, None))(x, k))
         torch.testing.assert_close(grad(s)(x[0], k), grad(f)(x[0], k))
-    assert batched.cache_info().programs == 1
+    assert batched.cache_info().programs <= 2  # slices of one element are apart
 
 
 def test_other_types_of_numbers_break_the_descriptor() -> None:

@@ -348,12 +348,13 @@ def python_text(expr: Any) -> str:
     """An expression as Python."""
     from sympy import Function
     from sympy.core.relational import Relational
+    from torch.utils._sympy.functions import Max, Min
     from torch.utils._sympy.printers import PythonPrinter
 
     if isinstance(expr, Relational):
         return f"{python_text(expr.lhs)} {expr.rel_op} {python_text(expr.rhs)}"
     # sympy's own text puts terms in the usual order, and is no Python where there are functions.
-    return str(PythonPrinter().doprint(expr)) if expr.atoms(Function) else str(expr)
+    return str(PythonPrinter().doprint(expr)) if expr.has(Function, Max, Min) else str(expr)
 
 
 def moduli(expr: Any) -> list[int]:
