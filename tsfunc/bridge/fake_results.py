@@ -74,7 +74,7 @@ def results_of(
     # The mode keeps results, and asks nothing where it has one: not where these were wrong before.
     wrong: set[int] = env.__dict__.setdefault("tsfunc_wrong", set())
     try:
-        with _set_aside(env) as asked, _kept(fake, id(call) not in wrong), _unlogged():
+        with _set_aside(env) as asked, _kept(fake, id(call) not in wrong):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
