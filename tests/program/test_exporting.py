@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -90,6 +91,143 @@ def test_control_flow() -> None:
     module = f.to_exported_program().module()
     for x in (torch.ones(3), -torch.ones(3)):
         torch.testing.assert_close(module(x), f(x))
+
+
+class Block(torch.nn.Module):
+    """State of every kind, some of it unused, some tied, some replaced by each call."""
+
+    seen: Tensor
+    step: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.tied = self.layers[0].weight
+        self.unused = torch.nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("step", torch.zeros(()))
+        self.register_buffer("mask", torch.tensor([1.0, 0, 1, 1]), persistent=False)
+        self.offset = torch.full((4,), 2.0)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls = 1
+        self.seen.add_(x.sum(0).detach())
+        before = self.step
+        self.step = self.step + 1
+        y = self.layers(x) * self.mask + self.offset
+        return y @ self.tied + torch.arange(4.0) + self.calls, before
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_state_has_the_names_that_the_module_has(way: str) -> None:
+    model = Block()
+    eager = copy.deepcopy(model)
+    f = specialize(model, {"x": Meta(["n", 4])})
+    f(torch.zeros(3, 4))
+    model.load_state_dict(eager.state_dict())
+    exported = f.to_exported_program()
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    signature = exported.graph_signature
+    assert set(exported.state_dict) == set(model.state_dict())
+    assert {*signature.parameters, *signature.buffers} == set(own)
+    assert set(signature.non_persistent_buffers) == {"mask"}
+    assert len(signature.lifted_tensor_constants) == 2  # the offset, and arange(4.0)
+    program = WAYS[way](exported)
+    module = program.module()
+    for n in (5, 2):
+        x = torch.randn(n, 4)
+        torch.testing.assert_close(module(x), eager(x))
+        changed = dict(module.named_buffers())
+        for name in ("seen", "step", "layers.1.running_mean"):
+            torch.testing.assert_close(changed[name], eager.get_buffer(name))
+
+
+def test_what_is_assigned_is_written_after_all_is_read() -> None:
+    class Swap(torch.nn.Module):
+        a: Tensor
+        b: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("a", torch.ones(2))
+            self.register_buffer("b", torch.zeros(2))
+
+        def forward(self) -> Tensor:
+            first = self.a
+            self.a, self.b = self.b, self.a
+            return first
+
+    model = Swap()
+    f = specialize(model)
+    f()
+    eager = copy.deepcopy(model)
+    module = f.to_exported_program().module()
+    for _ in range(3):
+        torch.testing.assert_close([module(), *module.buffers()], [eager(), eager.a, eager.b])
+
+
+def test_a_buffer_that_changes_its_shape() -> None:
+    class Grows(torch.nn.Module):
+        total: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total = self.total + x
+            return self.total
+
+    program = specialize(Grows()).lower({"x": Meta([3], dtype=torch.float32)})
+    with pytest.raises(ExportError, match=r"self.total is assigned .*shape \(3,\)"):
+        program.to_exported_program()
+
+
+def test_numbers_are_dynamic() -> None:
+    f = specialize(lambda x, k: x.repeat(k) * k, {"x": Meta(["n"]), "k": int})
+    f(torch.ones(3), 4)
+    module = f.to_exported_program().module()
+    for n, k in ((2, 5), (7, 3)):
+        torch.testing.assert_close(module(torch.ones(n), k), torch.full((n * k,), float(k)))
+
+
+def test_what_holds_of_sizes_of_data_is_checked() -> None:
+    def f(x: Tensor, n: Tensor) -> Tensor:
+        k: Any = n.item()
+        torch._check(k >= 2)
+        torch._check(k <= x.shape[0])
+        return x[:k]
+
+    g = specialize(f)
+    g(torch.ones(5), torch.tensor(3))
+    module = g.to_exported_program().module()
+    assert module(torch.ones(5), torch.tensor(4)).shape == (4,)
+    with pytest.raises(RuntimeError, match=">= 2"):
+        module(torch.ones(5), torch.tensor(1))
+
+
+def test_names_of_what_a_function_closes_over() -> None:
+    net, scale = torch.nn.Linear(3, 3), {"out": torch.ones(3)}
+    f = specialize(lambda x: net(x) * scale["out"])
+    f(torch.ones(3))
+    names = list(f.to_exported_program().state_dict)
+    assert names == ["net.weight", "net.bias", "scale.out"]
+
+
+def test_assignments_that_it_has_no_place_for() -> None:
+    kept: list[Tensor] = []
+
+    def f(x: Tensor) -> Tensor:
+        kept[:] = [x * 2]
+        return x
+
+    g = specialize(f)
+    g(torch.ones(3))
+    with pytest.raises(ExportError, match="assignment of a tensor to kept, which is no buffer"):
+        g.to_exported_program()
 
 
 class Model:

@@ -77,8 +77,11 @@ def check_size(holds: bool, fact: str, place: str) -> None:
     Raises:
         FailedCheckError: it does not hold.
     """
-    if not holds:
-        raise FailedCheckError(f"{fact} does not hold, which the program relies on (at {place}).")
+    text = f"{fact} does not hold, which the program relies on (at {place})."
+    if isinstance(holds, torch.SymBool):  # in a trace of the program, by us or by torch's tools
+        torch._check(holds, lambda: text)
+    elif not holds:
+        raise FailedCheckError(text)
 
 
 class Symbols:

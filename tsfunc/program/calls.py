@@ -35,6 +35,7 @@ from tsfunc.program.inputs import (
     with_sizes_fixed,
 )
 from tsfunc.program.instances import Instances
+from tsfunc.program.module_state import state_of
 from tsfunc.program.program import Program
 from tsfunc.program.reasons import facts_of_call, reason_for
 from tsfunc.program.surroundings import FUNCTIONS, Surroundings
@@ -209,7 +210,11 @@ class FirstCall:
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
             guards=self.guards(inputs, bounds, scalars, instances.held.read, program.conditions),
-        )
+            state=state_of(
+                self.func, program.lifted, program.updates, len(self.flat), facts.values,
+                instances.held.read,
+            ),
+        )  # fmt: skip
         if self.target.backend is not None:
             run = Compiled(
                 program, self.target.backend, self.target.backend_name, [*self.flat, *facts.values]

@@ -36,6 +36,7 @@ class Change:
         line: where it was assigned, if that is known.
         problem: why a program can't do the same, if it can't.
         fills: whether it is a container that has other elements.
+        buffer: the name of the module's buffer that was assigned, if it is one.
     """
 
     text: str
@@ -48,6 +49,7 @@ class Change:
     line: str | None = None
     problem: str | None = None
     fills: bool = False
+    buffer: str | None = None
 
 
 def changed_containers(held: Held) -> Iterator[Change]:
@@ -99,8 +101,9 @@ def updates_of(changes: Sequence[Change], held: Held) -> Updates:
         for tensor in replaced(change.before, change.after):
             held.loosen(tensor)
         number = held.facts_of(change.place.own).result(change.place.variable, change.owner)
+        deletes = change.after is MISSING
         updates.append(
-            Update(change.text, number, change.target, kept, change.fills, change.after is MISSING)
+            Update(change.text, number, change.target, kept, change.fills, deletes, change.buffer)
         )
     if problems:
         raise TypeCheckError(

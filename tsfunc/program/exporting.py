@@ -1,4 +1,14 @@
-"""A program handed over to ``torch.export``."""
+"""A program handed over to ``torch.export``.
+
+torch.export traces the program's graph once more, as the ``forward`` of a module that has the
+parameters, buffers and submodules of the user's, by the same names. So its signature, its
+``state_dict`` and what its tools make of them are those of the user's module.
+
+NOTE [assignments in exported programs]
+A program ends with the function's assignments. Those to buffers are writes into them here, as
+torch.export has them. Those of values without tensors are left out, as it leaves them out: what
+the function read of them is burnt in. Other tensors can't be assigned.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +22,13 @@ import torch.fx
 from tsfunc import pytrees
 from tsfunc.errors import ExportError
 from tsfunc.program.forms import CallForm, Watched
+from tsfunc.program.fx_module import graph_module
 from tsfunc.program.inputs import InputSpec
 from tsfunc.program.lowering import sizes_for
+from tsfunc.program.passes.aliases import sources, written
+from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
-from tsfunc.program.torch_operators import left_over
+from tsfunc.program.torch_operators import in_torch_operators, left_over
 from tsfunc.types import Dim, DimExpr
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -24,20 +37,31 @@ _PLAIN = (int, float, bool, str, type(None))
 
 def exported(program: Program) -> torch.export.ExportedProgram:
     """The program as torch.export has one; see ``Program.to_exported_program``."""
-    form = _form(program)
+    form = program.form
+    if form is None:
+        raise ExportError(f"{program.name}: there is no record of what the program was made for.")
+    graph = in_torch_operators(
+        graph_module(program.name, program.graph, program.lifted, as_inputs=True)
+    )
+    problem = next(_problems(program, form, graph), None)
+    if problem is not None:
+        raise ExportError(
+            f"{program.name}: an ExportedProgram has no place for {problem}. "
+            f"`.graph_module` is the program for torch's other tools."
+        )
     sizes = sizes_for(form.bounds)
     leaves = list(form.leaves)
     for spec in form.inputs:
         leaves[spec.position] = _example(spec, sizes)
     args, kwargs = pytrees.unflatten(form.tree, leaves)
-    names = _parameters(program, len(args))
-    module = _module(program, names, list(kwargs))
+    names = _parameters(program, form, len(args))
+    module = _module(program, graph, names, list(kwargs))
     # torch.export finds some relations by itself alone, and fails on others if they are given.
     failed: Exception | None = None
     for given in (True, False):
         try:
             return torch.export.export(
-                module, args, kwargs, dynamic_shapes=_shapes(form, names, given),
+                module, args, kwargs, dynamic_shapes=_shapes(program, form, names, given),
                 prefer_deferred_runtime_asserts_over_guards=True,
             )  # fmt: skip
         except Exception as error:
@@ -47,51 +71,23 @@ def exported(program: Program) -> torch.export.ExportedProgram:
     ) from failed
 
 
-def _shapes(form: CallForm, names: Sequence[str], given: bool) -> dict[str, Any]:
-    """The dynamic dims as torch.export writes them.
-
-    Args:
-        form: what the program takes for granted.
-        names: the positional parameters.
-        given: whether expressions are given, or are for torch.export to find.
-    """
-    dims = {
-        name: torch.export.Dim(name, min=max(2, dim.min or 0), max=dim.max)
-        for name, dim in form.bounds.items()
-    }
-    shapes: list[Any] = [None] * len(form.leaves)
-    for spec in form.inputs:
-        shapes[spec.position] = {i: _dim(dim, dims, given) for i, dim in enumerate(spec.dims)}
-    args, kwargs = pytrees.unflatten(form.tree, shapes)
-    return {**dict(zip(names, args, strict=True)), **kwargs}
-
-
-def _form(program: Program) -> CallForm:
-    """What the program was made for, if torch.export can say such a thing."""
-    form = program.form
-    if form is None:
-        raise ExportError(f"{program.name}: there is no record of what the program was made for.")
-    problem = next(_problems(program, form), None)
-    if problem is not None:
-        raise ExportError(
-            f"{program.name}: an ExportedProgram has no place for {problem}. "
-            f"`.graph_module` is the program for torch's other tools."
-        )
-    return form
-
-
-def _problems(program: Program, form: CallForm) -> Iterator[str]:
-    positions = {spec.position for spec in form.inputs}
+def _problems(program: Program, form: CallForm, graph: torch.fx.GraphModule) -> Iterator[str]:
+    inputs = set(program.inputs)
     for i, leaf in enumerate(form.leaves):
-        if i not in positions and not isinstance(leaf, _PLAIN):
+        if i not in inputs and not isinstance(leaf, _PLAIN):
             cls = leaf.cls if isinstance(leaf, Watched) else type(leaf)
             yield f"an argument of type {cls.__name__}"
-    if any(position >= len(form.leaves) for position in program.inputs):
-        yield "tensors that are attributes of arguments"
-    if program.updates:
-        yield f"assignments ({', '.join(each.text for each in program.updates)})"
-    for name in left_over(program.graph_module):
+    for position in program.inputs:
+        if position >= len(form.leaves) and position not in program.state.inputs:
+            yield "tensors that are attributes of arguments"
+    for i, each in enumerate(program.updates):
+        if each.slots() and i not in program.state.assigned:
+            yield f"the assignment of a tensor to {each.text}, which is no buffer of the module"
+    for name in left_over(graph):
         yield f"{name}, which torch has no operator for"
+
+
+# --- what comes for the parameters
 
 
 def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -102,6 +98,29 @@ def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     back = sorted(range(len(order)), key=order.__getitem__)
     example = made.permute(back)
     return example.requires_grad_() if like.requires_grad else example
+
+
+def _shapes(program: Program, form: CallForm, names: Sequence[str], given: bool) -> dict[str, Any]:
+    """The dynamic dims, and ints, as torch.export writes them.
+
+    Args:
+        program: the program.
+        form: what it takes for granted.
+        names: the positional parameters.
+        given: whether expressions are given, or are for torch.export to find.
+    """
+    dims = {
+        name: torch.export.Dim(name, min=max(2, dim.min or 0), max=dim.max)
+        for name, dim in form.bounds.items()
+    }
+    shapes: list[Any] = [None] * len(form.leaves)
+    for position in program.inputs:
+        if position < len(shapes) and type(form.leaves[position]) is int:
+            shapes[position] = torch.export.Dim.DYNAMIC
+    for spec in form.inputs:
+        shapes[spec.position] = {i: _dim(dim, dims, given) for i, dim in enumerate(spec.dims)}
+    args, kwargs = pytrees.unflatten(form.tree, shapes)
+    return {**dict(zip(names, args, strict=True)), **kwargs}
 
 
 def _dim(dim: Any, dims: Mapping[str, Any], given: bool) -> Any:
@@ -129,10 +148,8 @@ def _line(dim: DimExpr) -> tuple[str, int, int] | None:
     return (name, factor, start) if straight and factor > 0 else None
 
 
-def _parameters(program: Program, count: int) -> list[str]:
+def _parameters(program: Program, form: CallForm, count: int) -> list[str]:
     """Names for the positional arguments: those of the function's parameters, where it has them."""
-    form = program.form
-    assert form is not None
     numbered = pytrees.unflatten(form.tree, range(len(form.leaves)))[0]
     names = []
     for i, each in enumerate(numbered):
@@ -143,22 +160,142 @@ def _parameters(program: Program, count: int) -> list[str]:
     return names[:count]
 
 
-def _module(program: Program, names: Sequence[str], keywords: Sequence[str]) -> torch.nn.Module:
-    """The function as a module of the same parameters, whose state is what the program reads."""
-    graph = program.graph_module
+# --- the module
+
+
+def _module(
+    program: Program, graph: torch.fx.GraphModule, names: Sequence[str], keywords: Sequence[str]
+) -> torch.nn.Module:
+    """A module of the function's parameters and state that does what the program does."""
 
     class Exported(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.program = graph
-
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             flat, _ = pytrees.flatten((args, kwargs))
-            results = self.program(*(flat[i] for i in program.inputs))
+            given = [flat[i] if i < len(flat) else _at(self, replaced[i]) for i in program.inputs]
+            found = graph.forward(*given, *(_at(self, place) for place in places))
+            count = program.out_tree.num_leaves
+            results, values = list(found[:count]), found[count:]
+            _assign(self, program, results, values)
             return pytrees.unflatten(program.out_tree, results)
 
     parameters = [inspect.Parameter(name, _POSITIONAL) for name in ("self", *names)]
     parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keywords]
     signature = inspect.Signature(parameters)
     Exported.forward.__signature__ = signature  # type: ignore[attr-defined]
-    return Exported()
+    root = Exported()
+    if program.state.module is not None:
+        _give_state(root, program.state.module)
+    replaced, places = program.state.inputs, _places_of_lifted(program, root)
+    return root
+
+
+def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Registers parameters, buffers and submodules as a module has them; these do nothing.
+
+    What is one submodule or one tensor by two names is one here too.
+    """
+    kept = module.state_dict(keep_vars=True).keys()
+    made = {id(module): root}
+    for path, each in module.named_modules(remove_duplicate=False):
+        parent, _, name = path.rpartition(".")
+        like = made.setdefault(id(each), torch.nn.Module())
+        if path:
+            made[id(module.get_submodule(parent))].add_module(name, like)
+        like.train(each.training)
+        for name, parameter in each.named_parameters(recurse=False, remove_duplicate=False):
+            like.register_parameter(name, parameter)
+        for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False):
+            full = f"{path}.{name}" if path else name
+            like.register_buffer(name, buffer, persistent=full in kept)
+
+
+def _places_of_lifted(program: Program, root: torch.nn.Module) -> list[str]:
+    """The path in the module of each tensor that the program reads from outside.
+
+    What is not of the traced module's state is put there: as a constant where the program has
+    computed it, or a module was traced; else, or if it is written to, as a parameter or buffer.
+    """
+    of_module = program.state.module is not None
+    changed = {
+        source
+        for node in program.graph.nodes
+        if writes(node)
+        for target in written(node)
+        for source in sources(target)
+    }
+    places = []
+    for node in program.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name, tensor = str(node.target), program.tensor(node)
+        place = program.state.names.get(name)
+        if place is None or not of_module:
+            fixed = (of_module or name in program.constants) and node not in changed
+            place = _put(root, place or name, name, tensor, fixed)
+        places.append(place)
+    return places
+
+
+def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fixed: bool) -> str:
+    """Puts a tensor into a module, at a path, or by its name where the path is taken."""
+    *path, last = wanted.split(".")
+    at = root
+    for each in path:
+        if not hasattr(at, each):
+            at.add_module(each, torch.nn.Module())
+        at = getattr(at, each)
+        if not isinstance(at, torch.nn.Module):
+            return _put(root, name, f"{name}_", tensor, fixed)
+    if not last or hasattr(at, last):
+        return _put(root, name, f"{name}_", tensor, fixed)
+    if fixed:
+        setattr(at, last, tensor.detach())
+    elif isinstance(tensor, torch.nn.Parameter):
+        at.register_parameter(last, tensor)
+    else:
+        at.register_buffer(last, tensor)
+    return wanted
+
+
+def _at(root: torch.nn.Module, place: str) -> torch.Tensor:
+    """The tensor at a path of a module."""
+    value: Any = root
+    for each in place.split("."):
+        value = getattr(value, each)
+    found: torch.Tensor = value
+    return found
+
+
+def _assign(
+    root: torch.nn.Module, program: Program, results: list[Any], values: Sequence[Any]
+) -> None:
+    """Writes what the program assigns to buffers into them.
+
+    Args:
+        root: the module that has them.
+        program: the program.
+        results: what it returns; copied, where it may have the memory of a buffer.
+        values: the tensors that its updates assign, in order.
+    """
+    if not program.state.assigned:
+        return
+    own = list(values)
+    nodes: Any = program.graph.output_node().args[0]
+    for i, node in enumerate(nodes):
+        if isinstance(node, torch.fx.Node) and sources(node):
+            if i < len(results):
+                results[i] = results[i].clone()
+            else:
+                own[i - len(results)] = own[i - len(results)].detach().clone()
+    rest = iter(own)
+    for i, update in enumerate(program.updates):
+        for value in [next(rest) for _ in update.slots()]:
+            buffer = _at(root, program.state.assigned[i])
+            if buffer.shape != value.shape or buffer.dtype != value.dtype:
+                raise ExportError(
+                    f"{program.name}: {update.text} is assigned a tensor of type {value.dtype} and "
+                    f"shape {tuple(value.shape)}, and was {buffer.dtype} of shape "
+                    f"{tuple(buffer.shape)}; an ExportedProgram writes into the buffer, which has "
+                    f"to stay what it is."
+                )
+            buffer.copy_(value.detach())

@@ -28,6 +28,7 @@ from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types, says_any
 
 _STATE = ("_parameters", "_buffers", "_modules")
+_HOMES = frozenset({"__dict__", *_STATE, "_non_persistent_buffers_set"})
 _MODULE = torch.nn.Module
 _TORCH_LOOKUPS = {
     method.__code__
@@ -85,11 +86,14 @@ class Instances:
         known = self._instances.get(id(instance))
         if known is None or self._paused:
             return plain(instance, name)
+        # The second frame is who reads. torch's own lookup of parameters reads the __dict__, and
+        # the dicts of a module, for what `Instance.read` has already looked for, or for where to
+        # assign.
+        if name in _HOMES and sys._getframe(2).f_code in _TORCH_LOOKUPS:
+            return plain(instance, name)
         if not (name.startswith("__") and name.endswith("__")):
             return known.read(name, plain)
-        # The second frame is who reads. torch's own lookup of parameters reads the __dict__ for
-        # what `Instance.read` has already looked for, or for where to assign.
-        if name == "__dict__" and sys._getframe(2).f_code not in _TORCH_LOOKUPS:
+        if name == "__dict__":
             known.read_all()
         return plain(instance, name)
 
@@ -208,6 +212,7 @@ class Instance:
                 undo=functools.partial(_restore, self.value, home, name, before),
                 line=self.lines.get(name),
                 problem=_problem(self.value, home, before, after),
+                buffer=name if home == "_buffers" else None,
             )
 
     def _hold(self, name: str, value: Any, *steps: str) -> Any:

@@ -20,6 +20,7 @@ from tsfunc.program.drawing import draw
 from tsfunc.program.forms import CallForm
 from tsfunc.program.fx_module import graph_module
 from tsfunc.program.guard_texts import Guards
+from tsfunc.program.module_state import ModuleState
 from tsfunc.program.printing import printed
 from tsfunc.program.properties import ProgramProperties, properties_of
 from tsfunc.program.torch_operators import in_torch_operators
@@ -54,6 +55,7 @@ class Program:
             shows them all.
         places: for each flattened argument its path, from the name of a parameter.
         conditions: what must hold of the numbers among its inputs.
+        state: what the function's module calls the tensors that it reads from outside.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Program:
     guards: Guards = field(default_factory=Guards)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
+    state: ModuleState = field(default_factory=ModuleState)
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Runs it on flattened arguments, and gives the results their structure."""
@@ -201,7 +204,8 @@ class Program:
         """The same operators, with copies of the tensors that they read."""
         lifted = {name: copy.deepcopy(tensor, memo) for name, tensor in self.lifted.items()}
         source, run = generate(self.name, self.graph, self.inputs, lifted, self.updates)
-        return replace(self, lifted=lifted, source=source, run=run)
+        state = copy.deepcopy(self.state, memo)
+        return replace(self, lifted=lifted, source=source, run=run, state=state)
 
     def __str__(self) -> str:
         return printed(self.name, self.graph, self.inputs, self.lifted, self.updates)

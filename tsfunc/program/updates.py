@@ -45,6 +45,7 @@ class Update:
         value: lists, tuples and dicts of constants, with a ``Slot`` for each tensor.
         fills: whether the owner is a container that gets all elements anew.
         deletes: whether the target is deleted.
+        buffer: the name of the buffer that is assigned, where the owner is a module.
     """
 
     text: str
@@ -53,6 +54,7 @@ class Update:
     value: Any = None
     fills: bool = False
     deletes: bool = False
+    buffer: str | None = None
 
     def slots(self) -> list[Slot]:
         """The places of the tensors in its value."""

@@ -86,6 +86,13 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
             yield from nodes_in(value)
 
 
+def sources(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """What comes from outside of the graph and may share memory with a value."""
+    if node.op in ("placeholder", "get_attr"):
+        return {node}
+    return {found for each in aliased(node) for found in sources(each)}
+
+
 def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """The arguments that a call writes into; of control flow, any."""
     op = node.meta.get("op")
