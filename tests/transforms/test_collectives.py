@@ -226,3 +226,89 @@ def test_an_example_knows_its_number_wherever_it_runs(wrap: Any) -> None:
 
     x = torch.zeros(4, dtype=torch.int64)
     torch.testing.assert_close(wrap(over(f))(x), torch.tensor([0, 1, 2, 16]))
+
+
+def test_numbers_are_exchanged_as_tensors() -> None:
+    def f(x: Tensor) -> Any:
+        return tsfunc.all_gather(2.5, "i"), tsfunc.ppermute(3, "i", [(0, 1)])
+
+    gathered, sent = vmap(f, axis_name="i")(torch.ones(2))
+    assert gathered.tolist() == [[2.5, 2.5], [2.5, 2.5]]
+    assert sent.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
+def test_a_loop_sends_values_round(wrap: Any) -> None:
+    ring = [(0, 1), (1, 2), (2, 0)]
+
+    def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        sent = tsfunc.ppermute(carry, "i", ring) * row
+        return sent, tsfunc.psum(carry, "i")
+
+    x, rows = torch.randn(3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    mapped = vmap(lambda x, row: tsfunc.scan(step, x, row), axis_name="i")
+    expected, sums = x, []
+    for k in range(4):
+        sums.append(expected.sum())
+        expected = expected.roll(1) * rows[:, k]
+    last, found = wrap(mapped)(x, rows)
+    torch.testing.assert_close(last, expected)
+    torch.testing.assert_close(found, torch.stack(sums).expand(3, 4))
+    slope = wrap(grad(lambda x: mapped(x, rows)[0].sum()))(x)
+    back = torch.ones_like(x)
+    for k in reversed(range(4)):
+        back = (back * rows[:, k]).roll(-1)
+    torch.testing.assert_close(slope, back)
+
+
+@tsfunc.custom_vjp
+def _scaled_by_all(x: Tensor) -> Any:
+    return x * tsfunc.psum(x, "i")
+
+
+_scaled_by_all.defvjp(
+    lambda x: (_scaled_by_all.func(x), x),
+    lambda x, ct: (ct * tsfunc.psum(x, "i") + tsfunc.psum(ct * x, "i"),),
+)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
+def test_a_rule_of_ones_own_may_exchange_values(wrap: Any) -> None:
+    x = torch.randn(4, 2, dtype=torch.float64)
+    plain = lambda x: (x * x.sum(0)).sin().sum()  # noqa: E731
+    inside = vmap(grad(lambda x: _scaled_by_all(x).sin().sum()), axis_name="i")
+    outside = grad(lambda x: vmap(_scaled_by_all, axis_name="i")(x).sin().sum())
+    torch.testing.assert_close(wrap(inside)(x), grad(plain)(x))
+    torch.testing.assert_close(wrap(outside)(x), grad(plain)(x))
+
+
+class _AboveMean(torch.autograd.Function):
+    """Mapped by torch's generated rule, which runs it at a level of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Any:
+        return x - tsfunc.pmean(x, "i") * tsfunc.axis_size("i") + tsfunc.axis_index("i")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        return ct - tsfunc.psum(ct, "i")
+
+
+def test_a_function_of_torchs_may_exchange_values() -> None:
+    x = torch.randn(3, dtype=torch.float64)
+    apply: Any = _AboveMean.apply
+    mapped = vmap(apply, axis_name="i")
+    torch.testing.assert_close(mapped(x), x - x.sum() + torch.arange(3))
+    branch = vmap(lambda x: cond(x > x.floor() + 0.5, apply, torch.neg, x), axis_name="i")
+    taken = x > x.floor() + 0.5
+    torch.testing.assert_close(branch(x), torch.where(taken, x - x.sum() + torch.arange(3), -x))
+    torch.testing.assert_close(
+        vmap(grad(lambda x: apply(x).sin()), axis_name="i")(x),
+        grad(lambda x: (x - x.sum() + torch.arange(3)).sin().sum())(x),
+    )

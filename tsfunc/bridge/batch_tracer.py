@@ -99,6 +99,11 @@ class BatchLevel(TracerLevel):
         """The index of each example in the whole call."""
         return torch.arange(self.first, self.first + self.batch_size, device=device)
 
+    @property
+    def origin(self) -> BatchLevel:
+        """The level, or the one that this is a twin of."""
+        return self
+
     def twin(self, name: str) -> BatchLevel:
         """A level for the same batch, which a rule enters on the values that it was given."""
         return _Twin(self, name)
@@ -131,7 +136,12 @@ class _Twin(BatchLevel):
         super().__init__(level.batch_size, level.randomness, name, level.strict)
         self.generators = level.generators
         self.splitter = level.splitter
+        self.axis_name = level.axis_name
         self.level = level
+
+    @property
+    def origin(self) -> BatchLevel:
+        return self.level.origin
 
     def examples(self, device: torch.device) -> torch.Tensor:
         return self.level.examples(device)

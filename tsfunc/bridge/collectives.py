@@ -22,6 +22,7 @@ from tsfunc.bridge.lanes import (
     linear,
     rebuilt,
 )
+from tsfunc.bridge.tracer import TracerLevel
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import UnboundAxisError
 
@@ -40,8 +41,8 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> BatchLevel:
     """
     for level in reversed(tls.state.levels):
         if isinstance(level, BatchLevel) and level.axis_name == name and name is not None:
-            if isinstance(level, LaneLevel) and not alone:
-                raise NeedsAll(level.whole)
+            if isinstance(level.origin, LaneLevel) and not alone:
+                raise NeedsAll(level.origin.whole)
             return level
     bound = [level.axis_name for level in tls.state.levels if isinstance(level, BatchLevel)]
     names = ", ".join(repr(known) for known in bound if known is not None) or "none"
@@ -56,6 +57,17 @@ def is_bound(name: Any) -> bool:
     """Whether an active vmap has that name."""
     levels = tls.state.levels
     return any(isinstance(level, BatchLevel) and level.axis_name == name for level in levels)
+
+
+def named_axes(within: TracerLevel) -> list[BatchLevel]:
+    """The active vmaps inside of a level whose axes have names."""
+    return [
+        level
+        for level in tls.state.levels
+        if isinstance(level, BatchLevel)
+        and level.axis_name is not None
+        and level.depth > within.depth
+    ]
 
 
 class Collective(LinearMap):
@@ -172,12 +184,14 @@ class Permute(Collective):
 
 def index(level: BatchLevel, device: torch.device | None) -> torch.Tensor:
     """Each example's number."""
-    if not isinstance(level, LaneLevel):
+    lanes = level.origin
+    if not isinstance(lanes, LaneLevel):
         return wrap(torch.arange(level.batch_size, device=device), 0, level)
-    numbers = level.index_in(level.whole)
+    numbers = lanes.index_in(lanes.whole)
     return wrap(numbers if device is None else numbers.to(device), 0, level)
 
 
 def size(level: BatchLevel) -> int:
     """How many examples the axis has, of which some may be running by themselves."""
-    return level.whole.batch_size if isinstance(level, LaneLevel) else level.batch_size
+    lanes = level.origin
+    return lanes.whole.batch_size if isinstance(lanes, LaneLevel) else level.batch_size

@@ -111,7 +111,7 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
     """The examples of an axis along a new dim, the same for each.
 
     Args:
-        x: a pytree of tensors.
+        x: a pytree of tensors and numbers.
         axis_name: the axis.
         axis: where the new dim stands.
         tiled: whether they are put one after the other along the dim ``axis`` that there is.
@@ -138,7 +138,7 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
         found: torch.Tensor = physical.Gather(level, at).of(leaf)
         return found.flatten(at, at + 1) if tiled else found
 
-    return _each("all_gather", x, gathered)
+    return _each("all_gather", x, gathered, _of_number(gathered))
 
 
 def psum_scatter(
@@ -230,7 +230,7 @@ def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> An
     """Sends examples' values to other examples of an axis.
 
     Args:
-        x: a pytree of tensors.
+        x: a pytree of tensors and numbers.
         axis_name: the axis.
         perm: pairs of the example that sends and the one that receives, each at most once.
 
@@ -258,7 +258,8 @@ def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> An
                 f"ppermute: each {side} must be an example's number (0 to {size - 1}), and stand "
                 f"in perm at most once, got {list(perm)}."
             )
-    return _each("ppermute", x, physical.Permute(level, perm).of)
+    permuted = physical.Permute(level, perm).of
+    return _each("ppermute", x, permuted, _of_number(permuted))
 
 
 def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None) -> torch.Tensor:
@@ -313,6 +314,10 @@ def _levels(names: Any, what: str) -> list[BatchLevel]:
 
 def _itself(number: Any) -> Any:
     return number
+
+
+def _of_number(of: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+    return lambda number: of(torch.as_tensor(number))
 
 
 def _each(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tsfunc import fori_loop, grad, specialize, vmap, while_loop
+from tsfunc import fori_loop, grad, jvp, specialize, vmap, while_loop
 from tsfunc.errors import TypeCheckError
 
 
@@ -171,3 +171,19 @@ def test_what_is_no_bound_and_no_policy_is_refused() -> None:
         fori_loop(0, True, lambda i, c: c, 0)
     with pytest.raises(ValueError, match="checkpoint must be None"):
         while_loop(lambda c: False, lambda c: c, 0, checkpoint="all")  # type: ignore[arg-type]
+
+
+def test_a_mapped_loop_of_a_program_reads_tensors_from_outside() -> None:
+    """Each example's bound is no argument of the program, which reads it anew."""
+    bounds = torch.tensor([0, 2, 5])
+
+    def f(n: torch.Tensor, x: torch.Tensor) -> Any:
+        return fori_loop(0, n, lambda i, y: y.sin() * x, x)
+
+    x = torch.randn(3)
+    program = specialize(lambda x: vmap(f)(bounds, x))
+    torch.testing.assert_close(program(x), vmap(f)(bounds, x))
+    bounds[0] = 3
+    torch.testing.assert_close(program(x), vmap(f)(bounds, x))
+    tangent = specialize(lambda x: jvp(lambda x: vmap(f)(bounds, x), (x,), (x.cos(),)))(x)
+    torch.testing.assert_close(tangent, jvp(lambda x: vmap(f)(bounds, x), (x,), (x.cos(),)))

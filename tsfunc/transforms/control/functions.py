@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel
 from tsfunc.bridge.bodies import Wrapping, arranged, needed_layers, peeled
+from tsfunc.bridge.collectives import named_axes
 from tsfunc.bridge.control_flow import TracedBody, call, common
 from tsfunc.bridge.custom_function import on_trace, torch_apply
 from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel
@@ -27,6 +28,8 @@ class _Mapped:
     in_dims: tuple[int | None, ...]
     out_dims: tuple[int | None, ...]
     randomness: str
+    axis_name: Hashable
+    axis_size: int | None
 
 
 class FunctionCall(Operator):
@@ -65,7 +68,14 @@ class FunctionCall(Operator):
             return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
         for mapped in self.maps:
-            run = vmap(run, mapped.in_dims, mapped.out_dims, mapped.randomness)
+            run = vmap(
+                run,
+                mapped.in_dims,
+                mapped.out_dims,
+                mapped.randomness,
+                axis_name=mapped.axis_name,
+                axis_size=mapped.axis_size,
+            )
         return run(*tensors)
 
 
@@ -87,27 +97,28 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
         for leaf, needed in zip(body.leaves, body.batched(), strict=True)
     ]
     results = [result for result in body.end(wanted) if result is not None]
-    op.maps = _maps([peeled(x)[1] for x in tensors], [result.wrapping for result in results])
+    op.maps = _maps(trace, [peeled(x)[1] for x in tensors], [result.wrapping for result in results])
     numbers = [trace.sizes(size) for size in sizes]
     return filled(body, call(op, trace, tensors, numbers, results))
 
 
-def _maps(inputs: Sequence[Wrapping], results: Sequence[Wrapping]) -> list[_Mapped]:
-    """The vmaps that tensors are batched by, the innermost first."""
-    levels = {
-        layer.level.depth: layer.level
-        for wrapping in inputs
-        for layer in wrapping.layers
-        if layer.bdim is not None and isinstance(layer.level, BatchLevel)
-    }
-    return [
-        _Mapped(
-            tuple(_dim_at(depth, wrapping) for wrapping in inputs),
-            tuple(_dim_at(depth, wrapping) for wrapping in results),
-            levels[depth].randomness,
-        )
-        for depth in sorted(levels, reverse=True)
-    ]
+def _maps(
+    trace: TraceLevel, inputs: Sequence[Wrapping], results: Sequence[Wrapping]
+) -> list[_Mapped]:
+    """The vmaps that tensors are batched by, or whose axis has a name, the innermost first."""
+    levels = {level.depth: level for level in named_axes(trace)}
+    for wrapping in inputs:
+        for layer in wrapping.layers:
+            if layer.bdim is not None and isinstance(layer.level, BatchLevel):
+                levels[layer.level.depth] = layer.level
+    return [_mapped(levels[depth], inputs, results) for depth in sorted(levels, reverse=True)]
+
+
+def _mapped(level: BatchLevel, inputs: Sequence[Wrapping], results: Sequence[Wrapping]) -> _Mapped:
+    in_dims = tuple(_dim_at(level.depth, wrapping) for wrapping in inputs)
+    out_dims = tuple(_dim_at(level.depth, wrapping) for wrapping in results)
+    size = level.batch_size if all(dim is None for dim in in_dims) else None
+    return _Mapped(in_dims, out_dims, level.randomness, level.axis_name, size)
 
 
 def _dim_at(depth: int, wrapping: Wrapping) -> int | None:
