@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.utils.checkpoint
@@ -33,7 +33,7 @@ from tsfunc.bridge.duals import Duals
 from tsfunc.bridge.ended import entered_again
 from tsfunc.bridge.factories import on_first_transform
 from tsfunc.bridge.tracer import TracerLevel, current_tracer_level, innermost_level
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import State, tls, using
 
 _theirs: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _Steps = Generator[None, None, None]
@@ -60,21 +60,23 @@ def _generator(fn: Callable[..., Any], *options: Any, **kwargs: Any) -> Any:
     duals = Duals(state)
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        with entered_again(state), _recording_at(recorded), differentiating():
+        with entered_again(state.forgetful()), _recording_at(recorded), differentiating():
             if not duals.levels:
                 return fn(*args, **kwargs)
             with duals.again(args) as given:
                 return fn(*given, **kwargs)
 
     generator = _theirs(again, *options, *args, **kwargs)
-    return _noting(generator, duals, args) if duals.levels else generator
+    if not duals.levels and tls.state.taking_over is None:
+        return generator
+    return _noting(generator, duals, args, tls.state.forgetful())
 
 
-def _noting(generator: _Steps, duals: Duals, args: Sequence[Any]) -> _Steps:
+def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], state: State) -> _Steps:
     """The generator, which yields where the function runs for the first time."""
     next(generator)
     try:
-        with duals.first(args):
+        with duals.first(args) if duals.levels else nullcontext(), using(state):
             yield
     except BaseException as error:
         generator.throw(error)

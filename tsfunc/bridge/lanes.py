@@ -4,9 +4,11 @@ NOTE [lanes]
 A branch or a loop's body is to run on those examples alone that take it. These examples (lanes) are
 a batch of their own: a :class:`LaneLevel` stands in the place of the vmap's level while the body
 runs, at the same depth, with fewer examples. What the body touches of the whole batch's tensors is
-taken over by ``index_select`` of the physical value, whether it was passed in or closed over: a
-function mode looks at the arguments of each call of the body. The results of the parts are put
-together by one ``cat`` and one ``index_select``.
+taken over by ``index_select`` of the physical value, whether it was passed in or closed over: door
+1 has the arguments of the body's calls looked at before anything else. The results of the parts are
+put together by one ``cat`` and one ``index_select``. A lane that is left alone needs no batch:
+where nothing is recorded at the level, its tensors are taken over as plain ones, and its steps cost
+what those of a loop without vmap cost.
 
 What happens to physical values is recorded by the autograd of the levels outside as any operator
 is. At the vmap's own level, and at levels inside of it, whose tracers have the vmap's tracers for
@@ -17,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, Final
 
 import torch
 from torch._C import DisableTorchFunction
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
 
 from tsfunc import pytrees
 from tsfunc.bridge.autograd import outside_graph
@@ -62,11 +64,12 @@ class LaneLevel(BatchLevel, StandIn):
         parent: the level that the examples are taken from.
         index: their numbers there, a tensor of outside of the level.
         whole: the vmap's own level.
+        alone: whether it is one lane, of which tensors are taken over as plain ones.
     """
 
-    __slots__ = ("_composed", "index", "parent", "whole")
+    __slots__ = ("_composed", "alone", "index", "parent", "whole")
 
-    def __init__(self, parent: BatchLevel, index: torch.Tensor) -> None:
+    def __init__(self, parent: BatchLevel, index: torch.Tensor, alone: bool = False) -> None:
         self.stand_in_for(parent)
         self.parent = parent
         self.index = index
@@ -75,6 +78,7 @@ class LaneLevel(BatchLevel, StandIn):
         old = parent.inner
         self.inner = old.with_levels((*old.levels[:-1], self))
         self._kernel_states = {}
+        self.alone = alone and _serves_plain(parent)
         self._composed = {id(parent): index}
         self.kind = MadeTracer
         self.born = 0
@@ -137,14 +141,44 @@ class LaneLevel(BatchLevel, StandIn):
         splitter.agree(group)
         raise StartAnew(self.whole)
 
+    def ancestors(self) -> Iterator[BatchLevel]:
+        """The levels that the lanes were taken from, directly or not."""
+        level = self.parent
+        while isinstance(level, LaneLevel):
+            yield level
+            level = level.parent
+        yield level
+
     def comes_from(self, level: TracerLevel) -> bool:
         """Whether a level is what the lanes were taken from, directly or not."""
-        if level is self.parent or level is self.whole:
-            return True
-        parent: TracerLevel = self.parent
-        while parent is not level and isinstance(parent, LaneLevel):
-            parent = parent.parent
-        return parent is level
+        return any(level is known for known in self.ancestors())
+
+    def of_parent(self, what: str, tree: Any) -> Any:
+        """What the parent's code has made, at these lanes alone."""
+        parent = self.parent
+        leaves, structure = pytrees.flatten(tree)
+        if parent.autograd or parent.forward or any(map(self._wrapped_again, leaves)):
+            return run_in(self, what, lambda taken: taken, (tree,))
+        with parent.restored():
+            taken = [
+                self._physical(x.value, x.bdim, parent) if isinstance(x, BatchTracer) else x
+                for x in leaves
+            ]
+        return pytrees.unflatten(structure, taken)
+
+    def _wrapped_again(self, value: Any) -> bool:
+        """Whether a tracer is of another level than the lanes' parent."""
+        return isinstance(value, Tracer) and not (
+            type(value) is MadeTracer and value.dispatch_level is self.parent
+        )
+
+    def _physical(self, value: torch.Tensor, dim: int | None, level: BatchLevel) -> torch.Tensor:
+        """A physical value of a level that the lanes come from, as the lanes have it."""
+        if dim is not None:
+            value = value.index_select(dim, self.index_in(level))
+        if not self.alone:
+            return wrap(value, dim, self)
+        return value if dim is None else value.squeeze(dim)
 
     def into(self, value: Any) -> Any:
         """A value of a level that the lanes come from, at these lanes alone."""
@@ -152,6 +186,12 @@ class LaneLevel(BatchLevel, StandIn):
             settle(value)
             return linear(_Into(self), (value,))
         return value
+
+
+def _serves_plain(level: BatchLevel) -> bool:
+    """Whether code at a level could do without its tracers: nothing is recorded at it or inside."""
+    inside = any(other.depth > level.depth for other in tls.state.levels)
+    return not (inside or level.autograd or level.forward)
 
 
 def guarded_lanes(level: BatchLevel, mask: torch.Tensor) -> LaneLevel:
@@ -272,10 +312,7 @@ class _Into(LinearMap):
                 self.source = lanes.whole
                 return rebuilt(value, wrap(inner, None, lanes))
             self.source = level
-            inner, dim = value.value, value.bdim
-            if dim is not None:
-                inner = inner.index_select(dim, lanes.index_in(level))
-            return wrap(inner, dim, lanes)
+            return lanes._physical(value.value, value.bdim, level)
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
         assert self.source is not None
@@ -462,29 +499,27 @@ _REQUIRES_GRAD: Final = torch.Tensor.requires_grad.__get__  # type: ignore[attr-
 
 
 _WRITES = frozenset({torch.Tensor.__setitem__})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, complex, type(None)})
 
 
-class _InLanes(TorchFunctionMode):
-    """The arguments of every call of the body are taken over to its lanes.
+class _TakingOver:
+    """What door 1 asks, while a body runs on lanes, before it goes on with a call of the body's.
 
     What it closes over is taken over once. It stays as it is meanwhile: writes into it are refused.
     """
 
+    __slots__ = ("lanes", "taken", "what")
+
     def __init__(self, lanes: LaneLevel, what: str) -> None:
-        super().__init__()
         self.lanes, self.what = lanes, what
         self.taken: dict[int, tuple[Tracer, Any]] = {}
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not takes_over(func):
-            return func(*args, **kwargs)
+    def anew(self) -> _TakingOver:
+        return _TakingOver(self.lanes, self.what)
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if (not kwargs and all(map(self._is_taken, args))) or not takes_over(func):
+            return None
         if args and isinstance(args[0], Tracer) and _writes(func) and stale(args[0], self.lanes):
             raise RuntimeError(
                 f"{self.what}: the body writes in place ({func.__name__}) into a tensor that it "
@@ -492,8 +527,14 @@ class _InLanes(TorchFunctionMode):
                 f"of {self.lanes.whole.name} are to see. Pass it in as an operand, write into a "
                 f"clone of it, and return that."
             )
-        args = tuple([self._taken(arg) for arg in args])
-        return func(*args, **{name: self._taken(arg) for name, arg in kwargs.items()})
+        taken = [self._taken(arg) for arg in args]
+        named = {name: self._taken(arg) for name, arg in kwargs.items()} if kwargs else kwargs
+        same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
+        return None if same else (taken, named)
+
+    def _is_taken(self, value: Any) -> bool:
+        kind = type(value)
+        return kind in _PLAIN or (kind is MadeTracer and value.dispatch_level is self.lanes)
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, Tracer):
@@ -506,7 +547,8 @@ class _InLanes(TorchFunctionMode):
                     self.taken[id(value)] = known
             return known[1]
         if type(value) in (list, tuple):
-            return type(value)(self._taken(item) for item in value)
+            items = [self._taken(item) for item in value]
+            return value if all(map(is_, items, value)) else type(value)(items)
         return value
 
 
@@ -527,8 +569,7 @@ def in_lanes(lanes: LaneLevel, what: str) -> Iterator[None]:
         lanes if level.depth == lanes.depth and isinstance(level, BatchLevel) else level
         for level in state.levels
     )
-    inner = state.with_levels(levels)
-    with using(inner), _InLanes(lanes, what):
+    with using(state.with_levels(levels, _TakingOver(lanes, what))):
         yield
 
 

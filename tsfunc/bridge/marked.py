@@ -11,7 +11,7 @@ from typing import Any
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import KINDS, MadeTracer, TurnedTracer
-from tsfunc.bridge.tracer import MARKED, NO_KWARGS, settle
+from tsfunc.bridge.tracer import MARKED, NO_KWARGS, door_1, settle
 
 
 class Record:
@@ -38,7 +38,7 @@ def mark(tracer: Any, record: Record) -> None:
     kind = type(tracer)
     marked = _classes.get(kind)
     if marked is None:
-        marked = _classes[kind] = _class_for(kind, record)
+        marked = _classes[kind] = _class_for(kind)
         MARKED[marked] = record.serve
     tracer.__class__ = marked
     tracer.record = record
@@ -64,22 +64,21 @@ def settle_all(tree: Any) -> None:
         settle(leaf)
 
 
-def _class_for(kind: type, record: Record) -> type:
+def _class_for(kind: type) -> type:
     if kind is not MadeTracer:
         return type(kind.__name__, (kind,), {"__slots__": ()})
-    serve = record.serve
 
-    def door_1(
+    def without_hot_rules(
         cls: type,
         func: Callable[..., Any],
         types: Any,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return serve(func, types, args, kwargs or NO_KWARGS)
+        return door_1(func, types, args, kwargs or NO_KWARGS)
 
     # Hot calls take it. It is asked before others of its level, being derived from them all.
-    members = {"__slots__": (), "__torch_function__": classmethod(door_1)}
+    members = {"__slots__": (), "__torch_function__": classmethod(without_hot_rules)}
     marked = type(kind.__name__, (MadeTracer, TurnedTracer), members)
     KINDS.add(marked)
     return marked

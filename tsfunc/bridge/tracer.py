@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import MemberDescriptorType
 from typing import Any, ClassVar, Final, TypeVar, cast
 
@@ -41,7 +41,7 @@ from tsfunc.bridge.torch_state import (
     without_autograd,
 )
 from tsfunc.dispatch import DispatchKey, Level, messages
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import DataDependentError, EscapedTracerError
 
 T = TypeVar("T", bound="Tracer")
@@ -134,6 +134,11 @@ def seen_here(value: Any) -> Any:
             if isinstance(level, StandIn):
                 value = level.into(value)
     return value
+
+
+def all_seen_here(values: list[Any]) -> list[Any]:
+    """What a transform is given, where it goes on with that in other ways than by calls."""
+    return values if tls.state.taking_over is None else [seen_here(value) for value in values]
 
 
 # Classes of tracers with a record, and what sees their calls first (``marked``).
@@ -327,6 +332,11 @@ def door_1(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """User code calls ``func`` on a tracer."""
+    taking_over = tls.state.taking_over
+    if taking_over is not None:
+        taken = taking_over(func, args, kwargs)
+        if taken is not None:
+            return func(*taken[0], **taken[1])
     if MARKED:
         for kind in types:
             if kind in MARKED:
@@ -444,6 +454,18 @@ def metadata(
     """Answers from the wrapper itself."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def at_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
+    """Context manager: as inside of the values' innermost level, and of none further in.
+
+    For what C++ calls there, wherever the thread is: the formula of a node's tangent.
+    """
+    level = innermost_level(values)
+    levels = tls.state.levels
+    if level is not None:
+        return nullcontext() if levels[-1:] == (level,) else using(level.inner)
+    return using(levels[0].outer) if levels else nullcontext()
 
 
 def current_tracer_level() -> TracerLevel | None:

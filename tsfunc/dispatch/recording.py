@@ -41,6 +41,8 @@ def run_as(operator: str, level: Level, rule: Callable[..., Any], *args: Any) ->
 def recording(recorder: Recorder) -> Iterator[None]:
     """Context manager: what is dispatched in the block is recorded."""
     old = tls.state
-    state = State(old.include, old.mask, old.levels, old.running, old.excluded, recorder)
+    state = State(
+        old.include, old.mask, old.levels, old.running, old.excluded, recorder, old.taking_over
+    )
     with using(state):
         yield

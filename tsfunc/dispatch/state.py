@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from tsfunc.dispatch.keys import WIDTH, DispatchKey, DispatchKeySet, bits_of
 from tsfunc.dispatch.recorder import Recorder
@@ -30,6 +30,18 @@ _EVERY_LEVEL: Final = sum(1 << (level * WIDTH) for level in range(64))
 _PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
 
 
+class TakingOver(Protocol):
+    """What the first door asks about a call before it goes on with it (``bridge/lanes``)."""
+
+    def __call__(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+        """The arguments that the callable is to be called with instead; None: those that it has."""
+
+    def anew(self) -> TakingOver:
+        """One that remembers nothing of the calls that this one has seen."""
+
+
 class State:
     """The include set, the mask of what is not excluded, and the active levels of a thread.
 
@@ -38,7 +50,8 @@ class State:
     ``plain`` where nobody includes, excludes or records anything.
     """
 
-    __slots__ = ("_below", "excluded", "include", "levels", "mask", "plain", "recorder", "running")
+    __slots__ = ("_below", "excluded", "include", "levels", "mask", "plain", "recorder", "running",
+                 "taking_over")  # fmt: skip
 
     def __init__(
         self,
@@ -48,6 +61,7 @@ class State:
         running: Level | None = None,
         excluded: int = 0,
         recorder: Recorder | None = None,
+        taking_over: TakingOver | None = None,
     ) -> None:
         self.include = include
         self.mask = mask
@@ -55,6 +69,7 @@ class State:
         self.running = running
         self.excluded = excluded
         self.recorder = recorder
+        self.taking_over = taking_over
         self.plain = not (include or excluded or recorder)
         self._below: dict[int, State] | None = None
 
@@ -67,13 +82,25 @@ class State:
         if state is None:
             mask = self.mask & ((1 << bit) - 1)
             state = known[bit] = State(
-                self.include, mask, self.levels, None, self.excluded, self.recorder
-            )
+                self.include, mask, self.levels, None, self.excluded, self.recorder,
+                self.taking_over,
+            )  # fmt: skip
         return state
 
-    def with_levels(self, levels: tuple[Level, ...]) -> State:
+    def forgetful(self) -> State:
+        """This state, in which nothing is taken over yet: for what is to run twice alike."""
+        if self.taking_over is None:
+            return self
+        return self.with_levels(self.levels, self.taking_over.anew())
+
+    def with_levels(
+        self, levels: tuple[Level, ...], taking_over: TakingOver | None = None
+    ) -> State:
         """This state with other levels active, as deep as those that are."""
-        return State(self.include, self.mask, levels, self.running, self.excluded, self.recorder)
+        return State(
+            self.include, self.mask, levels, self.running, self.excluded, self.recorder,
+            taking_over or self.taking_over,
+        )  # fmt: skip
 
 
 class _ThreadState(threading.local):
@@ -151,7 +178,10 @@ def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     bits = DispatchKeySet(*keys).bits
     old = tls.state
     both = old.include | bits
-    tls.state = State(both, old.mask, old.levels, old.running, old.excluded, old.recorder)
+    tls.state = State(
+        both, old.mask, old.levels, old.running, old.excluded, old.recorder,
+        old.taking_over,
+    )  # fmt: skip
     try:
         yield
     finally:
@@ -181,7 +211,10 @@ def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     old = tls.state
     mask = old.mask & ~bits
     both = old.excluded | bits
-    tls.state = State(old.include, mask, old.levels, old.running, both, old.recorder)
+    tls.state = State(
+        old.include, mask, old.levels, old.running, both, old.recorder,
+        old.taking_over,
+    )  # fmt: skip
     try:
         yield
     finally:
@@ -286,7 +319,9 @@ class Level:
         if mask != -1:
             mask |= inward & ~excluded if excluded else inward
         include = captured.include | self.bits if modal else captured.include
-        self.inner = State(include, mask, (*captured.levels, self), None, excluded, recorder)
+        self.inner = State(
+            include, mask, (*captured.levels, self), None, excluded, recorder, captured.taking_over
+        )
         self.name = name or key.name
         self._site = _user_code(sys._getframe(1))
         self._kernel_states: dict[int, State] = {}

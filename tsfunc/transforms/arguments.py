@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracer import Tracer, TracerLevel, current_tracer_level, innermost_level
+from tsfunc.bridge.tracer import (
+    Tracer,
+    TracerLevel,
+    all_seen_here,
+    current_tracer_level,
+    innermost_level,
+)
 
 Argnums = int | tuple[int, ...]
 
@@ -88,7 +94,7 @@ def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor],
                 f"{api}: Expected {what} to only contain Tensors. Thing passed to transform API "
                 f"must be Tensor, got {type(leaf)}"
             )
-    return leaves, spec
+    return all_seen_here(leaves), spec
 
 
 def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:
@@ -104,7 +110,7 @@ def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:
                 f"{api}: expected f(*primals) to return only tensors, got unsupported type "
                 f"{type(leaf)}"
             )
-    return leaves, spec
+    return all_seen_here(leaves), spec
 
 
 def split_aux(api: str, output: Any, has_aux: bool) -> tuple[Any, Any]:

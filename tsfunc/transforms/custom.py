@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from tsfunc import pytrees
 from tsfunc.bridge.mapped_function import differentiable
+from tsfunc.bridge.tracer import at_level_of
 from tsfunc.transforms.custom_batching import call_rule
 from tsfunc.transforms.custom_rules import (
     Call,
@@ -145,6 +146,11 @@ class _Vjp(Function):
     @staticmethod
     def jvp(ctx: Any, _call: Any, _sizes: Any, *tangents: Any) -> Any:
         """The transpose of the pullback, which is linear in the cotangent."""
+        with at_level_of((*ctx.saved_tensors[: ctx.count], *tangents)):
+            return _Vjp.pushed(ctx, tangents)
+
+    @staticmethod
+    def pushed(ctx: Any, tangents: Sequence[Any]) -> tuple[Any, ...]:
         call = ctx.call.taking(ctx.sizes)
         rule, fixed = call.function
         tensors = ctx.saved_tensors[: ctx.count]

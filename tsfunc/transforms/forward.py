@@ -21,7 +21,7 @@ from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.grad_level import GradLevel, unwrapped
-from tsfunc.bridge.tracer import TracerLevel
+from tsfunc.bridge.tracer import TracerLevel, all_seen_here
 from tsfunc.transforms.arguments import flatten_output, level_of, refuse_unseen, split_aux
 from tsfunc.transforms.reverse import vjp
 
@@ -116,7 +116,7 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
                 f"{tuple(t.shape)}, but its primal is {x.dtype} of shape {tuple(x.shape)}; they "
                 f"must be the same."
             )
-    return flat, directions, spec
+    return all_seen_here(flat), all_seen_here(directions), spec
 
 
 def _jvp(

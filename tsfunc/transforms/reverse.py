@@ -22,7 +22,7 @@ from tsfunc import pytrees
 from tsfunc.bridge import autograd
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.functorch import delegate
-from tsfunc.bridge.tracer import TracerLevel
+from tsfunc.bridge.tracer import TracerLevel, all_seen_here
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -187,7 +187,7 @@ def match_cotangents(
                 f"{api}: got a cotangent of shape {tuple(ct.shape)} for an output of shape "
                 f"{tuple(out.shape)}; they must be the same."
             )
-    return flat
+    return all_seen_here(flat)
 
 
 def _value_and_grad(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer
 from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.tracer import Tracer, seen_here
@@ -99,6 +99,26 @@ def choice_of(value: Any, what: str) -> Choice:
     if isinstance(inner, TraceTracer):
         return Traced(inner)
     return bool(inner) if inner.dtype is torch.bool else int(inner)
+
+
+def truth_of(value: Any, lanes: BatchLevel | None = None) -> bool | None:
+    """What a condition says, where it is the same for all and seen at a glance; else None.
+
+    Args:
+        value: the condition, of code that is not traced.
+        lanes: a level that the code runs at.
+    """
+    kind = type(value)
+    if kind is bool:
+        found: bool = value
+        return found
+    if kind is MadeTracer and value.dispatch_level is lanes and value.bdim == 0:
+        inner = value.value
+        if type(inner) is torch.Tensor and inner.dtype is torch.bool and inner.dim() == 1:
+            return True if bool(inner.all()) else None
+    elif kind is torch.Tensor and value.dtype is torch.bool and value.dim() == 0:
+        return bool(value)
+    return None
 
 
 def _known(value: Any) -> bool:

@@ -9,7 +9,7 @@ batch: a step costs what its examples cost, and a loop the sum of its examples' 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import optree
@@ -17,17 +17,19 @@ import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.lanes import LaneLevel, NeedsAll, guarded_lanes, merge, retag, run_in
+from tsfunc.bridge.lanes import LaneLevel, NeedsAll, guarded_lanes, in_lanes, merge, retag, run_in
 from tsfunc.bridge.symbols import known_to_hold
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import (
     ByExample,
+    Choice,
     DiffersInside,
     Traced,
     choice_of,
     read,
+    truth_of,
     values_at,
 )
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
@@ -146,7 +148,7 @@ def fori_loop(
         i, last, value = carry
         return i + 1, last, body_fun(i, value)
 
-    loop = Loop("fori_loop", lambda carry: carry[0] < carry[1], body, checkpoint)
+    loop = _Counted("fori_loop", lambda carry: carry[0] < carry[1], body, checkpoint)
     return loop.whole((*bounds, init_val))[2]
 
 
@@ -210,9 +212,12 @@ class Loop:
     def run(self, carry: Any, limit: int | None) -> tuple[Any, bool]:
         """The loop, or its next steps; and whether it is at its end."""
         steps = 0
+        traced = current_trace() is not None
         while True:
             value = self.cond_fun(carry)
-            choice = choice_of(value, self.what)
+            choice: Choice | None = None if traced else truth_of(value)
+            if choice is None:
+                choice = choice_of(value, self.what)
             if isinstance(choice, ByExample):
                 left = None if limit is None else limit - steps
                 return self.each_its_own(carry, value, choice, left)
@@ -222,13 +227,19 @@ class Loop:
                 return carry, True
             if steps == limit:
                 return carry, False
-            if steps == 0 and current_trace() is not None:
+            if steps == 0 and traced:
                 # Known of this step, and not of those to come. A body that needs the numbers of
                 # its carry as Python has them is called for each.
                 with suppress(DataDependentError):
                     return self.record(carry), True
-            carry = self.step(carry)
-            steps += 1
+            sure = self.sure(carry, None) if limit is None and not traced else 1
+            for _ in range(sure):
+                carry = self.step(carry)
+            steps += sure
+
+    def sure(self, carry: Any, lanes: BatchLevel | None) -> int:
+        """How many steps are made for sure where the condition holds, of all lanes."""
+        return 1
 
     def each_its_own(
         self, carry: Any, value: Any, choice: ByExample, limit: int | None
@@ -265,19 +276,19 @@ class Loop:
         active: Any = read(choice.values).bool()
         steps = 0
         while True:
-            if not active.all():
-                if not active.any():
+            count = int(active.sum())
+            if count < lanes.batch_size:
+                if not count:
                     return put_away.merged_with(lanes, carry), True
                 put_away.add(lanes, ~active, carry)
-                lanes = _some_of(lanes, active)
-                carry = run_in(lanes, self.what, _same, (carry,))
+                # Errors of batched values are those of a step on tracers.
+                lanes = _some_of(lanes, active, alone=count == 1 and steps > 0)
+                carry = lanes.of_parent(self.what, carry)
             if steps == limit:
                 return put_away.merged_with(lanes, carry), False
-            arguments = (lanes, None if limit is None else limit - steps, carry)
-            if not isinstance(lanes, LaneLevel) or lanes is choice.level:
-                carry, made, active = self.together(*arguments)
-            else:
-                carry, made, active = run_in(lanes, self.what, self.together, arguments)
+            left = None if limit is None else limit - steps
+            with in_lanes(lanes, self.what) if isinstance(lanes, LaneLevel) else nullcontext():
+                carry, made, active = self.together(lanes, left, carry)
             steps += made
             if isinstance(active, bool):
                 return put_away.merged_with(lanes, carry), active
@@ -290,12 +301,18 @@ class Loop:
             whether the loop is at its end.
         """
         made = 0
+        traced = current_trace() is not None
         while True:
-            carry = self.step(carry)
-            made += 1
+            sure = self.sure(carry, lanes) if limit is None and not traced else 1
+            for _ in range(sure):
+                carry = self.step(carry)
+            made += sure
             if made == limit:
                 return carry, made, False
-            choice = choice_of(self.cond_fun(carry), self.what)
+            value = self.cond_fun(carry)
+            choice: Choice | None = None if traced else truth_of(value, lanes)
+            if choice is None:
+                choice = choice_of(value, self.what)
             if isinstance(choice, ByExample) and choice.level is lanes and choice.known:
                 return carry, made, read(choice.values).bool()
             if isinstance(choice, ByExample | Traced):
@@ -345,6 +362,19 @@ class Loop:
         return new, self.cond_fun(new)
 
 
+class _Counted(Loop):
+    """A loop whose carry begins with a number and the one that it is counted up to."""
+
+    def sure(self, carry: Any, lanes: BatchLevel | None) -> int:
+        left = carry[1] - carry[0]
+        if isinstance(left, float) or (isinstance(left, torch.Tensor) and left.is_floating_point()):
+            return 1
+        choice = choice_of(left, self.what)
+        if isinstance(choice, ByExample) and choice.level is lanes and choice.known:
+            choice = int(read(choice.values).min())
+        return choice if isinstance(choice, int) else 1
+
+
 @run_by(While)
 def _run(op: While, *operands: Any) -> Any:
     """What a program does for a loop that was traced."""
@@ -359,18 +389,14 @@ def _run(op: While, *operands: Any) -> Any:
     return loop.whole(operands[: op.carried])
 
 
-def _same(carry: Any) -> Any:
-    return carry
-
-
 def _kept(level: BatchLevel, active: torch.Tensor, new: Any, old: Any) -> Any:
     """The new carry of the examples that go on, the old one of those that are done."""
     chosen = wrap(active, 0, level)
     return together([new, old], lambda pair: torch.where(chosen, pair[0], pair[1]))
 
 
-def _some_of(lanes: BatchLevel, which: torch.Tensor) -> LaneLevel:
-    return LaneLevel(lanes, which.nonzero().squeeze(1))
+def _some_of(lanes: BatchLevel, which: torch.Tensor, alone: bool = False) -> LaneLevel:
+    return LaneLevel(lanes, which.nonzero().squeeze(1), alone)
 
 
 class _PutAway:
@@ -384,7 +410,7 @@ class _PutAway:
     def add(self, lanes: BatchLevel, which: torch.Tensor, carry: Any) -> None:
         part = _some_of(lanes, which)
         self.parts.append(part)
-        self.carries.append(run_in(part, self.what, _same, (carry,)))
+        self.carries.append(part.of_parent(self.what, carry))
 
     def merged_with(self, lanes: BatchLevel, carry: Any) -> Any:
         """All carries, the last of which are those of all that is left."""

@@ -1,0 +1,238 @@
+"""Bodies of loops on some of a vmap's examples: what is closed over, and the last one left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tsfunc import (
+    checkpoint,
+    cond,
+    custom_vjp,
+    fori_loop,
+    grad,
+    hvp,
+    jvp,
+    linearize,
+    psum,
+    vjp,
+    vmap,
+    while_loop,
+)
+from tsfunc.errors import DataDependentError
+
+COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
+
+
+def _inputs(counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.linspace(-1, 1, 3 * len(counts), dtype=torch.float64).reshape(len(counts), 3)
+    return x, torch.tensor(counts)
+
+
+def _every(f: Any, *columns: torch.Tensor) -> torch.Tensor:
+    return torch.stack([f(*row) for row in zip(*columns, strict=True)])
+
+
+def _closing_over(x: torch.Tensor, n: torch.Tensor) -> Any:
+    parts = [x * 2, x.sin()]  # closed over in a list: of all examples
+
+    def step(carry: Any) -> Any:
+        i, y = carry
+        return i + 1, (torch.stack([*parts, y]).sum(0) * x).tanh() + i * parts[0]
+
+    return while_loop(lambda carry: carry[0] < n, step, (torch.tensor(0), x))[1]
+
+
+def _in_place(x: torch.Tensor, n: torch.Tensor) -> Any:
+    def step(i: Any, y: Any) -> Any:
+        y = y.clone()
+        y[0] = x[1] * i
+        y.mul_(1.5).add_(x)
+        return y
+
+    return fori_loop(0, n, step, x)
+
+
+def _loop_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
+    def step(i: Any, y: Any) -> Any:
+        return fori_loop(0, i % 3, lambda j, z: z * x + j, y) + x
+
+    return fori_loop(0, n, step, x)
+
+
+def _branch_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
+    def step(i: Any, y: Any) -> Any:
+        return cond(y.sum() > 0, lambda: y * x - 1, lambda: y + x.cos())
+
+    return fori_loop(0, n, step, x)
+
+
+def _derivative_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
+    def step(i: Any, y: Any) -> Any:
+        slope = grad(lambda z: (z * z * x).sum())(y)
+        return slope * 0.5 + jvp(torch.sin, (y,), (x,))[1]
+
+    return fori_loop(0, n, step, x)
+
+
+def _pullback_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
+    """Cotangents, tangents and points from outside of the loop."""
+
+    def step(i: Any, y: Any) -> Any:
+        out, pull = vjp(lambda z: z.sin() * y, x)
+        _, push = linearize(torch.cos, x)
+        return (pull(x)[0] + push(x) + hvp(lambda z: (z**3).sum(), (x,), (x,))).tanh() + out
+
+    return fori_loop(0, n, step, x)
+
+
+def _custom_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
+    return fori_loop(0, n, lambda i, y: _scaled(y, x) + 1, x)
+
+
+@custom_vjp
+def _scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a * b
+
+
+_scaled.defvjp(lambda a, b: (a * b, (a, b)), lambda kept, ct: (ct * kept[1], ct * kept[0]))
+
+
+def _checkpoint_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
+    return fori_loop(0, n, lambda i, y: checkpoint(lambda y: (y * x).sin() * x)(y), x)
+
+
+def _vmap_in_loop(x: torch.Tensor, n: torch.Tensor) -> Any:
+    return fori_loop(0, n, lambda i, y: vmap(lambda a: a * x.sum() + i)(y), x)
+
+
+BODIES = [
+    _closing_over, _in_place, _loop_in_loop, _branch_in_loop, _derivative_in_loop,
+    _pullback_in_loop, _custom_in_loop, _checkpoint_in_loop, _vmap_in_loop,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("f", BODIES)
+@given(COUNTS)
+@settings(max_examples=8)
+def test_a_loop_on_fewer_and_fewer_examples_is_each_ones_loop(f: Any, counts: list[int]) -> None:
+    x, n = _inputs(counts)
+    torch.testing.assert_close(vmap(f)(x, n), _every(f, x, n))
+
+
+@pytest.mark.parametrize("f", BODIES)
+def test_its_gradients_are_each_ones(f: Any) -> None:
+    x, n = _inputs([3, 0, 5, 1, 3])
+
+    def slope(x: torch.Tensor, n: torch.Tensor) -> Any:
+        return grad(lambda x: f(x, n).square().sum())(x)
+
+    expected = _every(slope, x, n)
+    torch.testing.assert_close(vmap(slope)(x, n), expected)
+    outside = grad(lambda x: vmap(f)(x, n).square().sum())(x)
+    torch.testing.assert_close(outside, expected)
+
+
+@pytest.mark.parametrize("f", BODIES)
+def test_its_tangents_are_each_ones(f: Any) -> None:
+    x, n = _inputs([3, 0, 5, 1, 3])
+
+    def pushed(x: torch.Tensor, n: torch.Tensor) -> Any:
+        return jvp(lambda x: f(x, n), (x,), (x.cos(),))[1]
+
+    expected = _every(pushed, x, n)
+    torch.testing.assert_close(vmap(pushed)(x, n), expected)
+    outside = jvp(lambda x: vmap(f)(x, n), (x,), (x.cos(),))[1]
+    torch.testing.assert_close(outside, expected)
+
+
+@pytest.mark.parametrize("f", BODIES)
+def test_it_may_differ_at_either_of_two_vmaps(f: Any) -> None:
+    x, _ = _inputs([0, 0, 0, 0])
+    n = torch.tensor([4, 0, 1])
+    expected = torch.stack([_every(f, x, torch.full((4,), int(k))) for k in n])
+    by_rows = vmap(lambda k: vmap(lambda row: f(row, k))(x))(n)
+    torch.testing.assert_close(by_rows, expected)
+    by_columns = vmap(lambda row: vmap(lambda k: f(row, k))(n), out_dims=1)(x)
+    torch.testing.assert_close(by_columns, expected)
+
+
+def test_a_tensor_kept_from_a_step_before_is_that_of_the_lanes_that_are_left() -> None:
+    def f(n: torch.Tensor) -> Any:
+        last = [n * 0]
+
+        def step(c: torch.Tensor) -> torch.Tensor:
+            new = c + last[0] + 1
+            last[0] = c
+            return new
+
+        return while_loop(lambda c: c < n, step, n * 0)
+
+    n = torch.tensor([1, 20, 3, 0, 20, 100])
+    torch.testing.assert_close(vmap(f)(n), _every(f, n))
+
+
+def test_the_last_example_draws_as_one_of_a_batch() -> None:
+    def f(n: torch.Tensor) -> Any:
+        return fori_loop(0, n, lambda i, c: torch.cat([c[1:], torch.rand(1)]), torch.zeros(3))
+
+    n = torch.tensor([0, 1, 3])
+    out = vmap(f, randomness="different")(n)
+    assert (out != 0).sum(1).tolist() == [0, 1, 3]
+    torch.manual_seed(0)
+    split = vmap(f, randomness="split")(n)
+    torch.manual_seed(0)
+    torch.testing.assert_close(vmap(f, randomness="split", chunk_size=1)(n), split)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(f)(n)
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 3], [5, 1], [4]])
+def test_the_last_example_is_refused_what_a_batch_is(counts: list[int]) -> None:
+    n = torch.tensor(counts)
+    outside = torch.zeros(2)
+
+    def writing(i: Any, c: torch.Tensor) -> torch.Tensor:
+        outside[0] = c
+        return c + 1
+
+    def reading(i: Any, c: torch.Tensor) -> torch.Tensor:
+        return c + c.item()
+
+    with pytest.raises(RuntimeError, match="made outside"):
+        vmap(lambda n: fori_loop(0, n, writing, n * 1.0))(n)
+    with pytest.raises(DataDependentError):
+        vmap(lambda n: fori_loop(0, n, reading, n * 1.0))(n)
+    assert outside.tolist() == [0, 0]
+
+
+def test_the_last_example_may_not_write_into_what_all_have() -> None:
+    def f(n: torch.Tensor) -> Any:
+        kept = n * 0
+
+        def step(i: Any, c: torch.Tensor) -> torch.Tensor:
+            kept.add_(1)
+            return c + kept
+
+        return fori_loop(0, n, step, n)
+
+    with pytest.raises(RuntimeError, match="closes over"):
+        vmap(f)(torch.tensor([1, 3]))
+
+
+def test_the_last_example_still_exchanges_values_with_all() -> None:
+    def f(n: torch.Tensor) -> Any:
+        return fori_loop(0, n, lambda i, c: c + psum(n, "i"), n)
+
+    n = torch.tensor([1, 3, 2])
+    assert vmap(f, axis_name="i")(n).tolist() == [7, 21, 14]
+
+
+def test_a_loop_in_many_steps_ends_each_example_at_its_own() -> None:
+    n = torch.tensor([1, 200, 3, 50, 0, 199])
+    steps = vmap(lambda n: while_loop(lambda c: c < n, lambda c: c + 1, n * 0))
+    torch.testing.assert_close(steps(n), n)
