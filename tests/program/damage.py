@@ -142,7 +142,7 @@ def _mutated(document: Any, rng: random.Random) -> Any:
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Where the values inside of a document are."""
-    pending = [value]
+    pending = [value] if isinstance(value, dict | list) else []
     while pending:
         container = pending.pop()
         items = container.items() if isinstance(container, dict) else enumerate(container)

@@ -40,6 +40,12 @@ STATISTICS = frozenset({
 })  # fmt: skip
 
 
+def updates_statistics(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call of one of these writes to them: it is in training, and has a momentum."""
+    decisive = [True, *args[5:6]] if name == "aten::_batch_norm_with_update" else args[5:7]
+    return len(decisive) == 2 and bool(decisive[0]) and decisive[1] != 0
+
+
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 

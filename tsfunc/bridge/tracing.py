@@ -113,7 +113,9 @@ class TraceLevel(TracerLevel):
         known = self.lifted.get(id(value))
         if known is None:
             like = self.fake_like(value, value.shape, value.stride())
-            node = self.graph.get_attr(f"lifted_{len(self.lifted)}")
+            wanted = f"lifted_{len(self.lifted)}"
+            node = self.graph.create_node("get_attr", wanted, name=wanted)
+            node.target = node.name  # another, where a parameter is called so
             known = value, traced_as(like, node, self, value.requires_grad)
             self.lifted[id(value)] = known
         return known[1]

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.grad_level import GradLevel
 from tsfunc.bridge.naming import Described
-from tsfunc.bridge.operators import STATISTICS, operator_of
+from tsfunc.bridge.operators import STATISTICS, operator_of, updates_statistics
 from tsfunc.bridge.tracer import WRITERS, Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.turning import BornOutside, Scattered, kin_of, turn
 from tsfunc.ops.dims import InplaceRefused
@@ -255,9 +255,7 @@ def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
 def _running(func: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Those that are written: where there is nothing in them, or the momentum is 0, none."""
-    always = isinstance(func, OpOverload) and func.name() == "aten::_batch_norm_with_update"
-    decisive = [True, *args[5:6]] if always else args[5:7]
-    if len(decisive) < 2 or not decisive[0] or decisive[1] == 0:
+    if not updates_statistics(func.name() if isinstance(func, OpOverload) else "", args):
         return ()
     return [x for x in args[3:5] if isinstance(x, torch.Tensor) and x.numel() > 0]
 

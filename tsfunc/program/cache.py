@@ -12,7 +12,7 @@ import optree
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracer import Tracer
-from tsfunc.program.entering import Build, Enter, builder
+from tsfunc.program.entering import Build, Enter, builder, key_orders
 from tsfunc.program.forms import CallForm
 from tsfunc.program.inputs import short_text
 from tsfunc.program.program import Program
@@ -114,6 +114,9 @@ class Entry:
             (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE
         )
         if tree != self.tree:
+            return None
+        orders = self.form.orders
+        if orders and key_orders(tree, self.form.of_keywords) != orders:
             return None
         reached = self.accepts(flat)
         return None if reached is None else [*flat, *reached]

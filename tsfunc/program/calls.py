@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from tsfunc.errors import DescriptorViolation
 from tsfunc.program.backends import Compiled
 from tsfunc.program.cache import Cache, Entry
 from tsfunc.program.capture import TraceRequest, capture
-from tsfunc.program.entering import opening_lines
+from tsfunc.program.entering import key_orders, opening_lines
 from tsfunc.program.equal import same_program
 from tsfunc.program.forms import form_of_call
 from tsfunc.program.guard_texts import Guards, guard_texts
@@ -43,6 +44,7 @@ from tsfunc.program.untyped import any_arguments
 from tsfunc.program.widening import size_names, varying_sizes, widen
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, MetaTensorType
 from tsfunc.types.runs import place_text
+from tsfunc.types.signatures import takes_any_keyword
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class Target:
     closure: Closure = "guard"
     backend: Backend | None = None
     backend_name: str = "python"
+
+    @functools.cached_property
+    def sees_keywords(self) -> bool:
+        """Whether the function sees the order of its keyword arguments."""
+        return takes_any_keyword(self.func)
 
     def contract(
         self, arguments: Mapping[str, Any]
@@ -115,6 +122,7 @@ class FirstCall:
         self.func, self.name, self.closure = target.func, target.name, target.closure
         self.target = target
         self.flat, self.tree, self.ambient = flat, tree, settings()
+        self.orders = key_orders(tree, target.sees_keywords)
         args, kwargs = arguments
         self.parameters = target.signature
         self.places = places_of(target.signature, len(flat), tree)
@@ -174,7 +182,9 @@ class FirstCall:
 
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
         """What a program for the call takes for granted, by names."""
-        return facts_of_call(self.flat, self.places, inputs, self.ambient, self.arguments)
+        return facts_of_call(
+            self.flat, self.places, inputs, self.ambient, self.arguments, self.orders
+        )
 
     def trace(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
@@ -202,7 +212,9 @@ class FirstCall:
             scalars, any_arguments(self.func, described, self.places, _spell), described,
         )  # fmt: skip
         program = capture(request, instances)
-        form = form_of_call(self.flat, self.tree, inputs, bounds, self.ambient)
+        form = form_of_call(
+            self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords
+        )
         facts = instances.held.facts
         program = dataclasses.replace(
             program,
@@ -221,7 +233,7 @@ class FirstCall:
             )
             program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(self.flat, inputs, bounds, scalars, program.conditions)
-        opening = opening_lines(self.tree, scope)
+        opening = opening_lines(self.tree, scope, self.target.sees_keywords)
         entry = Entry(
             program,
             self.tree,
@@ -254,7 +266,7 @@ class FirstCall:
 
     def signature(self, inputs: Sequence[InputSpec]) -> Any:
         """What calls have in common that differ in nothing but the sizes of named dims."""
-        return call_signature(self.flat, self.tree, self.ambient, inputs)
+        return call_signature(self.flat, self.tree, self.orders, self.ambient, inputs)
 
     def guards(
         self,

@@ -184,8 +184,13 @@ class _Trace:
             check_frozen(request.name, level, reached)
         positions = [spec.position for spec in request.inputs]
         positions += [spec.position for spec in request.scalars]
-        outside = [str(tracer.node.target) for _, tracer in level.lifted.values()]
-        constants = simplify(request.name, graph, outside)
+        outside = {str(tracer.node.target): tensor for tensor, tracer in level.lifted.values()}
+        burnt_in = {
+            target: tensor.detach().clone()
+            for target, tensor in outside.items()
+            if frozen and id(tensor) not in reached
+        }
+        constants = simplify(request.name, graph, outside, burnt_in)
         used = {node for node in graph.nodes if node.op == "get_attr"}
         lifted: dict[str, torch.Tensor] = {node: constants[node] for node in constants}
         for tensor, tracer in level.lifted.values():
@@ -195,7 +200,8 @@ class _Trace:
                 _make_input(graph, tracer.node)
                 positions.append(reached[id(tensor)])
             else:
-                lifted[str(tracer.node.target)] = tensor.detach().clone() if frozen else tensor
+                target = str(tracer.node.target)
+                lifted[target] = burnt_in.get(target, tensor)
         for node in graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):

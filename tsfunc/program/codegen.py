@@ -6,6 +6,7 @@ same arguments faster than the overload itself; results are dropped as soon as t
 
 from __future__ import annotations
 
+import cmath
 import keyword
 import math
 import operator
@@ -26,7 +27,7 @@ class Names:
     """The names that the source uses for objects: operators, lifted tensors, odd constants."""
 
     def __init__(self, lifted: Mapping[str, torch.Tensor], locals_: Iterable[str]) -> None:
-        self.scope: dict[str, Any] = {"inf": math.inf, "nan": math.nan, "torch": torch, **lifted}
+        self.scope: dict[str, Any] = {**lifted}
         self._taken = set(locals_)
         self._known: dict[int, str] = {}
 
@@ -43,7 +44,7 @@ class Names:
         return name
 
 
-_LITERALS = (int, float, bool, str, type(None), complex)
+_LITERALS = (int, bool, str, type(None))
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -66,14 +67,24 @@ def _spell(value: Any, names: Names) -> str:
             + "}"
         )
     if isinstance(value, slice):
-        return f"slice({value.start!r}, {value.stop!r}, {value.step!r})"
+        parts = ", ".join(_spell(part, names) for part in (value.start, value.stop, value.step))
+        return f"{names.of(slice, 'slice')}({parts})"
     if isinstance(value, _TORCH_CONSTANTS):
-        return str(value)
+        return f"{names.of(torch, 'torch')}.{str(value).removeprefix('torch.')}"
     if isinstance(value, torch.device):
-        return f"torch.device({str(value)!r})"
-    if type(value) in _LITERALS:
+        return f"{names.of(torch, 'torch')}.device({str(value)!r})"
+    if type(value) in _LITERALS or (type(value) in (float, complex) and cmath.isfinite(value)):
         return repr(value)
+    if type(value) is float:
+        return _spell_infinite(value, names)
     return names.of(value, "constant")
+
+
+def _spell_infinite(value: float, names: Names) -> str:
+    """An infinity, or what is no number."""
+    if math.isnan(value):
+        return names.of(math.nan, "nan")
+    return f"{'-' if value < 0 else ''}{names.of(math.inf, 'inf')}"
 
 
 _OPERATORS = {
@@ -157,7 +168,7 @@ def statements(
         elif node.op == "call_function":
             if node.meta.get("no_grad"):
                 if not quiet:
-                    yield Statement("with torch.no_grad():")
+                    yield Statement(f"with {names.of(torch, 'torch')}.no_grad():")
                 indent, quiet = "    ", True
             else:
                 indent, quiet = "", False

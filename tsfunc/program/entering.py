@@ -2,6 +2,11 @@
 
 Where the arguments are in tuples, lists and dicts, as most are, the generated Python of the guard
 takes them out itself: no pytree library has to look at them.
+
+NOTE [the order of keys]
+A function that goes through a dict sees the order of its keys, which a structure does not have: to
+optree, dicts with the same keys are alike. So the order of each dict among the arguments is held to
+as the structure is. That of the keyword arguments is seen only by ``**kwargs``.
 """
 
 from __future__ import annotations
@@ -12,12 +17,35 @@ from typing import Any
 
 import optree
 
+from tsfunc import pytrees
+
 # Takes args and kwargs; None, or the values that the program runs on.
 Enter = Callable[[tuple[Any, ...], dict[str, Any]], "list[Any] | None"]
 Build = Callable[[Sequence[Any]], Any]
 
 
-def opening_lines(tree: optree.PyTreeSpec, scope: dict[str, Any]) -> list[str] | None:
+def key_orders(tree: optree.PyTreeSpec, of_keywords: bool) -> tuple[Any, ...]:
+    """The keys of the dicts in a structure, each in their order: NOTE [the order of keys].
+
+    Args:
+        tree: the structure of ``(args, kwargs)``.
+        of_keywords: whether the order of ``kwargs`` is one that the function sees.
+    """
+    args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
+    found: list[Any] = []
+
+    def look(value: Any) -> bool:
+        if isinstance(value, dict) and len(value) > 1 and (value is not kwargs or of_keywords):
+            found.append(tuple(value))
+        return False
+
+    optree.tree_flatten((args, kwargs), look, none_is_leaf=True, namespace=pytrees.NAMESPACE)
+    return tuple(found)
+
+
+def opening_lines(
+    tree: optree.PyTreeSpec, scope: dict[str, Any], of_keywords: bool
+) -> list[str] | None:
     """Python that makes the list ``args`` of the flattened arguments of ``args, kwargs``.
 
     It returns None where the arguments are not of the structure.
@@ -25,6 +53,7 @@ def opening_lines(tree: optree.PyTreeSpec, scope: dict[str, Any]) -> list[str] |
     Args:
         tree: the structure of ``(args, kwargs)``.
         scope: where the names are put that the lines use.
+        of_keywords: whether the order of ``kwargs`` is one that the function sees.
 
     Returns:
         The lines; None where there are other containers than tuples, lists and dicts.
@@ -33,6 +62,8 @@ def opening_lines(tree: optree.PyTreeSpec, scope: dict[str, Any]) -> list[str] |
     opening = _Opening(scope)
     count = f"len(kwargs) != {len(kwargs)}" if kwargs else "kwargs"
     opening.lines.append(f"if len(args) != {len(args)} or {count}: return None")
+    if of_keywords and len(kwargs) > 1:
+        opening.lines.append(f"if {opening.another_order('kwargs', kwargs)}: return None")
     opening.children(args, "args")
     opening.children(kwargs, "kwargs")
     if not opening.plain:
@@ -55,11 +86,22 @@ class _Opening:
             self.leaves.append((value, at))
         elif kind in (tuple, list, dict):
             name = f"c{len(self.lines)}"
-            wrong = f"type({name}) is not {kind.__name__} or len({name}) != {len(value)}"
-            self.lines += [f"{name} = {at}", f"if {wrong}: return None"]
+            wrong = f"len({name}) != {len(value)}"
+            if kind is dict and len(value) > 1:
+                wrong = self.another_order(name, value)
+            self.lines += [
+                f"{name} = {at}",
+                f"if type({name}) is not {kind.__name__} or {wrong}: return None",
+            ]
             self.children(value, name)
         else:
             self.plain = False
+
+    def another_order(self, name: str, value: dict[Any, Any]) -> str:
+        """The Python for that a dict has not the keys of another in their order."""
+        keys = f"keys_{len(self.scope)}"
+        self.scope[keys] = list(value)
+        return f"[*{name}] != {keys}"
 
     def children(self, container: Any, name: str) -> None:
         """What is in a container."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.symbols import Symbols
 from tsfunc.dispatch import state
+from tsfunc.program.entering import key_orders
 from tsfunc.program.guards import guard_lines
 from tsfunc.program.holding import is_instance
 from tsfunc.program.inputs import InputSpec, sizes_of_call
@@ -31,6 +33,7 @@ class CallForm:
         inputs: the tensors among them; their examples have no data.
         bounds: the named dims.
         ambient: torch's settings.
+        of_keywords: whether the order of the keyword arguments is one that the function sees.
     """
 
     tree: optree.PyTreeSpec
@@ -38,6 +41,12 @@ class CallForm:
     inputs: tuple[InputSpec, ...]
     bounds: Mapping[str, Dim]
     ambient: tuple[Any, ...]
+    of_keywords: bool = False
+
+    @functools.cached_property
+    def orders(self) -> tuple[Any, ...]:
+        """The orders of the keys among the arguments: NOTE [the order of keys]."""
+        return key_orders(self.tree, self.of_keywords)
 
     def guard(self) -> tuple[list[str], dict[str, Any]]:
         """The guard for such calls, see ``guard_lines``."""
@@ -53,12 +62,13 @@ def form_of_call(
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
     ambient: tuple[Any, ...],
+    of_keywords: bool,
 ) -> CallForm:
     """The form of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
-    return CallForm(tree, leaves, specs, dict(bounds), ambient)
+    return CallForm(tree, leaves, specs, dict(bounds), ambient, of_keywords)
 
 
 def example_call(

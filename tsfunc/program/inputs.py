@@ -266,7 +266,11 @@ def _with_names_fixed(dim: DimForm, size: int, small: Mapping[str, int]) -> DimF
 
 
 def call_signature(
-    flat: Sequence[Any], tree: optree.PyTreeSpec, ambient: Any, inputs: Sequence[InputSpec]
+    flat: Sequence[Any],
+    tree: optree.PyTreeSpec,
+    orders: Any,
+    ambient: Any,
+    inputs: Sequence[InputSpec],
 ) -> Any:
     """What calls have in common that differ in nothing but the sizes of named dims."""
     leaves: list[tuple[Any, Any]] = [(type(value), _static_key(value)) for value in flat]
@@ -274,7 +278,7 @@ def call_signature(
         x = spec.example
         shape = tuple(str(dim) for dim in spec.dims)
         leaves[spec.position] = shape, (x.dtype, x.device, x.requires_grad, x.is_contiguous())
-    return tree, ambient, tuple(leaves)
+    return tree, orders, ambient, tuple(leaves)
 
 
 def _static_key(value: Any) -> Any:
@@ -288,7 +292,7 @@ def _input_name(path: Sequence[Any], taken: set[str]) -> str:
     """A name for an input in the program's source, from where it stands in the arguments."""
     words = ["".join(c if c.isalnum() else "_" for c in str(part)) for part in path]
     name = "_".join(words)
-    if not name.isidentifier() or name in ("args", "torch"):
+    if not name.isidentifier() or name == "args":
         name = f"arg_{name}"
     while name in taken:
         name += "_"

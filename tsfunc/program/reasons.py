@@ -24,6 +24,7 @@ def facts_of_call(
     inputs: Sequence[InputSpec],
     settings: Sequence[Any],
     arguments: Mapping[str, Any],
+    orders: Sequence[Any],
 ) -> dict[str, Any]:
     """What a program for a call takes for granted, by names that a user would write.
 
@@ -33,6 +34,7 @@ def facts_of_call(
         inputs: the tensors among them; a size that is a named dim is the name.
         settings: torch's.
         arguments: by parameter.
+        orders: of the keys of dicts among the arguments.
     """
     facts: dict[str, Any] = {}
     specs = {spec.position: spec for spec in inputs}
@@ -47,6 +49,8 @@ def facts_of_call(
             facts[name] = value
     for setting, value in zip(SETTINGS, settings, strict=True):
         facts[setting.name] = value
+    for i, keys in enumerate(orders):
+        facts[f"the keys of dict {i}"] = _Word(", ".join(map(repr, keys)))
     return facts
 
 

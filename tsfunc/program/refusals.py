@@ -14,6 +14,8 @@ from tsfunc.bridge.symbols import Symbols
 from tsfunc.bridge.tracing import TraceLevel, ways_out
 from tsfunc.dispatch.places import condition_of, place_of, source_of
 from tsfunc.errors import ClosureError, DataDependentError, TypeCheckError
+from tsfunc.program.passes.aliases import written
+from tsfunc.program.passes.effects import writes
 from tsfunc.types.signatures import signature_of
 
 
@@ -80,13 +82,12 @@ def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> No
         if id(tensor) not in reached
     }
     for node in level.graph.nodes:
-        op = node.meta.get("op")
-        for i in op.written if op is not None else ():
-            target = node.args[i] if i < len(node.args) else None
-            value = target.meta.get("val") if isinstance(target, torch.fx.Node) else None
-            if value is not None and value.untyped_storage()._cdata in memory:
+        for target in written(node) if writes(node) else ():
+            value = target.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in memory:
+                called = node.meta["op"] if "op" in node.meta else node.target
                 raise ClosureError(
-                    f'specialize({name}, closure="freeze"): {op.name} writes into a tensor that '
-                    f"is no argument, and is burnt in. Make it an argument, or use "
+                    f'specialize({name}, closure="freeze"): {called.name} writes into a tensor '
+                    f"that is no argument, and is burnt in. Make it an argument, or use "
                     f'closure="guard".'
                 )

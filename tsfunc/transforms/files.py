@@ -110,7 +110,7 @@ def _entry(answer: Any) -> Entry:
     form = answer.form
     facts = Facts()
     lines, scope = form.guard()
-    opening = opening_lines(form.tree, scope)
+    opening = opening_lines(form.tree, scope, form.of_keywords)
     return Entry(
         answer.program, form.tree, facts.function(form.ambient, lines, scope),
         facts.function(form.ambient), answer.reason, None, form,

@@ -151,6 +151,16 @@ def signature_of(func: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(_takes_anything)
 
 
+def takes_any_keyword(func: Callable[..., Any]) -> bool:
+    """Whether a function has ``**kwargs``, whose order it then can see; not what it wraps."""
+    try:
+        own = func.forward if isinstance(func, torch.nn.Module) else func
+        parameters = inspect.signature(own, follow_wrapped=False).parameters.values()
+    except ValueError:
+        return True
+    return any(parameter.kind is _MANY for parameter in parameters)
+
+
 def _takes_anything(*args: Any, **kwargs: Any) -> None: ...
 
 

@@ -225,7 +225,9 @@ def read_function(
     )
     programs = list(_programs(archive, context))
     signature = _read_signature(parameters)
-    answers = _read_calls(calls, programs, FormReader(context), signature)
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    forms = FormReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
+    answers = _read_calls(calls, programs, forms, signature)
     return SavedFunction(
         name.line(),
         signature,

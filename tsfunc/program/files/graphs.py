@@ -44,8 +44,8 @@ from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.printing import line_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
-# What generated code calls other things by.
-_RESERVED = frozenset({"args", "torch", "inf", "nan", "nanj", "infj", "slice", "True", "False"})
+# What generated code calls the list that it is called with.
+_RESERVED = frozenset({"args"})
 _FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
 _OPTIONAL = ("type", "number", "line", *_FLAGS)
 

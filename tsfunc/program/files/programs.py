@@ -201,16 +201,22 @@ _SETTINGS = frozenset(setting.name for setting in SETTINGS)
 
 
 class FormReader:
-    """Reads what is taken for granted of calls."""
+    """Reads what is taken for granted of calls.
 
-    def __init__(self, context: Context) -> None:
+    Args:
+        context: of the file.
+        of_keywords: whether the function sees the order of its keyword arguments.
+    """
+
+    def __init__(self, context: Context, of_keywords: bool) -> None:
+        self._of_keywords = of_keywords
         self._values = Values(device=context.device)
         self._trees = Trees(context.classes, self._values)
         self._fake = Symbols({}).fake
 
     def decode(self, field: Field) -> CallForm:
         """The form that `encode_form` wrote."""
-        arguments, leaves_field, dims, ambient = field.record(
+        arguments, leaves_field, dims, ambient_field = field.record(
             "arguments", "leaves", "dims", "settings"
         )
         tree = self._trees.decode(arguments)
@@ -222,7 +228,8 @@ class FormReader:
             leaves.append(self._values.decode(*leaf.record("value")) if is_value else None)
             if not is_value:
                 inputs.append(self._input(i, leaf, bounds))
-        return CallForm(tree, tuple(leaves), tuple(inputs), bounds, self._settings(ambient))
+        ambient = self._settings(ambient_field)
+        return CallForm(tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords)
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
         """torch's settings; of one that the file does not know, any value will do."""

@@ -3,7 +3,8 @@ well formed; ``simplify`` runs all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.fx
@@ -16,13 +17,19 @@ from tsfunc.program.passes.folding import fold_constants
 from tsfunc.program.passes.noops import remove_noops
 
 
-def simplify(name: str, graph: torch.fx.Graph, lifted: Collection[str]) -> dict[str, torch.Tensor]:
+def simplify(
+    name: str,
+    graph: torch.fx.Graph,
+    lifted: Collection[str],
+    frozen: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """Runs every pass.
 
     Args:
         name: the program's, for errors.
         graph: it was traced.
         lifted: the names of its tensors from outside.
+        frozen: those of them that never change.
 
     Returns:
         The constants that were computed, by the names that ``get_attr`` nodes have for them.
@@ -37,23 +44,22 @@ def simplify(name: str, graph: torch.fx.Graph, lifted: Collection[str]) -> dict[
         before = list(graph.nodes) if verify.asked_for() else None
         constants.update(step(graph) or {})
         if before is not None and before != list(graph.nodes):
-            verify.verify(graph, {*lifted, *constants}, f"{name} after {step.__name__}")
+            called = getattr(step, "func", step).__name__
+            verify.verify(graph, {*lifted, *constants}, f"{name} after {called}")
 
     if verify.asked_for():
         verify.verify(graph, lifted, f"{name} as traced")
-    for step in _PASSES:
+    for step in (
+        remove_noops,
+        merge_common,
+        functools.partial(fold_constants, frozen=frozen),
+        remove_dead,
+        remove_unused_of_blocks,
+        remove_dead,
+    ):
         run(step)
     return constants
 
-
-_PASSES: tuple[Callable[[torch.fx.Graph], dict[str, torch.Tensor] | None], ...] = (
-    remove_noops,
-    merge_common,
-    fold_constants,
-    remove_dead,
-    remove_unused_of_blocks,
-    remove_dead,
-)
 
 __all__ = [
     "fold_constants",

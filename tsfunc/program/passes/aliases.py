@@ -10,7 +10,7 @@ import torch.fx
 
 from tsfunc.bridge.arguments import arguments_of, matched
 from tsfunc.bridge.control_flow import ControlFlow
-from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.operators import STATISTICS, TorchOperator, updates_statistics
 from tsfunc.program.passes.effects import writes
 
 
@@ -99,9 +99,10 @@ def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     if not isinstance(op, TorchOperator):
         yield from node.all_input_nodes
         return
-    for i in op.written:
-        if i < len(node.args):
-            yield from nodes_in(node.args[i])
+    if op.name not in STATISTICS or updates_statistics(op.name, node.args):
+        for i in op.written:
+            if i < len(node.args):
+                yield from nodes_in(node.args[i])
     for argument, value in matched(op, (), node.kwargs):
         if argument.written:
             yield from nodes_in(value)

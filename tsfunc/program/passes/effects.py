@@ -8,6 +8,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control_flow import ControlFlow
+from tsfunc.bridge.operators import STATISTICS, updates_statistics
 from tsfunc.bridge.symbols import check_size
 
 
@@ -16,6 +17,8 @@ def writes(node: torch.fx.Node) -> bool:
     if isinstance(node.target, ControlFlow):
         return any(writes(inner) for inner in _inner(node.target))
     op = node.meta.get("op")
+    if op is not None and op.name in STATISTICS:
+        return updates_statistics(op.name, node.args)
     return bool(op is not None and op.writes)
 
 

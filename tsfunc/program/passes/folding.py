@@ -22,11 +22,17 @@ _UNDEFINED = frozenset({
 })  # fmt: skip
 
 
-def fold_constants(graph: torch.fx.Graph) -> dict[str, torch.Tensor]:
+def fold_constants(
+    graph: torch.fx.Graph, frozen: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Computes what depends on constants alone; such a node becomes a constant of the program.
 
-    What the caller gets, or something writes into, is made anew by every call, and large results
-    are: a program is no place to keep them.
+    What the caller gets, or something writes into, is made anew by every call, and results are
+    that are larger than what they are computed from: a program is no place to keep them.
+
+    Args:
+        graph: what is changed.
+        frozen: tensors that never change, by the names that ``get_attr`` nodes have for them.
 
     Returns:
         The new constants, by the names that ``get_attr`` nodes have for them.
@@ -34,7 +40,8 @@ def fold_constants(graph: torch.fx.Graph) -> dict[str, torch.Tensor]:
     if torch_state.in_dispatch_modes():
         return {}  # these would see the operators, and may make something else of them
     aliases = Aliases(graph)
-    values: dict[torch.fx.Node, torch.Tensor] = {}
+    values = {node: frozen[str(node.target)] for node in graph.nodes
+              if node.op == "get_attr" and str(node.target) in frozen}  # fmt: skip
     folded: list[torch.fx.Node] = []
     with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
         for node in graph.nodes:
@@ -61,10 +68,15 @@ def _foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) 
         and op.overload.overloadpacket.__name__ not in _UNDEFINED
         and all(arg in values for arg in node.all_input_nodes)
         and all(isinstance(size, int) for size in value.shape)
-        and 0 < value.numel() <= MOST_ELEMENTS
+        and 0 < value.numel() <= max(MOST_ELEMENTS, *_sizes_of(node, values))
         and not aliases.escapes(node)
         and not aliases.is_written(node)
     )
+
+
+def _sizes_of(node: torch.fx.Node, values: Mapping[Any, torch.Tensor]) -> list[int]:
+    """The sizes of what a node is computed from."""
+    return [0, *(values[arg].numel() for arg in node.all_input_nodes)]
 
 
 def _computed(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
@@ -83,6 +95,7 @@ def _computed(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor])
 def _as_constant(graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> torch.fx.Node:
     with graph.inserting_before(node):
         made = graph.create_node("get_attr", name, name=name)
+    made.target = made.name  # another, where a parameter is called so
     made.meta = {
         key: node.meta[key] for key in ("val", "requires_grad", "place") if key in node.meta
     }
