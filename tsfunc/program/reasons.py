@@ -16,6 +16,7 @@ from tsfunc.types.values import describe, same_value
 
 Facts = Mapping[str, Any]
 _ABSENT = object()
+_ORDER = "the keys of dict"  # what else differs says more
 
 
 def facts_of_call(
@@ -50,7 +51,7 @@ def facts_of_call(
     for setting, value in zip(SETTINGS, settings, strict=True):
         facts[setting.name] = value
     for i, keys in enumerate(orders):
-        facts[f"the keys of dict {i}"] = _Word(", ".join(map(repr, keys)))
+        facts[f"{_ORDER} {i}"] = _Word(", ".join(map(repr, keys)))
     return facts
 
 
@@ -83,6 +84,7 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
     nearest: list[str] | None = None
     for others in known:
         names = differing(facts, others)
+        names = [name for name in names if not name.startswith(_ORDER)] or names
         if nearest is None or len(names) < len(nearest):
             nearest = [_difference(name, facts, others) for name in names]
     if nearest is None:

@@ -85,7 +85,7 @@ def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> No
         for target in written(node) if writes(node) else ():
             value = target.meta.get("val")
             if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in memory:
-                called = node.meta["op"] if "op" in node.meta else node.target
+                called = node.meta.get("op", node.target)
                 raise ClosureError(
                     f'specialize({name}, closure="freeze"): {called.name} writes into a tensor '
                     f"that is no argument, and is burnt in. Make it an argument, or use "

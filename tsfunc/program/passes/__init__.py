@@ -3,7 +3,6 @@ well formed; ``simplify`` runs all of them."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping
 
 import torch
@@ -40,26 +39,28 @@ def simplify(
     """
     constants: dict[str, torch.Tensor] = {}
 
-    def run(step: Callable[[torch.fx.Graph], dict[str, torch.Tensor] | None]) -> None:
+    def run(step: Callable[..., dict[str, torch.Tensor] | None]) -> None:
         before = list(graph.nodes) if verify.asked_for() else None
-        constants.update(step(graph) or {})
+        also = (frozen,) if step is fold_constants else ()
+        constants.update(step(graph, *also) or {})
         if before is not None and before != list(graph.nodes):
-            called = getattr(step, "func", step).__name__
-            verify.verify(graph, {*lifted, *constants}, f"{name} after {called}")
+            verify.verify(graph, {*lifted, *constants}, f"{name} after {step.__name__}")
 
     if verify.asked_for():
         verify.verify(graph, lifted, f"{name} as traced")
-    for step in (
-        remove_noops,
-        merge_common,
-        functools.partial(fold_constants, frozen=frozen),
-        remove_dead,
-        remove_unused_of_blocks,
-        remove_dead,
-    ):
+    for step in _PASSES:
         run(step)
     return constants
 
+
+_PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
+    remove_noops,
+    merge_common,
+    fold_constants,
+    remove_dead,
+    remove_unused_of_blocks,
+    remove_dead,
+)
 
 __all__ = [
     "fold_constants",
