@@ -104,6 +104,10 @@ class FileFormatError(TsfuncError, ValueError):
     """A file is not a saved program, or it is damaged."""
 
 
+class ReadOnceWarning(UserWarning):
+    """A traced function reads a clock, a file, or noise of the system; its program has it once."""
+
+
 class SlowFallbackWarning(UserWarning):
     """An operator without a batching rule runs once per example of the batch."""
 

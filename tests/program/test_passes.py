@@ -220,6 +220,47 @@ class TestFolding:
         assert f.cache_info().programs == 1
 
 
+class TestFrozen:
+    """What follows from tensors that are burnt in is computed once."""
+
+    def test_plain_case(self) -> None:
+        f = specialize(lambda x: x @ (W.exp() * 2).diag() + W.sum(), closure="freeze")
+        torch.testing.assert_close(f(X), X @ (W.exp() * 2).diag() + W.sum())
+        assert calls(f.program) == ["matmul", "add"]
+
+    def test_however_large_it_is(self) -> None:
+        big = torch.ones(400, 400)
+        f = specialize(lambda x: x + (big * 2)[:2, :3], closure="freeze")
+        assert f(X).equal(X + 2) and calls(f.program) == ["add"]
+        g = specialize(lambda x: x + big[:1].t().expand(400, 4000)[:2, :3], closure="freeze")
+        assert g(X).equal(X + 1)
+
+    def test_what_the_caller_gets_is_made_anew(self) -> None:
+        f = specialize(lambda x: (x, W * 2), closure="freeze")
+        f(X)[1].zero_()
+        assert f(X)[1].equal(W * 2)
+
+    def test_a_model_that_does_not_train(self) -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).eval()
+        f = specialize(net, closure="freeze")
+        torch.testing.assert_close(f(X), net(X).detach())
+
+
+@pytest.mark.parametrize("norm", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
+def test_statistics_are_updated_as_often_as_the_layer_is_called(norm: Any) -> None:
+    nets = [norm(4, track_running_stats=True) for _ in range(2)]
+    x = torch.randn(3, 4, 5)
+
+    def twice(net: Any, x: Tensor) -> Any:
+        net(x)  # whose result nobody uses
+        return net(x)
+
+    f = specialize(lambda x: twice(nets[0], x))
+    for _ in range(2):
+        torch.testing.assert_close(f(x), twice(nets[1], x))
+    torch.testing.assert_close(nets[0].running_mean, nets[1].running_mean)
+
+
 class TestDeadCode:
     def test_plain_case(self) -> None:
         def f(x: Tensor, unused: Tensor) -> Tensor:

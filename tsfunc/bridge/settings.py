@@ -8,7 +8,7 @@ Private names used here (torch 2.11 to 2.13), each the function in C++ behind a 
 ``_get_deterministic_algorithms`` and ``_get_deterministic_algorithms_warn_only``,
 ``_get_cudnn_deterministic``, ``_get_cudnn_benchmark``, ``_get_float32_matmul_precision``;
 ``_len_torch_function_stack`` says whether any function mode is active, as the one is that
-``set_default_device`` enters.
+``set_default_device`` enters; ``nn.modules.module._has_any_global_hook``, and the dicts of these.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch._C import (
     _is_any_autocast_enabled,
     _len_torch_function_stack,
 )
+from torch.nn.modules import module
 
 
 class Setting(NamedTuple):
@@ -70,6 +71,17 @@ _PLAIN = (
     Setting("float32 matmul precision", _get_float32_matmul_precision),
 )
 SETTINGS = (*_PLAIN, Setting("autocast", autocast), Setting("default device", default_device))
+
+
+def hooks_of_all_modules() -> tuple[Any, ...]:
+    """The hooks that torch calls with every module, in their order."""
+    if not module._has_any_global_hook():
+        return ()
+    kinds = (
+        module._global_forward_pre_hooks, module._global_forward_hooks,
+        module._global_backward_pre_hooks, module._global_backward_hooks,
+    )  # fmt: skip
+    return tuple(hook for kind in kinds for hook in kind.values())
 
 
 def settings() -> tuple[Any, ...]:

@@ -360,16 +360,28 @@ def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
 _LOOKS = frozenset({*LOOKS, _reads_requires_grad, refuse_storage})
 
 
+_GRAD = vars(torch.Tensor.__base__)["grad"].__get__
+
+
 class Lifting(TorchFunctionMode):
     """While it is active, the function's own calls on tensors from outside are recorded too.
 
     Without it a result of such tensors alone would be computed while tracing, and be stale
     once they change.
+
+    Args:
+        level: where they are recorded.
+        grad_of: what the ``.grad`` of a tensor from outside is.
     """
 
-    def __init__(self, level: TraceLevel) -> None:
+    def __init__(
+        self,
+        level: TraceLevel,
+        grad_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad"),
+    ) -> None:
         super().__init__()
         self.level = level
+        self.grad_of = grad_of
 
     def __torch_function__(
         self,
@@ -381,6 +393,8 @@ class Lifting(TorchFunctionMode):
         kwargs = kwargs or {}
         if AnyValue in types:
             return AnyValue.__torch_function__(func, types, args, kwargs)
+        if func == _GRAD and not is_traced(args[0]):
+            return self.grad_of(args[0])
         if METHODS.get(func) not in _LOOKS:
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}

@@ -34,9 +34,14 @@ class Place(NamedTuple):
 def users_frame() -> FrameType:
     """The innermost frame that runs neither this package nor torch; else the outermost."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame.f_back is not None and not is_users(frame):
         frame = frame.f_back
     return frame
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs neither this package nor torch."""
+    return not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def warn(message: str, category: type[Warning]) -> None:

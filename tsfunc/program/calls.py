@@ -306,9 +306,10 @@ class FirstCall:
                 instances.add(value, _spell(self.places[i]), f"args[{i}]")
         surroundings = Surroundings(instances)
         surroundings.add(self.func)
-        for value in self.flat:
+        for i, value in enumerate(self.flat):
             if isinstance(value, FUNCTIONS):
                 surroundings.scan(value)
+            instances.generators.add(_spell(self.places[i]), value)
         return instances
 
 

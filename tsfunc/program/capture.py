@@ -16,6 +16,7 @@ from tsfunc.bridge import torch_state
 from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.fake_results import unlogged
 from tsfunc.bridge.marked import settle_all
+from tsfunc.bridge.seeding import no_seeding
 from tsfunc.bridge.symbols import Symbols, size_node, solved_node
 from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.untyped import without_stand_ins
@@ -130,10 +131,10 @@ class _Trace:
         return traced
 
     def _call(self, traced: list[Any]) -> Any:
-        request = self.request
+        request, held = self.request, self.instances.held
         args, kwargs = pytrees.unflatten(request.tree, traced)
         try:
-            with Lifting(self.level), self.instances:
+            with Lifting(self.level, held.grad_of), self.instances, no_seeding(request.what):
                 out = request.func(*args, **kwargs)
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dis
 import functools
+import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["global", "free", "module"]
 
@@ -53,11 +54,14 @@ class CodeReads:
         reads: the variables from outside that it reads.
         writes: those that it assigns.
         names: the names of all attributes that it reaches for, of anything.
+        texts: the names among its strings, if it has a function that looks variables or
+            attributes up by their names (``globals``, ``getattr``).
     """
 
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     names: frozenset[str]
+    texts: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,13 +70,35 @@ def code_reads(code: types.CodeType) -> CodeReads:
     reads: dict[Access, None] = {}
     writes: dict[Access, None] = {}
     names: set[str] = set()
+    texts: set[str] = set()
     free = frozenset(code.co_freevars)
     for each in _with_nested(code):
         scan = _Scan(each, free)
+        if not _BY_NAME.isdisjoint(each.co_names):
+            texts.update(_names_in(each.co_consts, not _RUN.isdisjoint(each.co_names)))
         reads.update(dict.fromkeys(scan.reads))
         writes.update(dict.fromkeys(scan.writes))
         names.update(scan.names)
-    return CodeReads(tuple(reads), tuple(writes), frozenset(names))
+    return CodeReads(tuple(reads), tuple(writes), frozenset(names), frozenset(texts))
+
+
+_BY_NAME = frozenset({
+    "globals", "vars", "locals", "eval", "exec", "getattr", "hasattr", "__dict__",
+})  # fmt: skip
+_RUN = frozenset({"eval", "exec"})
+_IDENTIFIER = re.compile(r"[^\W\d]\w*")
+_LONGEST = 1000  # of a string that may be code
+
+
+def _names_in(constants: Sequence[Any], are_code: bool) -> Iterator[str]:
+    """The strings among a code's constants that are names; of code, the names in it."""
+    for each in constants:
+        if isinstance(each, tuple):
+            yield from _names_in(each, are_code)
+        elif isinstance(each, str) and are_code and len(each) <= _LONGEST:
+            yield from _IDENTIFIER.findall(each)
+        elif isinstance(each, str) and each.isidentifier():
+            yield each
 
 
 def _with_nested(code: types.CodeType) -> Iterator[types.CodeType]:

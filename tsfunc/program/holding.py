@@ -28,12 +28,14 @@ from __future__ import annotations
 import argparse
 import copy
 import enum
+import queue
 import sys
+import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import ChainMap, UserDict, UserList, UserString, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,6 +43,7 @@ import torch
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.reach import Facts
+from tsfunc.program.shown import shown
 from tsfunc.program.watching import can_watch
 
 _VALUES = (
@@ -87,6 +90,7 @@ class Held:
         name: the specialized function's, for errors.
         enter: has an object watched.
         met: is told of functions among the values.
+        opaque: is told of objects that are compared by identity, and how a user would write them.
         closure: what becomes of what is the function's own.
 
     Attributes:
@@ -101,6 +105,7 @@ class Held:
         name: str,
         enter: Callable[[Any, Place], None],
         met: Callable[[Any], None],
+        opaque: Callable[[str, Any], None],
         closure: Closure = "guard",
     ) -> None:
         self.name = name
@@ -112,6 +117,7 @@ class Held:
         self.read: dict[str, Any] = {}
         self._enter = enter
         self._met = met
+        self._opaque = opaque
         self._known: dict[int, tuple[Any, Place]] = {}  # kept alive, so that ids stay theirs
 
     def facts_of(self, own: bool) -> Facts:
@@ -154,6 +160,16 @@ class Held:
             self._own.loosen(known[1].variable, value)
             self.inputs.append((value, known[1]))
 
+    def grad_of(self, value: torch.Tensor) -> torch.Tensor | None:
+        """The ``.grad`` of a tensor from outside, which later calls are held to."""
+        facts = self.facts_of(True)
+        place = self.place_of(value) or Place(facts.name(value), "a tensor", "a tensor", True)
+        found = value.grad
+        text = f"{place.text}.grad"
+        variable = self.facts_of(place.own).bind(f"{place.variable}.grad")
+        self.take(found, replace(place, variable=variable, text=text, owner=text))
+        return found
+
     def refuse_own(self, text: str, at: str) -> None:
         """Raises where nothing may be read that is not an argument.
 
@@ -171,6 +187,9 @@ class Held:
         self._known[id(value)] = value, place
         if place.own:
             self._own.require_own_tensor(place.variable, value)
+            if vars(value):
+                variable = self._own.bind(f"vars({place.variable})")
+                self.take(dict(vars(value)), replace(place, variable=variable))
         else:
             self.facts.require_tensor(place.variable, value)
             self.inputs.append((value, place))
@@ -178,13 +197,24 @@ class Held:
     def _object(self, value: Any, place: Place) -> None:
         at, cls = place.variable, type(value)
         facts = self.facts_of(place.own)
-        if isinstance(value, (*_SEQUENCES, dict, types.SimpleNamespace)):
+        inside = shown(value)
+        if isinstance(value, (*_SEQUENCES, dict)) or _is_namespace(value):
             self._container(value, place)
+        elif inside is not None:
+            facts.require_type(at, cls)
+            expression, now = inside
+            self.take(now, replace(place, variable=facts.bind(expression.format(at))))
         elif isinstance(value, _SETS) or hasattr(cls, "__array__"):
             facts.require_same_value(at, value)
             if isinstance(value, set):
                 self._known[id(value)] = value, place
                 self.containers.append(Copied(value, copy.copy(value), place))
+            if isinstance(value, _SETS):
+                self._elements(value, place)
+            elif str(getattr(value, "dtype", "")) == "object":
+                for i, item in enumerate(value.flat):
+                    variable = facts.bind(f"{at}.flat[{i}]")
+                    self.take(item, replace(place, variable=variable, text=f"{place.text}[{i}]"))
         elif is_instance(value):
             self._known[id(value)] = value, place
             facts.require_type(at, cls)
@@ -200,6 +230,14 @@ class Held:
         else:
             facts.require_same(at, value)
             self._met(value)
+            self._opaque(place.text, value)
+
+    def _elements(self, values: Iterable[Any], place: Place) -> None:
+        """Objects that are elements of a set, or keys of a dict, which are compared as such."""
+        for each in values:
+            if is_instance(each) and not self.is_known(each):
+                facts = self.facts_of(place.own)
+                self.take(each, replace(place, variable=facts.bind(facts.name(each))))
 
     def _container(self, value: Any, place: Place) -> None:
         at, items = place.variable, _items(value)
@@ -207,27 +245,33 @@ class Held:
         facts.require_type(at, type(value))
         self._known[id(value)] = value, place
         if not isinstance(value, tuple):
-            self.containers.append(Copied(value, copy.copy(value), place))
+            before = copy.copy(vars(value)) if _is_namespace(value) else copy.copy(value)
+            self.containers.append(Copied(value, before, place))
         if len(items) > _MANY and all(type(item) in (*_VALUES, float) for item in items.values()):
             facts.require_same_value(at, value)
             return
-        if isinstance(value, dict | types.SimpleNamespace):
-            keys = at if isinstance(value, dict) else f"vars({at})"
-            facts.require_keys(keys, list(items))
+        namespace = _is_namespace(value)
+        if isinstance(value, dict) or namespace:
+            facts.require_keys(f"vars({at})" if namespace else at, list(items))
+            self._elements(items, place)
         else:
             facts.require(f"len({at}) == {len(items)}")
         for key, item in items.items():
             spelled = f"[{facts.spell(key)}]", f"[{key!r}]"
-            way, text = (f".{key}",) * 2 if isinstance(value, types.SimpleNamespace) else spelled
+            way, text = (f".{key}",) * 2 if namespace else spelled
             variable = facts.bind(f"{at}{way}")
             self.take(item, Place(variable, place.text + text, place.owner + text, place.own))
 
 
 def _items(value: Any) -> dict[Any, Any]:
     """The elements of a container by their keys."""
-    if isinstance(value, types.SimpleNamespace):
-        return vars(value)
-    return value if isinstance(value, dict) else dict(enumerate(value))
+    found: dict[Any, Any] = vars(value) if _is_namespace(value) else value
+    return found if isinstance(found, dict) else dict(enumerate(found))
+
+
+def _is_namespace(value: Any) -> bool:
+    """Whether an object is but its attributes; a thread has some of its own of a local one."""
+    return isinstance(value, types.SimpleNamespace) or type(value) is threading.local
 
 
 def changed(copied: Copied) -> bool:
@@ -241,8 +285,8 @@ def changed(copied: Copied) -> bool:
 def put_back(copied: Copied) -> None:
     """Gives a container the elements again that it had."""
     value, before = copied.value, copied.before
-    if isinstance(value, types.SimpleNamespace):
-        value, before = vars(value), vars(before)
+    if _is_namespace(value):
+        value = vars(value)
     value.clear()
     value.update(before) if hasattr(value, "update") else value.extend(before)
 
@@ -255,7 +299,7 @@ def is_instance(value: Any) -> bool:
         can_watch(cls)
         and not isinstance(value, _OTHERS)
         and not hasattr(cls, "__next__")
-        and (root not in _OPAQUE or isinstance(value, argparse.Namespace))
+        and (root not in _OPAQUE or isinstance(value, _WATCHED))
         and not cls.__module__.startswith(_OPERATORS)
     )
 
@@ -263,6 +307,9 @@ def is_instance(value: Any) -> bool:
 _OTHERS = (
     torch.Tensor, torch.jit.ScriptModule, type(torch.ops.aten.sin),
     type(torch.ops.aten.sin.default), type, enum.Enum, *_SEQUENCES, *_SETS, dict,
+)  # fmt: skip
+_WATCHED = (  # of the standard library
+    argparse.Namespace, ChainMap, UserDict, UserList, UserString, queue.Queue, threading.Event,
 )  # fmt: skip
 _OPERATORS = ("torch._library", "torch._ops")  # where the classes of operators are
 # A class that was made where there is no module says it is of the builtins.

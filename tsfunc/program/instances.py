@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.settings import hooks_of_all_modules
 from tsfunc.bridge.tracing import is_traced
 from tsfunc.bridge.untyped import AnyValue
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.changes import MISSING, Change, changed_containers, updates_of
 from tsfunc.program.holding import Closure, Held, Place
+from tsfunc.program.randomness import Generators
 from tsfunc.program.reach import Facts
 from tsfunc.program.updates import Updates, has_tensor
 from tsfunc.program.watching import Watching
@@ -48,6 +50,7 @@ class Instances:
 
     Attributes:
         held: what was read.
+        generators: those of random numbers that a trace can't record.
         met: is told of functions and classes whose code the trace runs.
         others: gives the changes to what is no object's attribute.
     """
@@ -56,10 +59,13 @@ class Instances:
         self.name = name
         self.met: Callable[[Any], None] = lambda value: None
         self.others: Callable[[], Iterator[Change]] = lambda: iter(())
-        self.held = Held(name, self._enter, lambda value: self.met(value), closure)
+        self.generators = Generators(f"specialize({name})")
+        self.held = Held(
+            name, self._enter, lambda value: self.met(value), self.generators.add, closure
+        )
         self._instances: dict[int, Instance] = {}
         self._watching = Watching(self)
-        self._paused = False
+        self._paused = self._met_modules = False
 
     def add(self, value: Any, text: str, way: str | None) -> None:
         """An object to watch: an argument with the way to it, or, with None, the function's own."""
@@ -68,6 +74,7 @@ class Instances:
         self.held.take(value, Place(variable, text, cls.__name__, way is None))
 
     def __enter__(self) -> Instances:
+        self.generators.start()
         self._watching.__enter__()
         for instance in self._instances.values():
             self._watching.add(type(instance.value))
@@ -77,9 +84,20 @@ class Instances:
         self._watching.__exit__(*exc)
 
     def _enter(self, value: Any, place: Place) -> None:
+        if isinstance(value, torch.nn.Module):
+            self._hooks_of_all_modules()
         self._instances[id(value)] = Instance(self, value, place)
         self._watching.add(type(value))
         self.met(type(value))
+
+    def _hooks_of_all_modules(self) -> None:
+        """The hooks that torch calls with every module."""
+        facts, hooks = self.held.facts_of(True), hooks_of_all_modules()
+        if not self._met_modules:
+            facts.require(f"{facts.name(hooks_of_all_modules)}() == {facts.name(hooks)}")
+            for hook in hooks:
+                self.met(hook)
+        self._met_modules = True
 
     def read(self, instance: Any, name: str, plain: Any) -> Any:
         """What reading an attribute gives, see `Watching`."""
@@ -120,6 +138,7 @@ class Instances:
             changes += self.others()
             for change in changes:
                 change.undo()
+        self.generators.put_back()
         return changes
 
     def finish(self) -> Updates:
@@ -137,7 +156,10 @@ class Instances:
             variables = [p.variable for p in alike if self.held.facts_of(p.own) is
                          self.held.facts_of(own)]  # fmt: skip
             self.held.facts_of(own).require_distinct(variables)
-        return updates_of(self.put_back(), self.held)
+        changes = self.put_back()
+        if self.held.closure != "freeze":
+            self.generators.refuse_moved()
+        return updates_of(changes, self.held)
 
 
 class Instance:
@@ -159,8 +181,10 @@ class Instance:
         """What reading an attribute gives; later calls are held to it, if it is data."""
         found = inspect.getattr_static(type(self.value), name, MISSING)
         if _is_data_descriptor(found):
-            value = plain(self.value, name)  # a property runs, and what it reads is held
-            return self._hold(name, value, f".{name}") if _is_slot(found) else value
+            if _is_slot(found):
+                return self._hold(name, plain(self.value, name), f".{name}")
+            self._descriptor(name, found)
+            return plain(self.value, name)  # a property runs, and what it reads is held
         home, value = _find(self.value, name)
         if home is not None:
             # What was assigned during the trace is the trace's own.
@@ -262,7 +286,22 @@ class Instance:
             "torch."
         ):
             facts.require_same(facts.bind(f"{facts.name(cls)}.{name}"), found)
+        elif not isinstance(found, _OF_C):
+            self._require_in_class(name, found)
         self.instances.met(found)
+
+    def _descriptor(self, name: str, found: Any) -> None:
+        """A property is the same as long as its class has it."""
+        if name not in self._held:
+            self._held.add(name)
+            self._require_in_class(name, found)
+
+    def _require_in_class(self, name: str, found: Any) -> None:
+        """The class still has what an attribute is made by, unless torch has put it there."""
+        base = next((base for base in type(self.value).__mro__ if name in vars(base)), None)
+        if base is not None and not base.__module__.startswith("torch."):
+            facts = self._facts
+            facts.require_same(facts.bind(f"{facts.name(base)}.__dict__[{name!r}]"), found)
 
     def _require_none_of_its_own(self, name: str) -> None:
         """The object itself has no such attribute, which would come before that of its class."""
@@ -282,6 +321,11 @@ class Instance:
             facts = self._facts
             facts.require(f"not hasattr({self.place.variable}, {name!r})")
 
+
+_OF_C = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.ClassMethodDescriptorType,
+)  # fmt: skip
 
 # --- where the attributes of an object lie
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge import settings
+from tsfunc.bridge.quick_checks import quick_check
 from tsfunc.program.entering import Enter
 from tsfunc.types.values import same_value
 
@@ -44,6 +45,7 @@ class Facts:
         self._variables: dict[str, str] = {}
         self._results: list[tuple[str, Any]] = []
         self._same: dict[int, list[str]] = {}
+        self._own: dict[int, tuple[str, torch.Tensor]] = {}
 
     def function(
         self, now: tuple[Any, ...], guard: Sequence[str] = (), scope: dict[str, Any] | None = None
@@ -85,16 +87,28 @@ class Facts:
         scope: dict[str, Any] | None,
         results: str,
     ) -> Any:
-        names = {**self._scope, **(scope or {})}
+        alike, check = self._still_alike()
+        names = {**self._scope, **(scope or {}), "quick_own": check}
         lines = [f"if {settings.condition(now, names)}: return None", *guard]
         for line in self._lines:
             lines.extend([line] if isinstance(line, str) else line)
+        lines += alike
         lines.append(f"return {results}")
         body = "".join(f"        {line}\n" for line in lines)
         ending = f"    except {_GONE}:\n        return None\n"
         source = f"def reach({parameters}):\n    try:\n{body}{ending}"
         exec(compile(source, "<reach>", "exec"), names)
         return names["reach"]
+
+    def _still_alike(self) -> tuple[list[str], Any]:
+        """Lines for the tensors that are the same: a look at all of them at once, else at each."""
+        own = list(self._own.values())
+        closely = [line for at, value in own for line in self._type_of(at, value)]
+        check = quick_check([value for _, value in own])
+        if check is None:
+            return closely, None
+        given = ", ".join(at for at, _ in own)
+        return [f"if not quick_own({given}):", *(f"    {line}" for line in closely)], check
 
     # --- what the function gives
 
@@ -168,14 +182,10 @@ class Facts:
 
     def require_own_tensor(self, at: str, value: torch.Tensor) -> None:
         """One tensor, still of the type and sizes that it had: ``.data`` can be assigned."""
-        dtype, device = self.name(value.dtype), self.name(value.device)
-        lines = [
-            f"if {at} is not {self.name(value)} or {at}.dtype is not {dtype} "
-            f"or {at}.requires_grad is not {value.requires_grad} "
-            f"or {at}.shape != {tuple(value.shape)!r} or {at}.device != {device}: return None"
-        ]
+        lines = [f"if {at} is not {self.name(value)}: return None"]
         self._lines.append(lines)
         self._same[id(value)] = lines
+        self._own[id(value)] = at, value
 
     def require_tensor(self, at: str, example: torch.Tensor) -> None:
         """A tensor like the example, which becomes one of the results."""
@@ -185,18 +195,24 @@ class Facts:
     def loosen(self, at: str, value: torch.Tensor) -> None:
         """A tensor that had to be the same has only to be like it, and is a result."""
         self._same[id(value)][:] = self._like(at, value)
+        del self._own[id(value)]
         self._results.append((at, value))
 
     def _like(self, at: str, example: torch.Tensor) -> list[str]:
+        return [f"if not isinstance({at}, Tensor): return None", *self._type_of(at, example)]
+
+    def _type_of(self, at: str, example: torch.Tensor) -> list[str]:
         dtype, device = self.name(example.dtype), self.name(example.device)
-        strides = (
-            f"not {at}.is_contiguous()"
-            if example.is_contiguous()
-            else f"{at}.stride() != {tuple(example.stride())!r}"
-        )
+        shape = f"{at}.shape != {tuple(example.shape)!r}"
+        if example.layout is torch.strided and not example.is_nested:
+            contiguous = example.is_contiguous()
+            shape += (
+                f" or not {at}.is_contiguous()"
+                if contiguous
+                else (f" or {at}.stride() != {tuple(example.stride())!r}")
+            )
         return [
-            f"if not isinstance({at}, Tensor): return None",
             f"if {at}.dtype is not {dtype} or {at}.device != {device}: return None",
             f"if {at}.requires_grad is not {example.requires_grad}: return None",
-            f"if {at}.shape != {tuple(example.shape)!r} or {strides}: return None",
+            f"if {shape}: return None",
         ]

@@ -9,17 +9,22 @@ call, so writing into it is seen). Of objects, what was reached for of them: NOT
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib.util
 import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tsfunc.errors import ReadOnceWarning
+from tsfunc.program import libraries
 from tsfunc.program.changes import MISSING, Change
 from tsfunc.program.code_reads import Access, code_reads
 from tsfunc.program.holding import Place, is_instance
@@ -87,8 +92,11 @@ class _Variable:
 
 
 def _bases(owner: Any) -> tuple[Any, ...]:
-    """Where an attribute of a module or class may lie."""
-    return owner.__mro__ if isinstance(owner, type) else (owner,)
+    """Where an attribute of a module, class or function may lie."""
+    if not isinstance(owner, type):
+        return (owner,)
+    metas = [meta for meta in type.mro(type(owner)) if not _is_library(meta)]
+    return *owner.__mro__, *metas
 
 
 class Surroundings:
@@ -150,6 +158,7 @@ class Surroundings:
             self.scan(inner)
         if _is_installed(func):
             return
+        self.facts.require_same(self.facts.bind(f"{self.facts.name(func)}.__code__"), func.__code__)
         self._defaults(func)
         found = code_reads(func.__code__)
         # NOTE [counters] in ``code_reads.py``: what is only changed is looked at if it is read too.
@@ -160,6 +169,10 @@ class Surroundings:
         for access in found.reads:
             if not access.only_changes or (access.kind, access.name) in looked_at:
                 self._follow(func, access)
+                for text in found.texts - {*access.attributes}:
+                    self._follow(func, replace(access, attributes=(*access.attributes, text)))
+        for text in found.texts & func.__globals__.keys():
+            self._follow(func, Access("global", text, (), func.__code__.co_firstlineno))
         for name in found.names - self._names:
             self._names.add(name)
             for look in self._waiting.pop(name, ()):
@@ -215,17 +228,53 @@ class Surroundings:
         if found is None:
             return
         owner, name, text, attributes = found
-        for attribute in (*attributes, None):
+        for i, attribute in enumerate((*attributes, None)):
             variable = self._variable(owner, name, text, line)
             if writes and attribute is None:
                 return
             self._read(variable)
+            self._of_library(owner, name, variable.before, attributes[i:], line)
             owner, name = variable.before, attribute
-            if owner is os and name in ("environ", "getenv"):
-                self._environment()
             if name is None or not _is_followed(owner, name):
                 return
             text = f"{text}.{name}"
+
+    def _of_library(
+        self, owner: Any, name: str | None, value: Any, attributes: Sequence[str], line: str
+    ) -> None:
+        """Looks at what the code reaches for of a library: it may be known what that tells."""
+        if value is MISSING and isinstance(owner, dict):
+            value = vars(builtins).get(str(name), MISSING)
+        for attribute in attributes:
+            if value is os and attribute in ("environ", "environb", "getenv", "getenvb"):
+                self._environment()
+        way = tuple(attributes)
+        if libraries.is_setting(value, way):
+            at = self.facts.bind(".".join((self.facts.name(value), *way)))
+            self.held.take(libraries.reached(value, way), Place(at, ".".join(way), "", True))
+            return
+        above = libraries.reached(value, way[:-1])
+        if not libraries.is_library(above if way else value):
+            return
+        last = libraries.reached(value, way)
+        self.instances.generators.mentioned(last, line)
+        if libraries.is_question(last):
+            at = self.facts.bind(f"{self.facts.name(last)}()")
+            self.held.take(last(), Place(at, f"{last.__name__}()", "", True))
+        elif libraries.changes_by_itself(above, way[-1] if way else None, last):
+            self._warn(last, line)
+
+    def _warn(self, function: Any, line: str) -> None:
+        """Tells of a function that gives something else each time."""
+        if self.held.closure != "freeze":
+            place, _, _ = line.rpartition(", in ")
+            filename, _, number = place.rpartition(":")
+            warnings.warn_explicit(
+                f"specialize({self.instances.name}): {function.__qualname__} gives something else "
+                f"at every call, and a program keeps what the first call got. If results depend on "
+                f"it, read it before the call and pass it.",
+                ReadOnceWarning, filename, int(number),
+            )  # fmt: skip
 
     def _variable(self, owner: Any, name: str | None, text: str, line: str) -> _Variable:
         key = id(owner), name
@@ -241,18 +290,31 @@ class Surroundings:
     def _read(self, variable: _Variable) -> None:
         """Holds later calls to a variable."""
         value, way = variable.before, variable.target.format(variable.at)
-        if value is MISSING or variable.is_read:
+        if variable.is_read:
             return
         variable.is_read = True
+        if value is MISSING:
+            self._absent(variable)
+            return
         if isinstance(value, staticmethod | classmethod):
             way = way if isinstance(value, staticmethod) else f"{way}.__func__"
             value = value.__func__
-        if value is os.environ:
+        if isinstance(value, type(os.environ)):
             self._environment()
             return
         if variable.line and not isinstance(value, _CODE):
             self.held.refuse_own(variable.text, variable.line)
         self._value(self.facts.bind(way), value, variable.text)
+
+    def _absent(self, variable: _Variable) -> None:
+        """There is no such variable; if one is made, it comes before a builtin's name."""
+        if variable.name is not None:
+            way = variable.at if isinstance(variable.owner, dict) else f"vars({variable.at})"
+            bases = [base for base in _bases(variable.owner) if base is not object]
+            if isinstance(variable.owner, type) and len(bases) > 1:
+                self.facts.require(f"not hasattr({variable.at}, {variable.name!r})")
+            else:
+                self.facts.require(f"{variable.name!r} not in {way}")
 
     def _environment(self) -> None:
         """The process's environment variables, all of them: there is no telling which is read."""
@@ -316,13 +378,18 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "tsfunc"}
 
 
 def _is_followed(owner: Any, name: str) -> bool:
-    """Whether an attribute is one of a module or class, and is the user's, or data."""
-    if not isinstance(owner, types.ModuleType | type):
+    """Whether an attribute is one of a module, class or function, and is the user's, or data."""
+    if not isinstance(owner, types.ModuleType | types.FunctionType | type) or _is_library(owner):
         return False
-    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    if module.partition(".")[0] in _LIBRARIES:
-        return False
+    if name.startswith("__") and name.endswith("__"):
+        return isinstance(owner, types.ModuleType)
     return not (isinstance(vars(owner).get(name), _CODE) and _is_installed(owner))
+
+
+def _is_library(owner: Any) -> bool:
+    """Whether a module, class or function is of the standard library, of torch, or ours."""
+    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def _is_installed(code: Any) -> bool:

@@ -1,0 +1,77 @@
+"""Seeds that a traced function sets: met where ``torch.random``'s functions are called.
+
+Private names used here (torch 2.11 to 2.13): ``torch.random.default_generator``, by which its
+functions have the generator that they seed; those are called by way of ``torch._compile`` and
+``torch._dynamo.eval_frame``, whose frames are between them and who calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tsfunc.dispatch.places import is_users, users_place
+from tsfunc.errors import TypeCheckError
+
+
+class _Watched:
+    """In the place of the default generator while some thread traces."""
+
+    def __init__(self) -> None:
+        self.traces: list[tuple[int, str]] = []  # by thread
+        self.lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        thread = threading.get_ident()
+        what = next((what for of, what in reversed(self.traces) if of == thread), None)
+        if what is not None and _asked_by_user():
+            raise TypeCheckError(
+                f"{what}: the seed or the state of torch's random numbers is set or read at "
+                f"{users_place()} (.{name} of the default generator), which a program does not do "
+                f"again. Do it before the call, or use a torch.Generator that is seeded before."
+            )
+        return getattr(torch.default_generator, name)
+
+
+_watched = _Watched()
+
+
+@contextmanager
+def no_seeding(what: str) -> Iterator[None]:
+    """Context manager: the user's code can't seed torch's default generator, or read its state.
+
+    Args:
+        what: how errors call the trace that is made in it.
+    """
+    module: Any = torch.random
+    trace = threading.get_ident(), what
+    with _watched.lock:
+        _watched.traces.append(trace)
+        module.default_generator = _watched
+    try:
+        yield
+    finally:
+        with _watched.lock:
+            _watched.traces.remove(trace)
+            if not _watched.traces:
+                module.default_generator = torch.default_generator
+
+
+_HERE = Path(torch.__file__).parent
+_BETWEEN = frozenset(str(_HERE / name) for name in ("random.py", "_compile.py"))
+_DYNAMO = str(_HERE / "_dynamo")
+
+
+def _asked_by_user() -> bool:
+    """Whether it is not torch or this package that calls a function of ``torch.random``."""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    while frame is not None and frame.f_code.co_filename.startswith((*_BETWEEN, _DYNAMO)):
+        frame = frame.f_back
+    return frame is not None and is_users(frame)

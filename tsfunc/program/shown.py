@@ -1,0 +1,39 @@
+"""Objects that show what something else has: views, references, buffers of bytes.
+
+Later calls are held to what they show, which changes without them: a view of a dict with the dict.
+"""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import types
+import weakref
+from typing import Any
+
+import torch
+
+_DICT: dict[Any, Any] = {}
+_VIEWS = (type(_DICT.keys()), type(_DICT.values()), type(_DICT.items()))
+_BYTES = (bytearray, array.array, memoryview)
+
+
+def shown(value: Any) -> tuple[str, Any] | None:
+    """What an object shows.
+
+    Returns:
+        The Python for it, with ``{}`` for the object, and what it is now; None for other objects.
+    """
+    if isinstance(value, _VIEWS):
+        return "list({})", list(value)
+    if isinstance(value, types.MappingProxyType):
+        return "dict({})", dict(value)
+    if isinstance(value, contextvars.ContextVar):
+        return "{}.get(None)", value.get(None)
+    if isinstance(value, _BYTES):
+        return "memoryview({}).tobytes()", memoryview(value).tobytes()
+    if isinstance(value, weakref.ref):
+        # A tensor that is referred to is the same for as long as it is there.
+        referent = value()
+        return None if isinstance(referent, torch.Tensor) else ("{}()", referent)
+    return None
