@@ -73,6 +73,27 @@ def test_modules() -> None:
     same(tsfunc.vmap(attended, in_dims=2)(x), loop(attended, 3, 2)(x), rtol=1e-5, atol=1e-5)
 
 
+OWN_VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "take_along_dim": lambda x: torch.take_along_dim(x, torch.tensor([3, 0, 7])),
+    "its method": lambda x: x.take_along_dim(torch.tensor([[3], [0]])),
+    "its gradient": tsfunc.grad(lambda x: x.take_along_dim(torch.tensor([3])).sin().sum()),
+    "along a dim": lambda x: torch.take_along_dim(x, torch.zeros(1, 5, dtype=torch.long), 0),
+    "native_group_norm": lambda x: torch.native_group_norm(x, None, None, 4, 5, 1, 5, 1e-3),
+    "its tangent": lambda x: tsfunc.jvp(
+        lambda x: torch.native_group_norm(x, None, None, 2, 2, 5, 1, 1e-3)[0],
+        (x.unflatten(0, (2, 2)),),
+        (x.cos().unflatten(0, (2, 2)),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_VIEWS)
+def test_views_that_torch_itself_takes(name: str) -> None:
+    """Of an argument from outside, where the user asks for none."""
+    f = OWN_VIEWS[name]
+    same(tsfunc.vmap(f, in_dims=1)(X), loop(lambda x: f(x.clone()), 3, 1)(X))
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "what is from outside": lambda x: x.view(-1),
     "a view of that": lambda x: x[1:].view(-1),

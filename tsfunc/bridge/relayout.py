@@ -6,12 +6,16 @@ view as one then. So such a result is laid out anew, with the batch dim first. T
 an operator at the level made and nobody else has: a view of a tensor from outside, or of one that
 has views already, would not be one of it any more.
 
+Two of torch's own functions take such views of what they are given, the user none: they get what
+can be laid out anew.
+
 Private names used here (torch 2.11 to 2.13): ``_current_graph_task_id`` is -1 outside of backward
 passes; ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from tsfunc.bridge.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.fallback import PARTS
 from tsfunc.bridge.marked import record_of
+from tsfunc.bridge.tracer import METHODS, into_torch
 from tsfunc.bridge.turning import BornOutside, memory_of, physical, relatives_of
 from tsfunc.ops.dims import front
 from tsfunc.ops.views import known_sizes
@@ -96,3 +101,30 @@ def _offsets(x: BatchTracer) -> torch.Tensor:
 
 
 PARTS["aten::view"] = _view
+
+
+def _native_group_norm(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Where there are tangents: the forward formula views the input and its tangent."""
+    x = args[0] if args else None
+    if not isinstance(x, BatchTracer) or not x.dispatch_level.forward:
+        return NotImplemented
+    return into_torch(func, types, (x.clone(), *args[1:]), kwargs)
+
+
+def _take_along_dim(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Without a dim: of the elements in one row."""
+
+    def call(x: Any, indices: Any, dim: int | None = None) -> Any:
+        if dim is not None or not isinstance(x, BatchTracer):
+            return NotImplemented
+        return func(x.reshape(-1), indices.reshape(-1), 0)
+
+    return NotImplemented if "out" in kwargs or "input" in kwargs else call(*args, **kwargs)
+
+
+METHODS[torch.native_group_norm] = _native_group_norm
+METHODS[torch.take_along_dim] = METHODS[torch.Tensor.take_along_dim] = _take_along_dim
