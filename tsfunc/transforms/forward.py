@@ -58,8 +58,8 @@ def jvp(
         (tensor(0.), tensor(2.))
 
     As ``torch.func.jvp`` and ``jax.jvp``. Where an operator (or a ``torch.autograd.Function``) has
-    no forward formula the derivative is found by differentiating the pullback, which runs ``func``
-    once more. One thread at a time runs forward mode; others wait.
+    no forward formula, or none for a type, the derivative is found by differentiating the pullback,
+    which runs ``func`` once more. One thread at a time runs forward mode; others wait.
     """
     if (other := delegate("jvp")) is not None:
         return other(func, primals, tangents, strict=strict, has_aux=has_aux)
@@ -73,7 +73,7 @@ def jvp(
     except autograd.DualLevelTaken:
         pass
     except NotImplementedError as error:
-        if "forward AD" not in str(error) and "forward mode AD" not in str(error):
+        if not _lacks_formula(str(error)):
             raise
     except RuntimeError as error:
         if "Nested forward mode AD is not supported" not in str(error):
@@ -84,6 +84,15 @@ def jvp(
             "of it only. Use tsfunc.jvp, tsfunc.jacfwd or tsfunc.hessian inside as well."
         ) from error
     return _by_double_backward(func, flat, directions, spec, has_aux)
+
+
+def _lacks_formula(said: str) -> bool:
+    """Whether torch says that an operator has no forward formula, or its kernel not for a type."""
+    return (
+        "forward AD" in said
+        or "forward mode AD" in said
+        or ("_jvp" in said and "not implemented for" in said)
+    )
 
 
 def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequence[Any], Any]:
