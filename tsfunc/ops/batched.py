@@ -140,10 +140,11 @@ rows(upsample_backward, *_upsampling("_backward"))
 def grid_sampler(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Many images at the same points are channels of one; many points of one image are rows."""
+    """Many images at the same points are channels of one, but where that would copy the images;
+    many points of one image are rows."""
     x, grid, *rest = args
     size = level.batch_size
-    if dims[1] is None:
+    if dims[1] is None and (dims[0] == 1 or grid.shape[0] == 1):
         x = x.movedim(dims[0], 1)
         out = op(x.flatten(1, 2), grid, *rest)
         return out.unflatten(1, x.shape[1:3]), 1
