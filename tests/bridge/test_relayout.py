@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import tsfunc
@@ -94,22 +96,160 @@ def test_views_that_torch_itself_takes(name: str) -> None:
     same(tsfunc.vmap(f, in_dims=1)(X), loop(lambda x: f(x.clone()), 3, 1)(X))
 
 
-REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "what is from outside": lambda x: x.view(-1),
-    "a view of that": lambda x: x[1:].view(-1),
-    "what has a view": lambda x: _with_a_row(x * 2),
+def _read_after_a_write(x: Tensor) -> tuple[Tensor, Tensor]:
+    flat = x.view(-1)
+    x.mul_(2)
+    return flat * 1, x
+
+
+def _written_through(x: Tensor) -> tuple[Tensor, Tensor]:
+    flat = x.view(-1)
+    flat[3:7].mul_(3)
+    flat.view(2, 10)[1].add_(1)
+    return x * 1, flat
+
+
+def _beside_a_row(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y = x * 2
+    row = y[0]
+    flat = y.view(-1)
+    flat[1] = 7
+    row.add_(1)
+    return flat, row, y
+
+
+# Of these a batch has no view where an example has one.
+COPIED: dict[str, Callable[[Tensor], Any]] = {
+    "read": lambda x: x.view(-1),
+    "to the shape of another": lambda x: x.view_as(torch.zeros(2, 10)),
+    "of a view": lambda x: x[1:].view(-1),
+    "of a view of it": lambda x: x.view(-1)[3:].view(17, 1).squeeze(1),
+    "read after a write": _read_after_a_write,
+    "written through": _written_through,
+    "beside a row": _beside_a_row,
 }
 
 
-def _with_a_row(x: Tensor) -> tuple[Tensor, Tensor]:
-    row = x[0]
-    return x.view(-1), row
+@pytest.mark.parametrize("name", COPIED)
+def test_copied_views(name: str) -> None:
+    """They are what a view is: what is written to one is seen in the tensor, and in the batch."""
+    f = COPIED[name]
+    ours, theirs = X.clone(), X.movedim(1, 0).contiguous()
+    got = tsfunc.vmap(f, in_dims=1)(ours)
+    same(got, loop(f, 3)(theirs))
+    same(ours.movedim(1, 0), theirs)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_where_it_would_be_none(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"view size is not compatible .* the batch dim lies"):
-        tsfunc.vmap(REFUSED[name], in_dims=1)(X)
+@pytest.mark.parametrize("name", COPIED)
+def test_derivatives_of_copied_views(name: str) -> None:
+    """Of a copy of the input, so that it may be written to."""
+
+    def total(x: Tensor) -> Tensor:
+        outs = COPIED[name](x.clone(memory_format=torch.contiguous_format))
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        return torch.stack([(y.sin() * y).sum() for y in outs]).sum()
+
+    def tangent(x: Tensor) -> Tensor:
+        out: Tensor = tsfunc.jvp(total, (x,), (x.cos(),))[1]
+        return out
+
+    x = X.double()
+    for f in (tsfunc.grad(total), tangent, tsfunc.hessian(total)):
+        same(tsfunc.vmap(f, in_dims=1)(x), loop(lambda x, f=f: f(x.clone()), 3, 1)(x))
+    whole = tsfunc.grad(lambda x: tsfunc.vmap(total, in_dims=1)(x).sum())(x)
+    same(whole.movedim(1, 0), loop(tsfunc.grad(total), 3, 1)(x))
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.view(-1),
+    lambda x: x.view(2, -1),
+    lambda x: x.view(-1, 2),
+    lambda x: x.view_as(torch.zeros(x.numel() // 2, 2)),
+    lambda x: x.view(2, -1).T,
+    lambda x: x[0] if x.dim() > 1 else x,
+    lambda x: x[..., 1:],
+    lambda x: x.mT if x.dim() > 1 else x,
+]
+WRITES: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda x, y: x.add_(1),
+    lambda x, y: x.mul_(2),
+    lambda x, y: x.cos_(),
+    lambda x, y: x[0].neg_(),
+    lambda x, y: x.copy_(y) if x.shape == y.shape else x.zero_(),
+    lambda x, y: x[-1].add_(y.reshape(-1)[0]),
+]
+STEP = st.tuples(st.booleans(), *[st.integers(0, 23)] * 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.sampled_from([(4, 6), (2, 3, 4), (6, 2, 2)]),
+    at=st.integers(0, 2),
+    steps=st.lists(STEP, min_size=2, max_size=6),
+)
+def test_any_program_of_views_and_writes(
+    shape: tuple[int, ...], at: int, steps: list[tuple[bool, int, int, int]]
+) -> None:
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        views = [x]
+        for writes, kind, which, other in steps:
+            chosen, another = views[which % len(views)], views[other % len(views)]
+            if writes:
+                WRITES[kind % len(WRITES)](chosen, another)
+            else:
+                views.append(VIEWS[kind % len(VIEWS)](chosen))
+        return tuple(view * 1 for view in views)
+
+    examples = torch.arange(3.0 * 24).view(3, *shape).double().sin()
+    ours, theirs = examples.movedim(0, at).contiguous(), examples.clone()
+    try:
+        want = loop(program, 3)(theirs)
+    except (RuntimeError, IndexError):
+        return  # torch refuses it
+    same(tsfunc.vmap(program, in_dims=at)(ours), want)
+    same(ours.movedim(at, 0), theirs)
+
+    def total(x: Tensor) -> Tensor:
+        return torch.stack([y.sin().sum() for y in program(x.clone())]).sum()
+
+    try:
+        gradients = loop(tsfunc.grad(total), 3)(examples)
+    except RuntimeError:
+        return  # what was saved was written to
+    batch = examples.movedim(0, at).contiguous()
+    same(tsfunc.vmap(tsfunc.grad(total), in_dims=at)(batch), gradients)
+    same(tsfunc.vmap(tsfunc.jacfwd(total), in_dims=at)(batch), gradients)
+
+
+def test_copied_views_of_pairs_as_complex_numbers() -> None:
+    x = torch.randn(4, 2, 3)
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        numbers = torch.view_as_complex(x)
+        numbers.mul_(1j)
+        return numbers * 2, x
+
+    ours, theirs = x.clone(), x.movedim(2, 0).contiguous()
+    same(tsfunc.vmap(f, in_dims=2)(ours), loop(f, 3)(theirs))
+    same(ours.movedim(2, 0), theirs)
+    with pytest.raises(RuntimeError, match="must have a last dimension of size 2"):
+        tsfunc.vmap(torch.view_as_complex, in_dims=2)(torch.randn(4, 3, 3))
+    with pytest.raises(RuntimeError, match="must have a last dimension with stride 1"):
+        tsfunc.vmap(lambda x: torch.view_as_complex(x.mT), in_dims=2)(torch.randn(2, 4, 3))
+
+
+def test_in_programs() -> None:
+    f = tsfunc.specialize(tsfunc.vmap(_written_through, in_dims=1))
+    ours, theirs = X.clone(), X.clone()
+    same(f(ours), tsfunc.vmap(_written_through, in_dims=1)(theirs))
+
+
+def test_where_an_example_has_no_view() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x.T.view(-1)
+
+    with pytest.raises(RuntimeError, match=r"view size is not compatible"):
+        tsfunc.vmap(f, in_dims=1)(X)
 
 
 def test_a_shape_that_does_not_fit() -> None:

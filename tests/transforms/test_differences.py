@@ -80,6 +80,10 @@ CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
         lambda T: T.vmap(lambda x: x.clone(memory_format=torch.channels_last))(IMAGES),
         IMAGES,
     ),
+    "`x.view(...)`": (
+        lambda T: T.vmap(lambda x: x.view(-1), in_dims=1)(IMAGES[0, 0]),
+        IMAGES[0, 0].movedim(1, 0).reshape(4, 15),
+    ),
     "`torch.autograd.grad`": (lambda T: T.vmap(differentiated_inside)(X), X.cos()),
     "`torch.autograd.functional`": (
         lambda T: T.vmap(lambda x: torch.autograd.functional.jacobian(torch.sin, x))(X),

@@ -75,13 +75,13 @@ def test_without_a_forward_formula_for_the_type(dtype: torch.dtype) -> None:
     """glu's formula has a kernel of its own, for float and double."""
     x, t = torch.randn(3, 4).to(dtype), torch.randn(3, 4).to(dtype)
     glu = torch.nn.functional.glu
-    for push in (
-        lambda x, t: tsfunc.jvp(glu, (x,), (t,)),
-        tsfunc.vmap(lambda x, t: tsfunc.jvp(glu, (x,), (t,))),
-    ):
-        out, tangent = push(x, t)
+
+    def push(x: Tensor, t: Tensor) -> Any:
+        return tsfunc.jvp(glu, (x,), (t,))
+
+    for out, tangent in (push(x, t), tsfunc.vmap(push)(x, t)):
         assert torch.equal(out, glu(x)) and tangent.dtype is dtype
-        _, want = torch.func.jvp(glu, (x.double(),), (t.double(),))
+        _, want = push(x.double(), t.double())
         torch.testing.assert_close(tangent.double(), want, rtol=0.05, atol=0.05)
 
 

@@ -4,7 +4,7 @@ For one example most results are contiguous, and programs take views of them. Fo
 has the batch dim where the arguments had theirs: between dims of the example, of which there is no
 view as one then. So such a result is laid out anew, with the batch dim first. That is done to what
 an operator at the level made and nobody else has: a view of a tensor from outside, or of one that
-has views already, would not be one of it any more.
+has views already, would not be one of it any more. Of these the user gets a copied view.
 
 Two of torch's own functions take such views of what they are given, the user none: they get what
 can be laid out anew.
@@ -16,18 +16,24 @@ passes; ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.batch_tracer import BatchTracer, wrap
+from tsfunc.bridge.copied_views import CopiedView
 from tsfunc.bridge.fallback import PARTS
 from tsfunc.bridge.marked import record_of
 from tsfunc.bridge.tracer import METHODS, into_torch
 from tsfunc.bridge.turning import BornOutside, memory_of, physical, relatives_of
 from tsfunc.ops.dims import front
 from tsfunc.ops.views import known_sizes
+
+
+class NoView(RuntimeError):
+    """The batch has no view where an example may have one."""
 
 
 def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
@@ -41,7 +47,7 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
             value = front(x.value, x.bdim)
             return wrap(value.reshape([value.shape[0], *known_sizes(sizes, value, 0)]), 0, level)
         if group is None:
-            raise RuntimeError(
+            raise NoView(
                 f"{level.name}: view size is not compatible with input tensor's size and stride "
                 f"(at least one dimension spans across two contiguous subspaces). Use "
                 f".reshape(...) instead: the batch dim lies between dims that would become one."
@@ -100,7 +106,68 @@ def _offsets(x: BatchTracer) -> torch.Tensor:
     return offsets.reshape(-1)
 
 
-PARTS["aten::view"] = _view
+def _view_as_complex(x: BatchTracer) -> torch.Tensor:
+    """Where the rule found elements of the last dim apart, which the batch may lie between."""
+    torch.view_as_complex(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # says what else
+    raise NoView("Tensor must have a last dimension with stride 1")
+
+
+@dataclass
+class Relaid(CopiedView):
+    """A view of a tensor of which its batch has none.
+
+    Attributes:
+        take: takes a copy of it, from the tensor.
+        untake: the tensor's elements, in its shape, from such a copy.
+    """
+
+    take: Callable[[torch.Tensor], torch.Tensor]
+    untake: Callable[[torch.Tensor], torch.Tensor]
+
+    def copied(self) -> torch.Tensor:
+        return self.take(self.as_it_lay())
+
+    def put_back(self) -> None:
+        self.as_it_lay().copy_(self.untake(self.whole))
+
+
+def _viewing(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The view that the user asks for, or a copied view, where an example alone has one."""
+    try:
+        return into_torch(func, types, args, kwargs)
+    except NoView:
+        base, *rest = args
+        strides = _strides_alone(base)
+        alone = torch.empty_strided(base.shape, strides, dtype=base.dtype, device="meta")
+        try:
+            shape = func(alone, *rest, **kwargs).shape
+        except RuntimeError:
+            shape = None
+        if shape is None:
+            raise
+    pair = _COMPLEX if func is torch.view_as_complex else (_reshape(shape), _reshape(base.shape))
+    return Relaid(base, pair[0](base), *pair).view()
+
+
+def _strides_alone(x: torch.Tensor) -> list[int]:
+    """The strides of an example that lies alone as it lies in its batches."""
+    if not isinstance(x, BatchTracer):
+        return list(x.stride())
+    strides, at = _strides_alone(x.value), x.bdim
+    if at is None:
+        return strides
+    size, step = x.value.shape[at], strides.pop(at)
+    return [stride // size if stride > step else stride for stride in strides]
+
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
+_COMPLEX: tuple[_Map, _Map] = lambda x: torch.complex(*x.unbind(-1)), torch.view_as_real
+
+
+def _reshape(shape: torch.Size) -> _Map:
+    return lambda x: x.reshape(shape)
 
 
 def _native_group_norm(
@@ -126,5 +193,9 @@ def _take_along_dim(
     return NotImplemented if "out" in kwargs or "input" in kwargs else call(*args, **kwargs)
 
 
+METHODS[torch.Tensor.view] = METHODS[torch.Tensor.view_as] = _viewing
+METHODS[torch.view_as_complex] = _viewing
 METHODS[torch.native_group_norm] = _native_group_norm
 METHODS[torch.take_along_dim] = METHODS[torch.Tensor.take_along_dim] = _take_along_dim
+PARTS["aten::view"] = _view
+PARTS["aten::view_as_complex"] = _view_as_complex

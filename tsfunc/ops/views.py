@@ -80,7 +80,7 @@ def view(
         return refused(op, dims, args, kwargs)
     try:
         return op(front(args[0], dims[0]), sizes), 0
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter of fake tensors
         return NotImplemented
 
 
@@ -381,6 +381,8 @@ def view_last(
         return refused(op, dims, args, kwargs)
     if at == x.dim() - 1 and at:
         x, at = x.movedim(at, 0), 0
+    if len(args) == 1 and x.stride(-1) != 1:
+        return NotImplemented  # not a rule's business, as with ``view``
     return op(x, *args[1:]), at
 
 
