@@ -336,7 +336,9 @@ UNTRIED: Mapping[str, str] = {
 # Rows whose calls hang together with others, or that speak of all examples at once, and where
 # each is tested.
 RUN_BY_HAND: Mapping[str, str] = {
-    **dict.fromkeys(rows_of("sparse.py"), "tests/ops/test_sparse.py::test_each_row_is_met"),
+    **dict.fromkeys(
+        rows_of("sparse.py", "compressed.py"), "tests/ops/test_sparse.py::test_each_row_is_met"
+    ),
     "aten::_embedding_bag_backward": "tests/ops/test_embedding.py::test_embedding_bag",
     "aten::mkldnn_rnn_layer": "tests/ops/test_recurrent.py::test_lstm_layer",
     "aten::mkldnn_rnn_layer_backward": "tests/ops/test_recurrent.py::test_lstm_layer_backward",

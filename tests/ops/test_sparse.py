@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.harness import rows_of
-from tsfunc import explain, vmap
+from tsfunc import explain, grad, jvp, vmap
 from tsfunc.errors import DataDependentError, SlowFallbackWarning
 
 # torch says so of compressed layouts.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")
 
 _R = torch.Generator().manual_seed(0)
 DENSE = torch.randn(4, 2, 3, generator=_R) * (torch.rand(4, 2, 3, generator=_R) > 0.4)
@@ -124,6 +124,20 @@ def test_what_is_refused_of_dense_values_is_refused() -> None:
         vmap(lambda y: DENSE[0].T.to_sparse() @ y)(Y)
 
 
+SAMPLED = torch.randn(3, 2, generator=_R), torch.randn(2, 3, generator=_R)
+
+
+def there_and_back(x: Tensor) -> Tensor:
+    return x.to_sparse().to_dense()
+
+
+def of_members(values: Tensor) -> Tensor:
+    return torch.sparse_compressed_tensor(
+        torch.arange(4), torch.arange(3), values, (3, 3), layout=torch.sparse_csr,
+        check_invariants=False,
+    )  # fmt: skip
+
+
 AS_MANY = torch.stack([torch.eye(3) * (i + 1) for i in range(4)]).to_sparse()
 
 
@@ -161,10 +175,29 @@ def test_each_row_is_met() -> None:
         lambda x: torch.sparse_coo_tensor(
             x._indices(), x._values(), (3, 3), check_invariants=False
         ),
+        lambda x: torch.ops.aten._coalesce(x),
     ]
     square = AS_MANY.to_dense()[:, :2].to_sparse()
+    one, all_rows = DENSE[0].to_sparse_csr(), AS_MANY.to_dense().to_sparse_csr()
     calls = [explain(vmap(f), AS_MANY) for f in inside]
     calls += [explain(vmap(f), square) for f in BATCHED.values()]
-    calls.append(explain(vmap(lambda y: torch.sparse.mm(DENSE[0].to_sparse_csr(), y, "sum")), Y))
+    calls.append(explain(vmap(lambda y: torch.sparse.mm(one, y, "sum")), Y))
+    calls.append(explain(vmap(grad(lambda y: torch.sparse.mm(one, y, "amax").sum())), Y))
+    calls.append(explain(vmap(lambda x: torch.sparse.sampled_addmm(x, *SAMPLED)), all_rows))
+    calls.append(explain(vmap(of_members), all_rows.values()))
+    calls.append(explain(vmap(lambda x: jvp(there_and_back, (x,), (x,))[1]), DENSE))
+    for to, (first, second), blocks in (
+        ("csr", ("crow", "col"), ()),
+        ("csc", ("ccol", "row"), ()),
+        ("bsr", ("crow", "col"), [(1, 1)]),
+        ("bsc", ("ccol", "row"), [(1, 1)]),
+    ):
+        for space in (Tensor, torch.ops.aten):
+            begin = "to_sparse" if space is Tensor else "_to_sparse"
+            make = getattr(space, f"{begin}_{to}")
+            calls.append(explain(vmap(lambda x, f=make, b=blocks: f(x, *b)), AS_MANY.to_dense()))
+        for name in [f"{of}_indices{copy}" for of in (first, second) for copy in ("", "_copy")]:
+            get = getattr(torch.ops.aten, name)
+            calls.append(explain(vmap(get), make(AS_MANY.to_dense(), *blocks)))
     met = {use["operator"] for call in calls for use in call.to_dict()["operators"]}
-    assert set(rows_of("sparse.py")) <= met
+    assert set(rows_of("sparse.py", "compressed.py")) <= met

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def ragged(T: Api) -> Any:
     return out - torch.stack([X.sum(), X[:2].sum()])
 
 
+def compressed(T: Api) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about the layout
+        return T.vmap(lambda x: x @ x.to_dense().T)((X[:, :, None] + 2).to_sparse_csr())
+
+
 CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
     "outputs that are no tensors": (lambda T: T.vmap(lambda x: (x, 3))(X), (X, 3)),
     "an auxiliary output": (
@@ -98,6 +105,10 @@ CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
     "without a rule": (lambda T: T.vmap(WithoutRule.apply)(X), X * X),
     "`rrelu`": (rrelu, torch.zeros_like(X)),
     "nested tensors at several levels": (ragged, torch.zeros(2)),
+    "tensors in compressed sparse layouts": (
+        compressed,
+        (X[:, :, None] + 2) @ (X[:, None, :] + 2),
+    ),
 }
 
 

@@ -67,10 +67,10 @@ def _without_door_1(
             return func(*args, **kwargs)
 
 
-def _bit(
+def of_the_value(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Whether the value is conjugated or negated lazily, which its tracer does not know."""
+    """What the tracer does not know of its value: lazy conjugation, a compressed layout."""
     value = args[0]
     if isinstance(value, Tracer) and isinstance(inner := getattr(value, "value", None), _T):
         return func(inner)
@@ -137,7 +137,7 @@ for _name in (
 METHODS[torch.is_nonzero] = _read
 METHODS[_T.unflatten] = _without_door_1
 for _func in (_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg):
-    METHODS[_func] = _bit
+    METHODS[_func] = of_the_value
 METHODS[_T.__repr__] = _show
 METHODS[_T.requires_grad_] = _require_grad
 METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ METHODS[_T.backward] = _refuse_backward
 METHODS[torch.autograd.backward] = _refuse_backward
 
 # The methods among these that do not need a tensor's data.
-LOOKS = frozenset({metadata, _bit, _show, _require_grad, _refuse_backward, _make_dual})
+LOOKS = frozenset({metadata, of_the_value, _show, _require_grad, _refuse_backward, _make_dual})
 
 
 def _property(name: str) -> property:

@@ -61,8 +61,10 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
         connected = lifted.requires_grad or forward_in_use(level)
         if isinstance(lifted, Tracer) and lifted.dispatch_level is level and not connected:
             fresh: torch.Tensor = lifted.again()
-        else:
+        elif lifted.layout is torch.strided:
             fresh = _alias(lifted)
+        else:  # sparse tensors have no aliases
+            fresh = lifted.clone() if lifted.requires_grad else lifted.detach()
         if not fresh.requires_grad:
             fresh.requires_grad_()
     return fresh

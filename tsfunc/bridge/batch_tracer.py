@@ -35,6 +35,8 @@ from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
+from tsfunc.ops.compressed import LAYOUTS as _COMPRESSED
+from tsfunc.ops.compressed import check_batch
 from tsfunc.ops.registry import Rule, Splitter
 from tsfunc.ops.splitting import BatchChanged, answers_of, same_answer
 
@@ -251,6 +253,9 @@ def wrap(
         shape: Any = value.shape if bdim is None else value.shape[:bdim] + value.shape[bdim + 1 :]
         strides: Any = None
         offset = None
+        if layout in _COMPRESSED:  # NOTE [compressed tracers]
+            check_batch(value)
+            layout = _strided
     elif bdim is None:
         shape = value.shape
         strides = None if offset is None and value.is_contiguous() else value.stride()

@@ -38,6 +38,7 @@ from tsfunc.dispatch.places import users_place, warn
 from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
+from tsfunc.ops.compressed import is_compressed, stacked
 from tsfunc.ops.dims import refuse_inplace
 from tsfunc.ops.philox import Draw
 from tsfunc.ops.random import check_randomness
@@ -336,7 +337,8 @@ def _stack(op: Operator, level: BatchLevel, results: Sequence[Any]) -> Any:
                 f"vmap: {op.name} gave results of different shapes for different examples: "
                 f"{sorted(shapes)}. Results under vmap must have one shape."
             )
-        return wrap(torch.stack(list(results)), 0, level)
+        together = stacked if is_compressed(first) else torch.stack
+        return wrap(together(list(results)), 0, level)
     if isinstance(first, list | tuple):
         parts = [_stack(op, level, part) for part in zip(*results, strict=True)]
         return parts if isinstance(first, list) else tuple(parts)

@@ -171,9 +171,15 @@ def linear(
     at, q = dims[0], dims[1]
     r = dims[2] if len(dims) > 2 else None
     if q is None and r is None and x.dim() > 1 and (bias is None or bias.dim() == 1):
-        if at < x.dim() - 1:
-            return op(x, weight, bias), at
-        return op(x.movedim(at, 0), weight, bias), 0
+        try:
+            if at < x.dim() - 1:
+                return op(x, weight, bias), at
+            return op(x.movedim(at, 0), weight, bias), 0
+        except RuntimeError:
+            if weight.layout is torch.strided:
+                raise
+    if weight.layout is not torch.strided:
+        return sparse.linear(op, dims, args)
     rank = logical_rank(weight, q)
     vector = bias is not None and logical_rank(bias, r) == 1
     if logical_rank(x, at) == 0 or rank > 2 or (bias is not None and (rank != 2 or not vector)):
@@ -279,14 +285,17 @@ def addmm(
     at, p, q = dims
     if not _fit(dims[1:], args[1:], 2, 2) or logical_rank(x, at) > 2:
         return refused(op, dims, args, kwargs)
-    if q is None and p is not None and at is None and x.dim() < 2 and p < 2:
-        out = op(x, a.flatten(0, 1), b, **kwargs)
-        return out.unflatten(0, a.shape[:2]), p
-    if p is not None and q is not None:
-        if at is not None:
-            x = unit_dims(front(x, at), 1, 3 - x.dim())
-        return torch.baddbmm(x, front(a, p), front(b, q), **kwargs), 0
-    return _added(op, dims, args, kwargs, *_pair(dims, args))
+    try:
+        if q is None and p is not None and at is None and x.dim() < 2 and p < 2:
+            out = op(x, a.flatten(0, 1), b, **kwargs)
+            return out.unflatten(0, a.shape[:2]), p
+        if p is not None and q is not None:
+            if at is not None:
+                x = unit_dims(front(x, at), 1, 3 - x.dim())
+            return torch.baddbmm(x, front(a, p), front(b, q), **kwargs), 0
+        return _added(op, dims, args, kwargs, *_pair(dims, args))
+    except RuntimeError:
+        return sparse.added_instead(op, level, dims, args, kwargs)
 
 
 def added_product(first: int, second: int) -> Rule:

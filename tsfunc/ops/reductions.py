@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsfunc.ops.compressed import LAYOUTS
 from tsfunc.ops.dims import (
     align,
     batched_at,
@@ -105,6 +106,14 @@ def over_all(reduce: Callable[..., Any]) -> Rule:
         return reduce(x, every_dim(x.dim() - 1, at), **kwargs), 0
 
     return rule
+
+
+def _sum(x: Tensor, dims: Sequence[int], **kwargs: Any) -> Any:
+    """Of all elements; that of a sparse tensor is a dense number."""
+    if x.layout in LAYOUTS:
+        return x.values().flatten(1).sum(1, **kwargs)
+    out: Tensor = x.sum(tuple(dims), **kwargs)
+    return out.to_dense() if out.is_sparse else out
 
 
 _by_dims = reduction()
@@ -304,7 +313,7 @@ rows(
 rows(reduction(1, 2, -1), "aten::mode")
 rows(reduction(2, 3, -1), "aten::kthvalue")
 rows(arg_extreme, "aten::argmax", "aten::argmin")
-rows(over_all(torch.sum), "aten::sum")
+rows(over_all(_sum), "aten::sum")
 rows(over_all(torch.mean), "aten::mean")
 rows(over_all(torch.amax), "aten::max")
 rows(over_all(torch.amin), "aten::min")

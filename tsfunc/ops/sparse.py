@@ -1,7 +1,7 @@
 """Sparse tensors: products, and ways from and to dense ones.
 
 A batch of COO tensors is one COO tensor whose batch dim is one of its sparse dims. Other layouts
-come as arguments that are the same for all examples.
+have batch dims of their own (``compressed``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsfunc.ops.compressed import (
+    batch_of,
+    diagonal,
+    is_compressed,
+    members,
+    of_members,
+    one_matrix,
+    with_values,
+)
 from tsfunc.ops.dims import align, batched_front, front, logical_rank, op_name, wrap
 from tsfunc.ops.dynamic import refuse_dynamic
 from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.sparse_elementwise import batched_sparse
 from tsfunc.ops.splitting import agree
 
 
@@ -32,6 +42,8 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = t
     ``times`` is for a sparse matrix that is not batched: its derivatives are those wanted.
     """
     ranks = logical_rank(x, p), logical_rank(y, q)
+    if ranks == (2, 2) and _is_coo(x) and _is_coo(y):
+        return _of_both(x, p, y, q)
     both = is_sparse(x) and is_sparse(y)
     if both or max(ranks) > 2 or ranks[1 if is_sparse(x) else 0] == 0 or 2 not in ranks:
         return NotImplemented
@@ -42,6 +54,32 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = t
         return _times(y, q, x, p)
     out, at = _times(y, q, *_turned(x, p))
     return front(out, at).transpose(1, 2), 0
+
+
+def _is_coo(x: Tensor) -> bool:
+    return x.layout is torch.sparse_coo and not x.dense_dim()
+
+
+def _of_both(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
+    """Two sparse matrices: the examples' are the blocks on the diagonal of one, as each product."""
+    size = x.shape[p] if p is not None else y.shape[q or 0]
+    x, y = (batched_sparse(x, p, size).coalesce(), batched_sparse(y, q, size).coalesce())
+    high, wide = x.shape[1], y.shape[2]
+    out = torch.sparse.mm(_diagonal(x), _diagonal(y)).coalesce()
+    i, j = out.indices()
+    places = torch.stack([i // max(high, 1), i % max(high, 1), j % max(wide, 1)])
+    return torch.sparse_coo_tensor(
+        places, out.values(), (size, high, wide), is_coalesced=True, check_invariants=False
+    ), 0
+
+
+def _diagonal(x: Tensor) -> Tensor:
+    """A matrix with those of a batch as the blocks on its diagonal."""
+    (size, high, wide), (example, i, j) = x.shape, x.indices()
+    return torch.sparse_coo_tensor(
+        torch.stack([example * high + i, example * wide + j]), x.values(),
+        (size * high, size * wide), is_coalesced=True, check_invariants=False,
+    )  # fmt: skip
 
 
 def product_instead(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
@@ -71,6 +109,9 @@ def _times(
         out = times(x, columns if vector else columns.flatten(1))
         return (out, 1) if vector else (out.unflatten(1, columns.shape[1:]), 2)
     x = front(x, p)
+    if is_compressed(x):
+        out = times(*one_matrix(x, y, q))
+        return out.unflatten(0, (x.shape[0], x.shape[1])), 0
     y = y.expand(x.shape[0], *y.shape) if q is None else front(y, q)
     out = torch.bmm(x, y.unsqueeze(-1) if vector else y)
     return (out.squeeze(-1) if vector else out), 0
@@ -101,16 +142,110 @@ def sparse_addmm(
     return added * beta + out, at
 
 
+def added_instead(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``addmm`` of sparse values; called where the one of dense values has failed."""
+    if not is_sparse(args[1]) and not is_sparse(args[2]):
+        raise
+    return sparse_addmm(op, level, dims, args, kwargs)
+
+
+def linear(op: Any, dims: Dims, args: Sequence[Any]) -> Any:
+    """Of rows and a sparse matrix of weights."""
+    x, weight, *bias = args
+    at, q, *r = dims
+    if q is None:
+        rows_of_all = front(x, at)
+        out, at = op(rows_of_all.flatten(0, -2), weight).unflatten(0, rows_of_all.shape[:-1]), 0
+    else:
+        turned, p = (x, at) if logical_rank(x, at) == 1 else _turned(x, at)
+        found = product(weight, q, turned, p)
+        if found is NotImplemented:
+            return NotImplemented
+        out, at = found
+        out = out if turned is x else out.transpose(1, 2)
+    if bias and bias[0] is not None:
+        (out, added), at = align((out, bias[0]), (at, r[0]))
+        out = out + added
+    return out, at
+
+
 @row("aten::_sparse_mm.reduce")
 def sparse_mm_reduce(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each column is reduced by itself, so the examples are further columns."""
-    if dims[0] is not None:
-        return NotImplemented
+    x, p = args[0], dims[0]
+    if p is not None:
+        out = op(*one_matrix(x, args[1], dims[1]), *args[2:], **kwargs)
+        return out.unflatten(0, (x.shape[0], x.shape[1])), 0
     columns = args[1].movedim(dims[1], -1)
     out = op(args[0], columns.flatten(1), *args[2:], **kwargs)
     return out.unflatten(1, columns.shape[1:]), 2
+
+
+@row("aten::_sparse_mm_reduce_impl")
+def sparse_mm_reduce_impl(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Beside the product, for its derivative, which stored element each came from."""
+    x = batch_of(args[0], dims[0], level.batch_size)
+    y = batched_front(args[1], dims[1], level.batch_size).flatten(0, 1)
+    one, shape = diagonal(x), x.shape[:2]
+    out, chosen = op(one, y, *args[2:])
+    if args[2] not in ("amax", "amin"):
+        return (out.unflatten(0, shape), chosen), (0, None)
+    chosen = _first_equal(one, y, out).unflatten(0, shape)
+    return (out.unflatten(0, shape), _of_each(chosen, x.values().shape[1], -1)), 0
+
+
+def _first_equal(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    """Which stored element of its row each result of a reduced product is from.
+
+    torch says so only where its own autograd records, which it may do further out than here.
+    """
+    compressed, columns, values = members(x)
+    stored = len(values)
+    lines = torch.arange(x.shape[0], device=x.device).repeat_interleave(
+        compressed.diff(), output_size=stored
+    )
+    equal = values.unsqueeze(1) * y.index_select(0, columns) == out.index_select(0, lines)
+    numbers = torch.arange(stored, device=x.device).unsqueeze(1).where(equal, stored)
+    none = torch.full(out.shape, stored, device=x.device)
+    return none.scatter_reduce(0, lines.unsqueeze(1).expand_as(numbers), numbers, "amin")
+
+
+@row("aten::_sparse_mm_reduce_impl_backward")
+def sparse_mm_reduce_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """By the blocks on the diagonal of one matrix, as the product itself."""
+    size = level.batch_size
+    x = batch_of(args[0], dims[0], size)
+    grad, weight, chosen = (
+        batched_front(arg, dim, size) if arg.numel() else arg
+        for arg, dim in zip((args[1], args[2], args[4]), (dims[1], dims[2], dims[4]), strict=True)
+    )
+    if chosen.numel():
+        chosen = _of_each(chosen, x.values().shape[1], 1).flatten(0, 1)
+    found = op(diagonal(x), grad.flatten(0, 1), weight.flatten(0, 1), args[3], chosen, *args[5:])
+    of_x, of_y = found
+    return (
+        None if of_x is None else with_values(x, of_x.values().unflatten(0, (size, -1))),
+        None if of_y is None else of_y.unflatten(0, (size, -1)),
+    ), 0
+
+
+def _of_each(chosen: Tensor, stored: int, sign: int) -> Tensor:
+    """Numbers of stored elements counted in each example from 0, or (1) in all of them together.
+
+    A row that stores none has the number after the last.
+    """
+    size = len(chosen)
+    before = torch.arange(size, device=chosen.device).view(-1, 1, 1) * stored * sign
+    none, instead = (size * stored, stored) if sign < 0 else (stored, size * stored)
+    return torch.where(chosen == none, instead, chosen + before)
 
 
 @row("aten::_to_sparse.sparse_dim")
@@ -127,6 +262,50 @@ def to_sparse(
 ) -> Any:
     """Compressed layouts have batch dims of their own, which come first too."""
     return op(front(args[0], dims[0]), **kwargs), 0
+
+
+@row("aten::to_sparse")
+def to_sparse_of_any(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """C++ would ask for the layout first, which a tracer of a compressed one can't tell it."""
+    return op(front(args[0], dims[0]), **kwargs), 0
+
+
+@row(
+    "aten::to_sparse_csr", "aten::to_sparse_csc", "aten::to_sparse_bsr", "aten::to_sparse_bsc",
+    "aten::_to_sparse_csr", "aten::_to_sparse_csc", "aten::_to_sparse_bsr", "aten::_to_sparse_bsc",
+)  # fmt: skip
+def to_compressed(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Examples must store as many elements each."""
+    x = front(args[0], dims[0])
+    if x.layout is torch.sparse_coo:
+        x, args = _rows_compressed(op, level, x), [args[0], *args[1:]]
+    elif x.layout is torch.strided and x.dim() == 3 and level.batch_size > 1:
+        blocks = args[1] if "sparse_bs" in op_name(op) else (1, 1)
+        here = (x != 0).unflatten(2, (-1, blocks[1])).unflatten(1, (-1, blocks[0]))
+        _same_number(op, level, here.any(4).any(2).flatten(1).sum(1), "to_sparse")
+    return op(x, *args[1:], **kwargs), 0
+
+
+def _rows_compressed(op: Any, level: BatchLevel, x: Tensor) -> Tensor:
+    """A batch of COO matrices as one of CSR matrices."""
+    places, stored = _stored(op, level, x.coalesce())
+    begins = torch.arange(x.shape[1] + 1, device=x.device).expand(level.batch_size, -1)
+    compressed = torch.searchsorted(places[..., 0].contiguous(), begins.contiguous())
+    return of_members(
+        compressed, places[..., 1].contiguous(), stored.contiguous(), x.shape, torch.sparse_csr
+    )
+
+
+def _same_number(op: Any, level: BatchLevel, counts: Tensor, instead: str) -> None:
+    """Has the examples agree on how many elements they store."""
+    if bool((counts != counts[:1]).any()):
+        if level.splitter is None:
+            refuse_dynamic(op, f"Use {instead}() instead, or examples that store as many elements")
+        agree(op, level, counts)
 
 
 @row("aten::_sparse_sum.dim")
@@ -164,8 +343,27 @@ def sparse_sum_of_all(
 def stored_count(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """How many elements are stored: of each example its own."""
-    return _stored(op, level, front(args[0], dims[0]))[0].shape[1], None
+    """How many elements an example stores at most.
+
+    It is C++ that asks, whether there are any; a user is answered by ``bridge/compressed.py``.
+    """
+    x = args[0]
+    if is_compressed(x):
+        return x.values().shape[1], None
+    if not x._nnz():
+        return 0, None
+    return int(front(x, dims[0])._indices()[0].bincount().max()), None
+
+
+@row("aten::_sparse_mask_projection")
+def sparse_mask_projection(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The transpose of ``sparse_mask``, of two sparse tensors."""
+    x, mask = (
+        batched_sparse(arg, dim, level.batch_size) for arg, dim in zip(args, dims[:2], strict=False)
+    )
+    return op(x, mask, *args[2:]), 0
 
 
 @row("aten::indices", "aten::_indices")
@@ -181,6 +379,8 @@ def values(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The elements that an example stores."""
+    if is_compressed(args[0]):
+        return op(args[0]), dims[0]
     return _stored(op, level, front(args[0], dims[0]))[1], 0
 
 
@@ -196,12 +396,17 @@ def _stored(op: Any, level: BatchLevel, x: Tensor) -> tuple[Tensor, Tensor]:
         order = places[0].argsort(stable=True)
         places, stored = places[:, order], stored[order]
     counts = places[0].bincount(minlength=level.batch_size)
-    if bool((counts != counts[:1]).any()):
-        if level.splitter is None:
-            refuse_dynamic(op, "Use to_dense() instead, or examples that store as many elements")
-        agree(op, level, counts)
+    _same_number(op, level, counts, "to_dense")
     shape = (level.batch_size, int(counts[0]) if level.batch_size else 0)
     return places[1:].mT.unflatten(0, shape), stored.unflatten(0, shape)
+
+
+@row("aten::_coalesce")
+def coalesce(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The example is part of each place."""
+    return args[0].coalesce(), dims[0]
 
 
 @row("aten::is_coalesced")
@@ -246,13 +451,13 @@ def sparse_mask(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """What a tensor has at the places that the mask stores."""
-    x, mask = args
-    if dims[1] is None:
-        mask = torch.stack([mask] * level.batch_size)
-    return op(batched_front(x, dims[0], level.batch_size), front(mask, dims[1] or 0)), 0
+    x, mask = batched_front(args[0], dims[0], level.batch_size), args[1]
+    if is_compressed(mask):
+        return op(x, batch_of(mask, dims[1], level.batch_size)), 0
+    return op(x, batched_sparse(mask, dims[1], level.batch_size)), 0
 
 
-@row("aten::_to_dense")
+@row("aten::_to_dense", "aten::to_dense")
 def to_dense(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tsfunc.ops.dims import align, batched_front, logical_rank, promote_scalars, refuse_inplace
 from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Dims, row, rows
+from tsfunc.ops.sparse_elementwise import elementwise_instead
 
 
 def uniform(args: Sequence[Any], dims: Dims) -> bool:
@@ -34,26 +35,29 @@ def pointwise(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Any number of tensors and numbers, broadcast together."""
-    count = len(args)
-    if count == 1:
-        return op(args[0], **kwargs), dims[0]
-    if count == 2:
-        x, y = args
-        at, other = dims
-        if other is None:
-            # A value with logical dims promotes and broadcasts as it is with one that has
-            # no dims to the left of the batch dim.
-            if not isinstance(y, Tensor) or 1 < x.dim() > y.dim() + at:
+    try:
+        count = len(args)
+        if count == 1:
+            return op(args[0], **kwargs), dims[0]
+        if count == 2:
+            x, y = args
+            at, other = dims
+            if other is None:
+                # A value with logical dims promotes and broadcasts as it is with one that has
+                # no dims to the left of the batch dim.
+                if not isinstance(y, Tensor) or 1 < x.dim() > y.dim() + at:
+                    return op(x, y, **kwargs), at
+            elif at is None:
+                if not isinstance(x, Tensor) or 1 < y.dim() > x.dim() + other:
+                    return op(x, y, **kwargs), other
+            elif at == other and x.dim() == y.dim():
                 return op(x, y, **kwargs), at
-        elif at is None:
-            if not isinstance(x, Tensor) or 1 < y.dim() > x.dim() + other:
-                return op(x, y, **kwargs), other
-        elif at == other and x.dim() == y.dim():
-            return op(x, y, **kwargs), at
-    elif uniform(args, dims):
-        return op(*args, **kwargs), dims[0]
-    aligned, at = align(promote_scalars(args, dims), dims)
-    return op(*aligned, **kwargs), at
+        elif uniform(args, dims):
+            return op(*args, **kwargs), dims[0]
+        aligned, at = align(promote_scalars(args, dims), dims)
+        return op(*aligned, **kwargs), at
+    except RuntimeError:
+        return elementwise_instead(op, level, dims, args, kwargs)
 
 
 def pointwise_inplace(

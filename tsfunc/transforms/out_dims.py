@@ -12,6 +12,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.ops.sparse_elementwise import batched_sparse
 from tsfunc.transforms.vmap_spec import Spec, is_dim, name_of
 
 
@@ -69,6 +70,9 @@ def result_of(spec: Spec, leaf: Any, out_dim: int | None, level: BatchLevel) -> 
     if out_dim < 0:
         out_dim += rank
     if bdim is None:
+        if value.layout not in (torch.strided, torch.jagged):  # which can't be expanded
+            value = batched_sparse(value, None, level.batch_size)
+            return value.movedim(0, out_dim) if out_dim else value
         shape = list(value.shape)
         shape.insert(out_dim, level.batch_size)
         return value.unsqueeze(out_dim).expand(shape)

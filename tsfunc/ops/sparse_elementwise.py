@@ -1,0 +1,98 @@
+"""Sums, products and quotients of sparse tensors, where torch has no kernel that takes a batch.
+
+The rule of pointwise operators comes here where the call of values with batch dims has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.compressed import batch_of, diagonal, is_compressed, taken_apart, with_values
+from tsfunc.ops.dims import align, front, op_name, unit_dims
+from tsfunc.ops.registry import BatchLevel, Dims
+
+_SUMS = frozenset({"add", "sub", "subtract"})
+_PRODUCTS = frozenset({"mul", "multiply"})
+_QUOTIENTS = frozenset({"div", "divide", "true_divide"})
+
+
+def elementwise_instead(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Two tensors, of which one at least is sparse.
+
+    Raises:
+        RuntimeError: what is being handled, where nothing is sparse, or for other operators.
+    """
+    name = op_name(op).rpartition("::")[2].partition(".")[0]
+    if len(args) != 2 or not any(_is_sparse(x) for x in args):
+        raise
+    (x, y), (p, q) = args, dims
+    size = level.batch_size
+    if name in _SUMS:
+        if _is_sparse(x) and _is_sparse(y):
+            return _of_both(op, level, dims, args, kwargs)
+        dense = [_dense(x) if p is None else x, _dense(y) if q is None else y]
+        aligned, at = align(dense, dims)
+        sizes = torch.broadcast_shapes(*[part.shape for part in aligned])
+        return op(*[_expanded(part, sizes) for part in aligned], **kwargs), at
+    if name in _PRODUCTS and _is_sparse(x) and _is_sparse(y):
+        return _of_both(op, level, dims, args, kwargs)
+    if name in _PRODUCTS and _is_sparse(y):
+        (x, p), (y, q) = (y, q), (x, p)
+    if name in _PRODUCTS or (name in _QUOTIENTS and not _is_sparse(y)):
+        return _by_dense(op, batched_sparse(x, p, size), y, q, kwargs), 0
+    raise
+
+
+def _is_sparse(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is not torch.strided
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.to_dense() if is_compressed(x) or x.is_sparse else x
+
+
+def _expanded(x: Tensor, sizes: Sequence[Any]) -> Tensor:
+    if is_compressed(x):
+        return x.to_dense()
+    return x if x.is_sparse else x.expand(sizes)
+
+
+def batched_sparse(x: Tensor, at: int | None, size: int) -> Tensor:
+    """A sparse value with its batch dim first; one that has none is written out for all."""
+    if is_compressed(x):
+        return batch_of(x, at, size)
+    return front(x, at) if at is not None else torch.stack([x] * size)
+
+
+def _of_both(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of matrices in compressed layouts by the blocks of one: each must store as many elements."""
+    x, y = (batched_sparse(arg, dim, level.batch_size) for arg, dim in zip(args, dims, strict=True))
+    if is_compressed(x) and is_compressed(y) and x.dim() == y.dim() == 3:
+        return taken_apart(op, op(diagonal(x), diagonal(y), **kwargs), x.shape), 0
+    return op(x, y, **kwargs), 0
+
+
+def _by_dense(op: Any, x: Tensor, y: Tensor, q: int | None, kwargs: Mapping[str, Any]) -> Tensor:
+    """A sparse tensor, batch dim first, and a dense one that broadcasts to it."""
+    y = front(y, q) if q is not None else y.unsqueeze(0)
+    if is_compressed(x):
+        values = x.values()
+        if y.dim() == 1:
+            return with_values(x, op(values, unit_dims(y, 1, values.dim() - 1), **kwargs))
+        there = unit_dims(y, 1, x.dim() - y.dim()).expand(x.shape).sparse_mask(x).values()
+        return with_values(x, op(values, there, **kwargs))
+    x = x.coalesce()
+    y = unit_dims(y, 1, x.dim() - y.dim()).expand(x.shape)
+    there = y[tuple(x.indices())]
+    return torch.sparse_coo_tensor(
+        x.indices(), op(x.values(), there, **kwargs), x.shape, is_coalesced=True,
+        check_invariants=False,
+    )  # fmt: skip
