@@ -32,8 +32,9 @@ from tsfunc.bridge.autograd import differentiates_here, differentiating
 from tsfunc.bridge.duals import Duals
 from tsfunc.bridge.ended import entered_again
 from tsfunc.bridge.factories import on_first_transform
+from tsfunc.bridge.reruns import another_run, first_run
 from tsfunc.bridge.tracer import TracerLevel, current_tracer_level, innermost_level
-from tsfunc.dispatch.state import State, tls, using
+from tsfunc.dispatch.state import tls, using
 
 _theirs: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _Steps = Generator[None, None, None]
@@ -58,25 +59,33 @@ def _generator(fn: Callable[..., Any], *options: Any, **kwargs: Any) -> Any:
         return _theirs(fn, *options, *args, **kwargs)
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
+    made: list[Any] = []
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        with entered_again(state.forgetful()), _recording_at(recorded), differentiating():
+        with (
+            entered_again(state.forgetful()),
+            _recording_at(recorded),
+            differentiating(),
+            another_run(made),
+        ):
             if not duals.levels:
                 return fn(*args, **kwargs)
             with duals.again(args) as given:
                 return fn(*given, **kwargs)
 
     generator = _theirs(again, *options, *args, **kwargs)
-    if not duals.levels and tls.state.taking_over is None:
-        return generator
-    return _noting(generator, duals, args, tls.state.forgetful())
+    return _noting(generator, duals, args, made)
 
 
-def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], state: State) -> _Steps:
+def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any]) -> _Steps:
     """The generator, which yields where the function runs for the first time."""
     next(generator)
     try:
-        with duals.first(args) if duals.levels else nullcontext(), using(state):
+        with (
+            duals.first(args) if duals.levels else nullcontext(),
+            using(tls.state.forgetful()),
+            first_run(made),
+        ):
             yield
     except BaseException as error:
         generator.throw(error)

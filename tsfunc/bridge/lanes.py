@@ -31,6 +31,7 @@ from tsfunc.bridge.autograd import outside_graph
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.grad_level import GradTracer
+from tsfunc.bridge.reruns import same_again
 from tsfunc.bridge.split_level import StartAnew
 from tsfunc.bridge.tracer import (
     METHODS,
@@ -194,13 +195,22 @@ def _serves_plain(level: BatchLevel) -> bool:
     return not (inside or level.autograd or level.forward)
 
 
+def lanes_of(level: BatchLevel, index: torch.Tensor, alone: bool = False) -> LaneLevel:
+    """The examples of a level that have these numbers; ``alone`` as for the class."""
+    size = index.shape[0]
+    return same_again(
+        lambda: LaneLevel(level, index, alone),
+        lambda known: known.parent is level and known.batch_size == size,
+    )
+
+
 def guarded_lanes(level: BatchLevel, mask: torch.Tensor) -> LaneLevel:
     """A lane for every example: for those outside of the mask it has the first one that is in it.
 
     So a body sees no values that are not meant for it, where which those are can't be looked at.
     """
     numbers = torch.arange(level.batch_size, device=mask.device)
-    return LaneLevel(level, torch.where(mask, numbers, mask.long().argmax()))
+    return lanes_of(level, torch.where(mask, numbers, mask.long().argmax()))
 
 
 def stale(value: Tracer, lanes: LaneLevel) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tsfunc
-from tsfunc import MetaTensorType, cond, grad, specialize, switch, vmap
+from tsfunc import MetaTensorType, checkpoint, cond, grad, specialize, switch, vmap
 from tsfunc.errors import TypeCheckError
 
 
@@ -187,3 +187,24 @@ def test_branches_in_branches_use_what_is_outside_of_both() -> None:
     found = tsfunc.specialize(tsfunc.vmap(tsfunc.grad(nested, (0, 1)), (0, None)))(x[:, None], w)
     for got, slope in zip(found, each, strict=True):
         torch.testing.assert_close(got, slope)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda f: f, checkpoint, lambda f: checkpoint(checkpoint(f))],
+    ids=["inside", "around", "twice"],
+)
+def test_a_checkpoint_of_a_branch_that_only_some_examples_take(wrap: Any) -> None:
+    """Another run's lanes are those that the graph of the first one is of."""
+
+    def f(x: torch.Tensor) -> Any:
+        inner = checkpoint(lambda x: cond(x < 1, torch.exp, lambda x: x * x, x))
+        return cond(x > 0, lambda x: x.sin() * inner(x), lambda x: inner(x.cos()) * x, x)
+
+    x = torch.tensor([0.5, -0.5, 2.0, -3.0], dtype=torch.float64)
+    g = wrap(f)
+    expected = torch.stack([grad(f)(row) for row in x])
+    torch.testing.assert_close(vmap(grad(g))(x), expected)
+    torch.testing.assert_close(grad(lambda x: vmap(g)(x).sum())(x), expected)
+    curved = torch.stack([grad(grad(f))(row) for row in x])
+    torch.testing.assert_close(vmap(grad(grad(g)))(x), curved)

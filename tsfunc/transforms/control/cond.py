@@ -21,7 +21,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.lanes import LaneLevel, NeedsAll, guarded_lanes, merge, retag, run_in
+from tsfunc.bridge.lanes import NeedsAll, guarded_lanes, lanes_of, merge, retag, run_in
 from tsfunc.transforms.control.arguments import (
     Batching,
     also_called,
@@ -231,7 +231,7 @@ class _Call:
             return in_tensors(self.branches[taken[0]](*self.operands))
         parts, outs = [], []
         for i in taken:
-            lanes = LaneLevel(choice.level, (values == i).nonzero().squeeze(1))
+            lanes = lanes_of(choice.level, (values == i).nonzero().squeeze(1))
             parts.append(lanes)
             outs.append(run_in(lanes, self.what, self.branches[i], self.operands))
         self.check(outs, taken)

@@ -17,7 +17,16 @@ import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.lanes import LaneLevel, NeedsAll, guarded_lanes, in_lanes, merge, retag, run_in
+from tsfunc.bridge.lanes import (
+    LaneLevel,
+    NeedsAll,
+    guarded_lanes,
+    in_lanes,
+    lanes_of,
+    merge,
+    retag,
+    run_in,
+)
 from tsfunc.bridge.symbols import known_to_hold
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
@@ -396,7 +405,7 @@ def _kept(level: BatchLevel, active: torch.Tensor, new: Any, old: Any) -> Any:
 
 
 def _some_of(lanes: BatchLevel, which: torch.Tensor, alone: bool = False) -> LaneLevel:
-    return LaneLevel(lanes, which.nonzero().squeeze(1), alone)
+    return lanes_of(lanes, which.nonzero().squeeze(1), alone)
 
 
 class _PutAway:
