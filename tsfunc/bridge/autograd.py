@@ -172,12 +172,12 @@ def _reaches(outputs: Sequence[torch.Tensor], wanted: Callable[[torch.Tensor], b
         seen = set(pending)
         while pending:
             node = pending.pop()
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                if wanted(variable):
+            parents = node.next_functions
+            if not parents:
+                variable = getattr(node, "variable", None)
+                if variable is not None and wanted(variable):
                     return True
-                continue
-            for parent, _ in node.next_functions:
+            for parent, _ in parents:
                 if parent is not None and parent not in seen:
                     seen.add(parent)
                     pending.append(parent)

@@ -205,8 +205,8 @@ def _value_and_grad(
         return [_check_scalar(api, out)], (out, aux)
 
     recorded, (out, aux) = record(run, flat, (args, kwargs))
-    with autograd.recording(recorded.level) if recorded.differentiable else torch.no_grad():
-        seed = torch.ones_like(recorded.outputs[0])
+    value = recorded.outputs[0]  # of which no more is asked than its type: it may be for nothing
+    seed = torch.ones((), dtype=value.dtype, device=value.device)
     pulled = recorded.pull([seed], retain=False)
     value = recorded.released(out)
     if not recorded.outer_grad:

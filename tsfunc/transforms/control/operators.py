@@ -63,7 +63,7 @@ class Pullback(Operator):
             return tuple(found[j] for j in self.of)
 
         _, pull = vjp(run, *(inputs[i] for i in self.by))
-        pulled: tuple[Any, ...] = pull(cotangents)
+        pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
         return pulled
 
 
@@ -260,7 +260,7 @@ class Scan(Operator):
     Attributes:
         carried: how many tensors the carry has.
         along: how many tensors it goes along, in their first dim.
-        length: how many steps there are, where there is nothing to go along.
+        length: how many steps there are, where that is fixed; else it goes along something.
         reverse: whether it begins with the last slice.
     """
 
@@ -323,7 +323,7 @@ class Scan(Operator):
         stacked = {j for j in used if j >= self.carried}
         carried, live = _carried(used, self.carried, body, stacked)
         along = {i for i in range(self.carried, self.carried + self.along) if i in live}
-        if self.along and not along:
+        if self.along and not along and self.length is None:
             along = {self.carried}  # which says how many steps there are
         operands, numbers = _numbered(carried | live | along)
         kept = sorted(carried | stacked)

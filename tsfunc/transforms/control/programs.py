@@ -267,7 +267,8 @@ def record_scan(
     count = len(inputs) + len(along)
     tensors, numbers, places = operands_of([body], count)
     made = Body("body", body.level.graph, places[0])
-    op = Scan(what, [made], len(inputs), len(along), None if along else length, reverse)
+    steps = size if isinstance(size, int) else None
+    op = Scan(what, [made], len(inputs), len(along), steps, reverse)
     found = call(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
     rest = iter(found[len(kept) :])
     ys_found = [
