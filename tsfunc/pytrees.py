@@ -75,6 +75,11 @@ def structure_of(tree: Any) -> optree.PyTreeSpec:
 unflatten: Callable[[optree.PyTreeSpec, Sequence[Any]], Any] = optree.tree_unflatten
 
 
+def children_of(tree: Any) -> list[Any]:
+    """The entries of a container, which may be containers."""
+    return list(optree.tree_flatten_one_level(tree, none_is_leaf=True, namespace=NAMESPACE)[0])
+
+
 def tree_map(func: Callable[..., Any], tree: Any) -> Any:
     """The tree with each leaf replaced by what the function makes of it."""
     leaves, structure = flatten(tree)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -207,6 +208,24 @@ def test_what_holds_of_sizes_of_data_is_checked() -> None:
     assert module(torch.ones(5), torch.tensor(4)).shape == (4,)
     with pytest.raises(RuntimeError, match=">= 2"):
         module(torch.ones(5), torch.tensor(1))
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    rest: list[Tensor]
+
+
+torch.export.register_dataclass(Batch, serialized_type_name="tests.test_exporting.Batch")
+
+
+def test_containers_that_torch_knows() -> None:
+    like: Any = Meta(["n", 2])
+    f = specialize(lambda b: b.x + b.rest[0], {"b": Batch(like, [like])})
+    f(Batch(torch.ones(3, 2), [torch.ones(3, 2)]))
+    module = f.to_exported_program().module()
+    x = torch.randn(7, 2)
+    torch.testing.assert_close(module(Batch(x, [x])), 2 * x)
 
 
 def test_names_of_what_a_function_closes_over() -> None:

@@ -49,8 +49,8 @@ def updates_statistics(name: str, args: Sequence[Any]) -> bool:
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
-    __slots__ = ("composite", "hot", "inplace", "is_view", "out_names", "overload", "random",
-                 "reshapes", "row", "special", "writes", "written")  # fmt: skip
+    __slots__ = ("asserts", "composite", "hot", "inplace", "is_view", "out_names", "overload",
+                 "random", "reshapes", "row", "special", "writes", "written")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
@@ -78,6 +78,8 @@ class TorchOperator(Operator):
         )
         if self.name in STATISTICS:
             self.written = (3, 4)
+        # Whether it returns nothing, and is called for the error that it may raise.
+        self.asserts = not overload._schema.returns and not self.writes
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in overload._schema.returns
         )

@@ -71,13 +71,16 @@ class Condition(NamedTuple):
     text: str
 
 
-def check_size(holds: bool, fact: str, place: str) -> None:
+def check_size(holds: bool, text: str) -> None:
     """What a program calls to assert a fact about sizes that depend on data.
 
+    Args:
+        holds: whether it holds.
+        text: what the error says.
+
     Raises:
-        FailedCheckError: it does not hold.
+        FailedCheckError: it does not.
     """
-    text = f"{fact} does not hold, which the program relies on (at {place})."
     if isinstance(holds, torch.SymBool):  # in a trace of the program, by us or by torch's tools
         torch._check(holds, lambda: text)
     elif not holds:
@@ -190,9 +193,9 @@ class Symbols:
         if self.graph is None or not all(s in self._names
                                           for s in expr.free_symbols):  # fmt: skip
             return  # the trace has ended, or only asks itself
-        node = self.graph.call_function(
-            check_size, (self._node(expr), self.spell(expr), str(place))
-        )
+        fact = self.spell(expr)
+        text = f"{fact} does not hold, which the program relies on (at {place})."
+        node = self.graph.call_function(check_size, (self._node(expr), text))
         node.meta["place"] = place
 
     # --- what was asked
@@ -474,9 +477,11 @@ def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.f
 
 def same_size(left: Any, right: Any) -> bool:
     """Whether two sizes are known to be equal; that they are found out adds no guard."""
-    if isinstance(left, int) or isinstance(right, int):
-        return isinstance(left, int) and isinstance(right, int) and left == right
-    return bool(left.node.expr == right.node.expr)
+    return bool(_expression(left) == _expression(right))
+
+
+def _expression(size: Any) -> Any:
+    return size if isinstance(size, int) else size.node.expr
 
 
 def same_number(left: Any, right: Any) -> bool:

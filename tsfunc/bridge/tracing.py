@@ -307,7 +307,8 @@ def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: 
     values = [x.value if isinstance(x, TraceTracer) else x for x in found]
     for symbol, i, dim in symbols_in(values, fresh):
         if dim is None:
-            level.symbols.born(symbol, node, node.name, values[i])
+            at = _item(node, i, level) if isinstance(results, list | tuple) else node
+            level.symbols.born(symbol, at, at.name, values[i])
         else:
             at = found[i].node
             level.symbols.born(symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]")

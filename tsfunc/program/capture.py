@@ -133,8 +133,9 @@ class _Trace:
     def _call(self, traced: list[Any]) -> Any:
         request, held = self.request, self.instances.held
         args, kwargs = pytrees.unflatten(request.tree, traced)
+        mode = torch.set_grad_enabled(torch.is_grad_enabled())  # what the function leaves is undone
         try:
-            with Lifting(self.level, held.grad_of), self.instances, no_seeding(request.what):
+            with mode, Lifting(self.level, held.grad_of), self.instances, no_seeding(request.what):
                 out = request.func(*args, **kwargs)
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)

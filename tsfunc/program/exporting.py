@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import optree
 import torch
 import torch.fx
 
@@ -119,8 +120,31 @@ def _shapes(program: Program, form: CallForm, names: Sequence[str], given: bool)
             shapes[position] = torch.export.Dim.DYNAMIC
     for spec in form.inputs:
         shapes[spec.position] = {i: _dim(dim, dims, given) for i, dim in enumerate(spec.dims)}
-    args, kwargs = pytrees.unflatten(form.tree, shapes)
-    return {**dict(zip(names, args, strict=True)), **kwargs}
+    args, kwargs = pytrees.unflatten(form.tree, [_Shape(each) for each in shapes])
+    return {
+        **{name: _as_given(arg) for name, arg in zip(names, args, strict=True)},
+        **{name: _as_given(arg) for name, arg in kwargs.items()},
+    }
+
+
+class _Shape:
+    """The dynamic dims of one leaf, while the containers around it are built."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _as_given(tree: Any) -> Any:
+    """Containers of dynamic dims as torch.export takes them: objects as lists of their entries."""
+    if isinstance(tree, _Shape):
+        return tree.value
+    if isinstance(tree, dict):
+        return {key: _as_given(item) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        entries = [_as_given(item) for item in tree]
+        named = optree.is_namedtuple_instance(tree)
+        return type(tree)(*entries) if named else type(tree)(entries)
+    return [_as_given(child) for child in pytrees.children_of(tree)]
 
 
 def _dim(dim: Any, dims: Mapping[str, Any], given: bool) -> Any:

@@ -75,12 +75,19 @@ class InputSpec:
 
 def sizes_of_call(inputs: Sequence[InputSpec]) -> dict[str, int]:
     """The size of each named dim in the call that was traced."""
-    return {
+    sizes = {
         dim.name: size
         for spec in inputs
         for dim, size in zip(spec.dims, spec.example.shape, strict=True)
         if isinstance(dim, Dim)
     }
+    examples = {spec.position: spec.example for spec in inputs}
+    for position, k, expression, name in solving_order(inputs, sizes):
+        factors = None if name is None else solved_for(expression.text, name)
+        if name is not None and factors is not None:
+            slope, rest = (DimExpr(text).evaluate(sizes) for text in factors)
+            sizes[name] = (examples[position].shape[k] - rest) // slope
+    return sizes
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Surroundings:
                 self._object("self", code.__self__)
                 self.scan(code.__func__)
             elif isinstance(code, torch.nn.Module):
-                self.scan(type(code).forward)
+                self.scan(inspect.getattr_static(type(code), "forward"))
             elif is_instance(code):
                 self.scan(inspect.getattr_static(type(code), "__call__", None))
             else:

@@ -126,7 +126,7 @@ class _Check:
     def _again(self, rerun: Rerun, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         if isinstance(node.target, ControlFlow):
             return dict(_items(node, rerun))
-        if node.meta.get("reads_data"):  # anew it would find other numbers
+        if _reads_data(node):  # anew it would find other numbers
             said = node.meta.get("val")
             if said is None and "number" not in node.meta:
                 return dict(_items(node, rerun))
@@ -140,11 +140,22 @@ class _Check:
             self._fail(node, f"it can't be computed: {type(error).__name__}: {error}")
 
 
+def _reads_data(node: torch.fx.Node) -> bool:
+    """Whether the sizes of the results, or numbers among them, depend on data.
+
+    What an operator finds in data that it has seen before is no news to the trace.
+    """
+    op = node.meta.get("op")
+    tagged = isinstance(op, TorchOperator) and torch.Tag.dynamic_output_shape in op.overload.tags
+    return tagged or bool(node.meta.get("reads_data"))
+
+
 def _items(node: torch.fx.Node, rerun: Rerun) -> Iterator[tuple[Any, Any]]:
-    """The results of control flow, by their numbers, as the trace has noted them."""
+    """The results of a call of several, by their numbers, as the trace has noted them."""
     for user in node.users:
         if user.target is operator.getitem:
-            yield user.args[1], rerun.like(user.meta["val"])
+            said = user.meta.get("val")
+            yield user.args[1], user.meta.get("number") if said is None else rerun.like(said)
 
 
 _NUMBERS = ("int", "float", "bool", "number")

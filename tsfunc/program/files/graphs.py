@@ -26,11 +26,13 @@ from tsfunc.bridge.control_flow import ControlFlow
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.bridge.schemas import name_of
 from tsfunc.bridge.size_forms import form_of_size
+from tsfunc.bridge.symbols import check_size
 from tsfunc.program.files.control import decode_control, encode_control
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.node_types import NodeTypes, encode_type
 from tsfunc.program.files.operators import (
     NAMES_OF_FUNCTIONS,
+    NOTHING,
     NUMBER,
     TENSOR,
     Kind,
@@ -46,6 +48,8 @@ from tsfunc.program.printing import line_of
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 # What generated code calls the list that it is called with.
 _RESERVED = frozenset({"args"})
+# What a file has for the checks of sizes that depend on data.
+_ASSERTION = "aten::_assert_scalar"
 _FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
 _OPTIONAL = ("type", "number", "line", *_FLAGS)
 
@@ -116,6 +120,8 @@ def _encode_node(
         }
     elif isinstance(op, TorchOperator):
         called = {"operator": op.name}
+    elif target is check_size:
+        called = {"operator": _ASSERTION}
     elif "::" in name_of(target):
         called = {"operator": name_of(target)}
     elif target in NAMES_OF_FUNCTIONS:
@@ -239,6 +245,8 @@ class GraphReader:
         wrong = misfit(signature, args, kwargs, self._kinds.__getitem__)
         if wrong is not None:
             field.fail(wrong)
+        if op.name == _ASSERTION and len(args) == 2:
+            return NOTHING, self.graph.create_node("call_function", check_size, args, name=name)
         node = self.graph.create_node("call_function", op.overload, args, kwargs, name=name)
         node.meta["op"] = op
         return kind_of_results(signature), node

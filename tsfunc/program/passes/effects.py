@@ -32,7 +32,8 @@ def is_random(node: torch.fx.Node) -> bool:
 
 def checks(node: torch.fx.Node) -> bool:
     """Whether the node asserts something when the program runs."""
-    return node.target is check_size
+    op = node.meta.get("op")
+    return node.target is check_size or bool(op is not None and op.asserts)
 
 
 def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:

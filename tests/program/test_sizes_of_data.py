@@ -1,0 +1,126 @@
+"""Sizes and numbers that depend on data, in programs, in files, and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tsfunc
+from tsfunc.errors import FailedCheckError
+
+
+def head(x: Tensor, n: Tensor) -> Tensor:
+    k: Any = n.item()
+    torch._check(k >= 2)
+    return x[:k]
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """The number of rows depends on data, until it is added to what has as many."""
+    found = x.nonzero()
+    return torch.ones(found.shape[0], 3) + torch.arange(x.shape[0]).view(-1, 1)
+
+
+def asked_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    mask = x > 0
+    return x[mask].sort()[0], mask.nonzero()[:, 0]
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...]]] = {
+    "item": (head, (torch.arange(5.0), torch.tensor(3)), (torch.arange(5.0), torch.tensor(4))),
+    "replaced": (rows_of, (torch.ones(4),), (torch.full((4,), 2.0),)),
+    "seen before": (asked_twice, (torch.tensor([1.0, -1, 2]),), (torch.tensor([-1.0, -1, 2]),)),
+}
+
+
+@pytest.mark.parametrize(("f", "first", "second"), CASES.values(), ids=CASES)
+def test_programs_and_files(
+    f: Callable[..., Any], first: tuple[Tensor, ...], second: tuple[Tensor, ...], tmp_path: Path
+) -> None:
+    program = tsfunc.specialize(f)
+    program(*first)
+    program.program.verify()
+    program.save(tmp_path / "f.tsf")
+    for g in (program, tsfunc.load(tmp_path / "f.tsf")):
+        for args in (first, second):
+            torch.testing.assert_close(g(*args), f(*args))
+
+
+def test_a_file_checks_what_its_program_relies_on(tmp_path: Path) -> None:
+    program = tsfunc.specialize(head)
+    program(torch.arange(5.0), torch.tensor(3))
+    program.save(tmp_path / "f.tsf")
+    loaded = tsfunc.load(tmp_path / "f.tsf")
+    for g in (program, loaded):
+        with pytest.raises(FailedCheckError, match=r"item_default >= 2 does not hold"):
+            g(torch.arange(5.0), torch.tensor(1))
+    loaded.save(tmp_path / "again.tsf")
+    assert tsfunc.load(tmp_path / "again.tsf")(torch.arange(5.0), torch.tensor(2)).shape == (2,)
+
+
+def test_numbers_among_the_results_of_an_operator() -> None:
+    @torch.library.custom_op("tsfunc_tests::bounds", mutates_args=())
+    def bounds(x: Tensor) -> tuple[int, int]:
+        return int(x.min()), int(x.max())
+
+    @bounds.register_fake
+    def _(x: Tensor) -> Any:
+        size = torch.library.get_ctx().new_dynamic_size
+        return size(), size()
+
+    def between(x: Tensor, y: Tensor) -> Tensor:
+        low, high = torch.ops.tsfunc_tests.bounds(x)
+        return y[low:high]
+
+    program = tsfunc.specialize(between)
+    y = torch.arange(9.0)
+    for x in (torch.tensor([2, 5]), torch.tensor([0, 8])):
+        torch.testing.assert_close(program(x, y), y[x[0] : x[1]])
+    program.program.verify()
+    assert program.cache_info().programs == 1
+
+
+def test_what_is_called_for_its_error_stays() -> None:
+    def positive(x: Tensor) -> Tensor:
+        torch._assert_async((x > 0).all(), "expected positive numbers")
+        return x.log()
+
+    program = tsfunc.specialize(positive)
+    program(torch.ones(3))
+    with pytest.raises(RuntimeError, match="expected positive numbers"):
+        program(-torch.ones(3))
+
+
+def test_what_a_function_does_to_the_grad_mode_is_undone() -> None:
+    def quiet(x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        return x * 2
+
+    program = tsfunc.specialize(quiet)
+    for _ in range(2):
+        program(torch.ones(2))
+        assert torch.is_grad_enabled()
+
+
+def test_saved_dims_that_are_solved_for(tmp_path: Path) -> None:
+    program = tsfunc.specialize(lambda x: x * 2, {"x": tsfunc.MetaTensorType(["2*n+1"])})
+    program(torch.ones(5))
+    program.save(tmp_path / "f.tsf")
+    loaded = tsfunc.load(tmp_path / "f.tsf")
+    assert [loaded(torch.ones(n)).sum().item() for n in (9, 5, 1)] == [18, 10, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_modules() -> None:
+    class Scaled(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x * 2 + y
+
+    program = tsfunc.specialize(torch.jit.script(Scaled()))
+    for x in (torch.ones(2), torch.zeros(2)):
+        torch.testing.assert_close(program(x, x), 3 * x)
