@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tsfunc import (
+    MetaTensorType,
     associative_scan,
     cond,
     fori_loop,
@@ -103,17 +104,27 @@ def test_what_a_result_needs_through_other_carries_stays() -> None:
         return fori_loop(0, 3, lambda i, c: (c[0] + c[1], c[1] + c[2], c[2] * 2, c[3]), (x,) * 4)[0]
 
     ((op, count),) = _calls(f, X)
-    assert (count, _sizes(op)) == (4, [(3, 3)])  # what it goes along counts the steps
+    assert (count, _sizes(op)) == (3, [(3, 3)])
     torch.testing.assert_close(specialize(f)(X), f(X))
 
 
-def test_a_length_is_kept_where_nothing_is_gone_along() -> None:
+def test_a_scan_of_fixed_length_goes_along_nothing_that_it_does_not_use() -> None:
     def f(x: torch.Tensor) -> Any:
         return scan(lambda c, row: (c * 2, row), x, X.exp())[0]
 
     ((op, count),) = _calls(f, X)
-    assert (count, _sizes(op)) == (2, [(1, 1)])
+    assert (count, _sizes(op)) == (1, [(1, 1)])
     torch.testing.assert_close(specialize(f)(X), X * 8)
+
+
+def test_what_alone_says_how_many_steps_there_are_stays() -> None:
+    def f(x: torch.Tensor, rows: torch.Tensor) -> Any:
+        return scan(lambda c, row: (c * 2, row), x, rows.exp())[0]
+
+    program = specialize(f, {"rows": MetaTensorType(["n"])})
+    for n in 3, 5:
+        torch.testing.assert_close(program(X, torch.ones(n)), X * 2**n)
+    assert program.cache_info().programs == 1
 
 
 def test_effects_are_kept_with_what_they_need() -> None:
