@@ -103,6 +103,10 @@ CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
         2 * X,
     ),
     "without a rule": (lambda T: T.vmap(WithoutRule.apply)(X), X * X),
+    "drawing into a tensor that is made inside": (
+        lambda T: T.vmap(lambda x: torch.empty(3).uniform_() * 0, randomness="different")(X),
+        0 * X[:, :1].expand(len(X), 3),
+    ),
     "`rrelu`": (rrelu, torch.zeros_like(X)),
     "nested tensors at several levels": (ragged, torch.zeros(2)),
     "tensors in compressed sparse layouts": (

@@ -134,6 +134,49 @@ def test_in_place_on_one_from_outside() -> None:
     same(out, w.expand(5, 6))
 
 
+@pytest.mark.parametrize("randomness", ["different", "split"])
+def test_drawn_into_what_is_made_inside(randomness: str) -> None:
+    """It becomes the batch's, with all that shares its memory."""
+
+    def drawn(x: Tensor) -> tuple[Tensor, Tensor]:
+        noise = torch.empty(6)
+        half = noise[3:]
+        assert noise.normal_() is noise
+        noise += x
+        return noise, half
+
+    noise, half = vmap(drawn, randomness=randomness)(X)
+    assert torch.equal(noise[:, 3:], half)
+    assert (noise - X).unique().numel() == 30
+    torch.testing.assert_close((noise - X).std().item(), 1.0, atol=0.5, rtol=0)
+
+    nested = vmap(
+        vmap(lambda x: torch.empty(2).uniform_(), randomness=randomness), randomness=randomness
+    )
+    assert nested(X).unique().numel() == 60
+    gradient = tsfunc.grad(lambda x: (x * torch.empty(6).exponential_()).sum())
+    assert vmap(gradient, randomness=randomness)(X).unique().numel() == 30
+
+
+@pytest.mark.parametrize("randomness", ["different", "split"])
+def test_functions_of_torch_that_draw_into_what_they_make(randomness: str) -> None:
+    normal = torch.distributions.Normal(torch.zeros(6), 1.0)
+    assert vmap(lambda x: normal.sample(), randomness=randomness)(X).unique().numel() == 30
+    moved = vmap(lambda x: torch.distributions.Laplace(x, 1.0).rsample(), randomness=randomness)
+    assert moved(X).shape == X.shape
+
+    def initial(i: Tensor) -> dict[str, Tensor]:
+        return dict(torch.nn.Linear(6, 2).named_parameters())
+
+    models = vmap(initial, randomness=randomness)(torch.arange(5))
+    assert models["weight"].unique().numel() == 60
+    assert models["weight"].abs().max() <= 6**-0.5
+    assert vmap(lambda x: torch.nn.Linear(6, 2)(x), randomness=randomness)(X).shape == (5, 2)
+    outside = torch.nn.Linear(6, 2)
+    with pytest.raises(RuntimeError, match="Cannot ask for different inplace randomness"):
+        vmap(lambda x: torch.nn.init.normal_(outside.weight), randomness=randomness)(X)
+
+
 def test_a_distribution_for_each_example() -> None:
     out: Any = vmap(lambda p: torch.bernoulli(p), randomness="different")(
         torch.tensor([0.0, 1.0])[:, None].expand(2, 50)

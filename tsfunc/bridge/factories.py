@@ -54,6 +54,10 @@ _libraries: dict[str, list[torch.library.Library]] = {}
 _lock = threading.Lock()
 
 
+# What is done before a level draws into a tensor that is not its own (``writes``).
+before_drawing: list[Callable[[Any, TracerLevel], None]] = []
+
+
 def _install(key: str, names: Sequence[str]) -> None:
     """Registers the kernels for a key; once a process."""
     with _lock:
@@ -83,6 +87,7 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     """What a factory does while a level is active."""
     name = overload._schema.name.removeprefix("aten::")
     random = name in _RANDOM_NAMES
+    inplace = random and name.endswith("_")
     rest = after(key)
 
     def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +98,9 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
             if isinstance(level, TracerLevel) and level.sees_factory(name, random):
                 if given is not None and given.depth >= level.depth:
                     break  # its tracers lead to the level, by way of their autograd
+                if inplace:
+                    for prepare in before_drawing:
+                        prepare(args[0], level)
                 with without_factory_keys():
                     return operator_of(overload).run_at(level, args, kwargs)
         if name == "scalar_tensor":  # it writes its number into what another factory makes

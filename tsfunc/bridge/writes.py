@@ -12,6 +12,7 @@ Private names used here (torch 2.11 to 2.13): ``torch._C._nn`` has the C functio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.factories import before_drawing
 from tsfunc.bridge.grad_level import GradLevel
 from tsfunc.bridge.naming import Described
 from tsfunc.bridge.operators import STATISTICS, operator_of, updates_statistics
@@ -136,6 +138,21 @@ def adopt(
         raise InplaceRefused(_outside(name, subject, level, batched, words)) from None
     except Scattered:
         raise InplaceRefused(_scattered(name, subject, level)) from None
+
+
+def _own_to_draw(target: Any, level: TracerLevel) -> None:
+    """Makes a tensor that is drawn into the level's, where each example draws its own numbers.
+
+    Where it can't be, the rule refuses the draw.
+    """
+    if not isinstance(level, BatchLevel) or type(target) not in _PLAIN:
+        return
+    if level.randomness in ("different", "split"):
+        with suppress(BornOutside, Scattered):
+            turn(kin_of(target, level), level, batched=True)
+
+
+before_drawing.append(_own_to_draw)
 
 
 def _refuse_leaf(target: torch.Tensor) -> None:
