@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tsfunc import dispatch, errors, ops
 from tsfunc.bridge.tracer import Tracer, TracerLevel
-from tsfunc.transforms import checkpoint_policies
+from tsfunc.transforms import checkpoint_policies, custom_derivatives
 from tsfunc.transforms.checkpoint import checkpoint
+from tsfunc.transforms.closure_convert import closure_convert
 from tsfunc.transforms.collectives import (
     all_gather,
     all_to_all,
@@ -23,7 +24,9 @@ from tsfunc.transforms.control.cond import cond, switch
 from tsfunc.transforms.control.loops import fori_loop, while_loop
 from tsfunc.transforms.control.scan import associative_scan, scan
 from tsfunc.transforms.control.scan import map as map  # not in __all__: it would hide Python's
-from tsfunc.transforms.custom import custom_jvp, custom_vjp, custom_vmap
+from tsfunc.transforms.custom_jvp import custom_jvp
+from tsfunc.transforms.custom_vjp import custom_gradient, custom_vjp
+from tsfunc.transforms.custom_vmap import custom_vmap, sequential_vmap
 from tsfunc.transforms.explain import CallReport, explain
 from tsfunc.transforms.files import load
 from tsfunc.transforms.forward import jvp
@@ -55,7 +58,10 @@ __all__ = [
     "axis_size",
     "checkpoint",
     "checkpoint_policies",
+    "closure_convert",
     "cond",
+    "custom_derivatives",
+    "custom_gradient",
     "custom_jvp",
     "custom_vjp",
     "custom_vmap",
@@ -88,6 +94,7 @@ __all__ = [
     "psum",
     "psum_scatter",
     "scan",
+    "sequential_vmap",
     "sparse_jacobian",
     "specialize",
     "stack_module_state",

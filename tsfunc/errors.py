@@ -76,6 +76,18 @@ class EscapedTracerError(TsfuncError, RuntimeError):
     """A traced or batched value was used after the transform that made it had ended."""
 
 
+class UndefinedRuleError(TsfuncError, RuntimeError, AttributeError):
+    """A function that was to be given a rule of the user's has none."""
+
+
+class CustomRuleError(TsfuncError, TypeError, ValueError):
+    """A rule of the user's does not return what it must."""
+
+
+class UndefinedDerivativeError(TsfuncError, RuntimeError, TypeError):
+    """A derivative is asked for of which a rule of the user's says nothing."""
+
+
 class MissingRuleError(TsfuncError, NotImplementedError):
     """An operator has no rule for a transform, and no loop can stand in for one."""
 

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from tsfunc import MetaTensorType as Meta
-from tsfunc import cond, custom_jvp, custom_vjp, custom_vmap, grad, jvp, specialize, vmap
+from tsfunc import (
+    cond,
+    custom_jvp,
+    custom_vjp,
+    custom_vmap,
+    grad,
+    jvp,
+    sequential_vmap,
+    specialize,
+    vmap,
+)
 
 X = torch.linspace(-1, 2, 5, dtype=torch.float64)
 Fn = Callable[[Tensor], Any]
@@ -209,7 +219,7 @@ def test_rules_that_are_missing_or_malformed_are_errors() -> None:
     bad.defvjp(lambda x: (x.sum(), None), lambda r, ct: (ct,))
     with pytest.raises(
         TypeError,
-        match=r"the cotangent of an argument must be of .* shape \(2,\), got .* shape \(\)",
+        match=r"the cotangent of argument x must be of .* shape \(2,\), got .* shape \(\)",
     ):
         grad(bad)(x)
     worse = custom_jvp(lambda x: x.sum())
@@ -322,6 +332,48 @@ def test_tangents_and_cotangents_of_other_types_are_errors() -> None:
     g.defvjp(lambda x: (x * 2, None), lambda _, ct: ("no",))
     with pytest.raises(TypeError, match="must be a tensor, or None for zeros; got 'no'"):
         grad(lambda x: g(x).sum())(x)
+
+
+def test_programs_keep_batching_rules() -> None:
+    f = custom_vmap(lambda x: x.sin())
+    f.def_vmap(lambda size, batched, x: (x.cos(), batched[0]))
+    program = specialize(f)
+    torch.testing.assert_close(program(X), X.sin())
+    torch.testing.assert_close(vmap(program)(X), X.cos())
+    torch.testing.assert_close(specialize(vmap(program))(X), X.cos())
+    torch.testing.assert_close(vmap(grad(program))(X), -X.sin())
+    torch.testing.assert_close(jvp(program, (X,), (X,))[1], X * X.cos())
+
+
+def test_sequential_vmap_takes_one_example_at_a_time() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    @sequential_vmap
+    def f(x: Tensor, tree: dict[str, Tensor]) -> Any:
+        seen.append(tuple(x.shape))
+        return {"y": x * tree["a"]}
+
+    for transform in (lambda f: f, specialize):
+        for in_dims, args in (((0, None), (X, {"a": X[1]})), ((None, 0), (X[1], {"a": X}))):
+            found = transform(vmap(f, in_dims=in_dims))(*args)
+            torch.testing.assert_close(found["y"], X * X[1])
+        slopes = transform(grad(lambda x: vmap(f)(x, {"a": x})["y"].sum()))(X)
+        torch.testing.assert_close(slopes, 2 * X)
+        torch.testing.assert_close(vmap(vmap(f))(X[None], {"a": X[None]})["y"], X[None] ** 2)
+    assert set(seen) == {()}
+
+
+def test_rules_of_two_kinds_on_one_function() -> None:
+    @custom_vjp
+    @custom_vmap
+    def f(x: Any) -> Any:
+        return x.sin()
+
+    f.def_vmap(lambda size, in_batched, x: (x.sin() + size, True))
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (10 * ct,))
+    assert vmap(f)(X).equal(X.sin() + len(X)) and grad(f)(X[0]) == 10
+    with pytest.raises(AttributeError, match="no attribute 'defjvp'"):
+        _ = f.defjvp
 
 
 def test_named_sizes_among_the_arguments_in_programs() -> None:

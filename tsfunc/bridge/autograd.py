@@ -10,7 +10,8 @@ the graph of the levels outside.
 Private names used here (torch 2.11 to 2.13): ``Variable._execution_engine`` runs a backward pass
 without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` says whether a dual level
 is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``,
-``forward_ad._set_fwd_grad_enabled`` switches tangents on;
+``forward_ad._set_fwd_grad_enabled`` switches tangents on; ``Node._sequence_nr`` is a node's number,
+``_C._autograd._get_sequence_nr`` the one that this thread's next node will get;
 ``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
 """
 
@@ -23,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunctionSubclass, _autograd
 from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
@@ -158,6 +159,54 @@ def reaches_other_leaves(
         return not own and (level is None or _is_of(variable, level))
 
     return _reaches(outputs, is_other)
+
+
+def is_perturbed(value: Any) -> bool:
+    """Whether somebody differentiates by a tensor, at whatever level and in whichever mode."""
+    recorded, forward = torch.is_grad_enabled(), tangents_here()
+    with DisableTorchFunctionSubclass():
+        while isinstance(value, torch.Tensor):
+            if recorded and value.requires_grad:
+                return True
+            if forward and forward_ad.unpack_dual(value).tangent is not None:
+                return True
+            value = getattr(value, "value", None) if isinstance(value, Tracer) else None
+    return False
+
+
+def next_node() -> int:
+    """The number of the node that this thread will make next."""
+    return _autograd._get_sequence_nr()
+
+
+def comes_from(value: Any, leaves: Sequence[torch.Tensor], since: int) -> bool:
+    """Whether a tensor, or what it holds for outer levels, was made of leaves of a graph.
+
+    Args:
+        since: the number of the first node that can have been made of them.
+    """
+    while isinstance(value, torch.Tensor):
+        if any(value is leaf for leaf in leaves) or _made_of(value, leaves, since):
+            return True
+        value = getattr(value, "value", None) if isinstance(value, Tracer) else None
+    return False
+
+
+def _made_of(value: torch.Tensor, leaves: Sequence[torch.Tensor], since: int) -> bool:
+    with DisableTorchFunctionSubclass():
+        pending: list[Any] = [value.grad_fn]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            if node is None or node._sequence_nr() < since:
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None and any(variable is leaf for leaf in leaves):
+                return True
+            parents = {parent for parent, _ in node.next_functions} - seen
+            seen |= parents
+            pending += parents
+    return False
 
 
 def depends_on(outputs: Sequence[torch.Tensor], leaf: torch.Tensor) -> bool:

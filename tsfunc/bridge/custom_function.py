@@ -100,7 +100,7 @@ def on_trace(record: Callable[[Any, TraceLevel, Sequence[Any]], Any]) -> None:
 def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
     """The call at one level: its own node if it records, and the levels outside within."""
     mapped = isinstance(level, BatchLevel) and cls.vmap is not _torch_vmap
-    trace = None if mapped else _trace_of(args)
+    trace = None if mapped else trace_of(args)
     if trace is not None and _record and not getattr(cls, "mapped_by_level", False):
         return _record[-1](cls, trace, args)
     if isinstance(level, TraceLevel):
@@ -151,7 +151,7 @@ def _returning_tracers(cls: Any) -> Any:
     return made
 
 
-def _trace_of(args: Sequence[Any]) -> TraceLevel | None:
+def trace_of(args: Sequence[Any]) -> TraceLevel | None:
     """The trace that some of the arguments are values of, at whatever levels inside of it."""
     for arg in args:
         while isinstance(arg, BatchTracer | GradTracer):
@@ -159,6 +159,16 @@ def _trace_of(args: Sequence[Any]) -> TraceLevel | None:
         if isinstance(arg, TraceTracer):
             return arg.dispatch_level
     return None
+
+
+def unaliased(result: Any, operands: Sequence[Any]) -> Any:
+    """A result of a ``forward`` that is no argument, nor a view of one.
+
+    Of a view torch has the tangent be one too.
+    """
+    with DisableTorchFunctionSubclass():
+        fresh = not result._is_view() and not any(result is x for x in operands)
+    return result if fresh else result.detach()
 
 
 def _lifted(arg: Any, level: TracerLevel) -> Any:

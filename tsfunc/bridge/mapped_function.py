@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Function, forward_ad
 
 from tsfunc import pytrees
+from tsfunc.bridge.autograd import tangents_here
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.grad_level import GradTracer
@@ -134,8 +135,10 @@ class MappedFunction:
     level.
 
     NOTE [results of a mapped function]
-    Where one result is batched, all that can be differentiated are: a cotangent that came for an
-    unbatched one would be the sum over the examples, and each of them would get all of it.
+    Where one result is batched, or an argument that can be differentiated by, all results that can
+    be differentiated are: a cotangent that came for an unbatched one would be the sum over the
+    examples, and each of them would get all of it. A result that does not differ from example to
+    example by its value does so by the derivative that the class gives.
 
     Attributes:
         dims: where the batch dim of each argument is.
@@ -193,7 +196,11 @@ class MappedFunction:
             self._keep(ctx, level, values, tracers)
             self.out_dims = [dim_of(x, level) for x in tracers]
             results = [value_of(x, level) for x in tracers]
-            if isinstance(level, BatchLevel):
+            by = any(
+                dim is not None and isinstance(x, torch.Tensor) and differentiable(x)
+                for x, dim in zip(values, self.dims, strict=True)
+            )
+            if isinstance(level, BatchLevel) and (by or self.batched):
                 self._batch_all(results, level.batch_size)
             return tuple(results)
 
@@ -217,10 +224,12 @@ class MappedFunction:
 
     def _batch_all(self, results: list[Any], size: int) -> None:
         """See NOTE [results of a mapped function]."""
-        for i in range(self.results if self.batched else 0):
+        for i in range(self.results):
             x = results[i]
             if self.out_dims[i] is None and isinstance(x, torch.Tensor) and differentiable(x):
-                results[i] = x.expand(size, *x.shape)
+                every = x.expand(size, *x.shape)
+                # A tangent is laid out as its result, and can't be where that is expanded.
+                results[i] = every.clone() if tangents_here() else every
                 self.out_dims[i] = 0
 
     @property

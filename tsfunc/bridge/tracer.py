@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MemberDescriptorType
@@ -123,12 +124,28 @@ def _carried_over(own: type, other: type) -> tuple[str, ...]:
     return tuple(name for name, place in places if isinstance(place, MemberDescriptorType))
 
 
+class _Substituted(threading.local):
+    """What the code on this thread sees in the places of tensors: ``seen_as``."""
+
+    def __init__(self) -> None:
+        self.values: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        found = self.values.get(id(value))
+        return value if found is None else found[1]
+
+
+substituted: Final = _Substituted()
+
+
 def seen_here(value: Any) -> Any:
     """A tensor as the code that runs is to see it: taken in by levels in the place of others.
 
     The outer levels' first: what an inner one makes of a tensor has to hold what they made of it.
     """
     if isinstance(value, torch.Tensor):
+        if substituted.values:
+            value = substituted.of(value)
         settle(value)
         for level in tls.state.levels:
             if isinstance(level, StandIn):

@@ -9,7 +9,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.testing.laws import inner, same
-from tsfunc.transforms.custom import custom_jvp
+from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap

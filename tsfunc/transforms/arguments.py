@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.tracer import (
     Tracer,
     TracerLevel,
@@ -71,6 +72,20 @@ def level_of(values: Any) -> TracerLevel | None:
     if found is None or (current is not None and current.depth >= found.depth):
         return current
     return found
+
+
+def traced_inputs(
+    primals: Sequence[torch.Tensor], level: TracerLevel | None
+) -> Sequence[torch.Tensor]:
+    """Tensors to differentiate by at a level inside of a trace as values of the trace.
+
+    A constant of the level could not be an operand of the program's control flow and stay the
+    tensor that is differentiated by.
+    """
+    trace = current_trace()
+    if trace is None or level is None or level is trace:
+        return primals
+    return [x if isinstance(x, Tracer) else trace.lift(x) for x in primals]
 
 
 def refuse_unseen(outputs: Sequence[torch.Tensor], level: TracerLevel | None) -> None:

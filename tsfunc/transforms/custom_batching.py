@@ -23,6 +23,7 @@ from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.lanes import batched_value, is_recorded
 from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.bridge.tracer import innermost_level, seen_here
+from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
@@ -62,7 +63,7 @@ def call_rule(
         in_batched = list(pytrees.unflatten(tree, flags))
         found = rule(level.batch_size, in_batched, *pytrees.unflatten(tree, filled))
         if not isinstance(found, tuple | list) or len(found) != 2:
-            raise TypeError(
+            raise CustomRuleError(
                 f"{what} must return a pair, the result of all examples and what of it is "
                 f"batched, got {type(found).__name__}."
             )
@@ -71,7 +72,7 @@ def call_rule(
         try:
             flat = pytrees.broadcast_prefix(found[1], found[0], lambda x: isinstance(x, bool))
         except ValueError:
-            raise TypeError(
+            raise CustomRuleError(
                 f"{what} must return, beside the result, a pytree of bools that is a prefix of "
                 f"it, got {found[1]!r}."
             ) from None
@@ -86,7 +87,7 @@ def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: i
     for value, flag in zip(out, batched, strict=True):
         if flag and (not isinstance(value, torch.Tensor) or value.shape[:1] != (size,)):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(
+            raise CustomRuleError(
                 f"{what} says that a result is batched: then its first dim must be {size}, the "
                 f"number of examples; got {shape}."
             )
@@ -159,6 +160,7 @@ class _Recorded(Function):
         ctx.plan = plan
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
         with outside_graph(grad_mode):
             outs = tuple(x for x in plan.run(tensors) if isinstance(x, torch.Tensor))
         ctx.mark_non_differentiable(*[x for x in outs if not differentiable(x)])

@@ -1,20 +1,34 @@
-"""What functions with rules of the user's have in common: a call's arguments, and its checks."""
+"""What functions with rules of the user's have in common: a call's operands, and its checks.
+
+A call is an ``autograd.Function`` of its operands: the tensors among the arguments to
+differentiate by, those among the other arguments, and what the rules close over
+(NOTE [hidden operands] in ``bridge/seen_as``). Of the last two a rule says nothing. A derivative by
+them is an error if the result depends on them, which is known when the function has run.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.autograd import tangents_here
-from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.tracer import Tracer
+from tsfunc.bridge.autograd import differentiates_here, is_perturbed, outside_graph
+from tsfunc.bridge.custom_function import trace_of, unaliased
+from tsfunc.bridge.seen_as import seen_as
+from tsfunc.bridge.tracer import seen_here
 from tsfunc.bridge.tracing import SYMBOLIC
+from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
+from tsfunc.transforms.closed_over import closed_over
+from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 from tsfunc.transforms.vmap_spec import name_of
 
 
@@ -24,94 +38,260 @@ class Result:
 
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def smooth(self) -> bool:
         """Whether it is of a type that has derivatives."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
+    def zero(self, symbolic: bool = False) -> Any:
+        if symbolic:
+            return SymbolicZero(self.shape, self.dtype)
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
 
 @dataclass(eq=False)
 class Call:
-    """A call's arguments apart: the tensors, and what they stand among."""
+    """A call of a function with a rule: what its operands stand among, and what it returned.
 
-    function: Any
-    leaves: list[Any]
-    tree: Any
-    places: list[int]
+    Attributes:
+        rule: the function.
+        leaves: of the arguments to differentiate by, and after them of the others; None for
+            operands and sizes.
+        tree: their structures, as a pair.
+        places: where the operands stand among the leaves, as far as they do.
+        count: how many operands are differentiated by; they come first.
+        sized: where sizes of named dims stand among the leaves. In a program they are others each
+            time.
+        closed: the tensors that the rules close over, for which operands come after the others.
+        perturbed: for each operand whether somebody differentiates by it.
+    """
+
+    rule: Rule
+    leaves: Sequence[Any]
+    tree: tuple[Any, Any]
+    places: Sequence[int]
+    count: int
+    sized: Sequence[int]
+    closed: Sequence[torch.Tensor]
+    perturbed: Sequence[bool] = ()
     out_tree: Any = None
     out_places: tuple[int, ...] = ()
     out_leaves: tuple[Any, ...] = ()
     results: tuple[Result, ...] = ()
-    sized: tuple[int, ...] = ()
-    fixed_sized: tuple[int, ...] = ()
 
-    def taking(self, sizes: Sequence[Any]) -> Call:
-        """The call, with the sizes of named dims among its arguments as they are now.
+    @property
+    def hidden(self) -> Sequence[bool]:
+        """For each operand that is not differentiated by, whether somebody does all the same."""
+        return self.perturbed[self.count :]
 
-        In a program they are others each time, and so arguments of the ``autograd.Function``.
-        """
-        for place, size in zip(self.sized, sizes, strict=False):
-            self.leaves[place] = size
-        if self.fixed_sized:
-            rule, fixed = self.function
-            leaves, tree = pytrees.flatten(fixed)
-            for place, size in zip(self.fixed_sized, sizes[len(self.sized) :], strict=True):
-                leaves[place] = size
-            self.function = rule, pytrees.unflatten(tree, leaves)
-        return self
+    def arguments(self, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, Any]:
+        """The arguments that are not differentiated by, and the others."""
+        rest, fixed = self.tree
+        leaves = self._filled(sizes, operands)
+        at = rest.num_leaves
+        return pytrees.unflatten(fixed, leaves[at:]), pytrees.unflatten(rest, leaves[:at])
 
-    def arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments with other tensors in the places of theirs."""
+    def _filled(self, sizes: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
+        for place, tensor in zip(self.places, operands, strict=False):
             leaves[place] = tensor
-        found: tuple[Any, ...] = pytrees.unflatten(self.tree, leaves)
-        return found
+        for place, size in zip(self.sized, sizes, strict=True):
+            leaves[place] = size
+        return leaves
 
-    def kept(self, out: Any) -> tuple[Any, ...]:
+    def of_rest(self, tensors: Sequence[Any], other: Callable[[Any], Any]) -> Any:
+        """The arguments with others in the places of the tensors, and of what is none."""
+        leaves = [other(leaf) for leaf in self.leaves[: self.tree[0].num_leaves]]
+        for place, tensor in zip(self.places[: self.count], tensors, strict=True):
+            leaves[place] = tensor
+        return pytrees.unflatten(self.tree[0], leaves)
+
+    def seeing(self, operands: Sequence[Any]) -> AbstractContextManager[None]:
+        """The rules see operands in the places of what they close over."""
+        first = len(self.places)
+        return seen_as(self.closed, operands[first : first + len(self.closed)])
+
+    def watched(
+        self, func: Callable[[Any, Any], Any], sizes: Sequence[Any], operands: Sequence[Any]
+    ) -> tuple[Any, bool]:
+        """Calls the function, or its ``fwd`` rule, in an ``autograd.Function``'s forward.
+
+        Returns:
+            What it returned, and whether that depends on what is not differentiated by.
+        """
+        with self.seeing(operands):
+            if not any(self.hidden):
+                found = func(*self.arguments(sizes, operands))
+                return pytrees.tree_map(seen_here, found), False
+            own = [x.detach() for x in operands[: self.count]]
+            with outside_graph(True), _watching():
+                found = func(*self.arguments(sizes, (*own, *operands[self.count :])))
+                leaves, tree = pytrees.flatten(pytrees.tree_map(seen_here, found))
+                depends = any(map(is_perturbed, leaves))
+        cut = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
+        return pytrees.unflatten(tree, cut), depends
+
+    def kept(self, out: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
         """The tensors of a result; its structure is remembered."""
         leaves, self.out_tree = pytrees.flatten(out)
         self.out_places = tuple(
             i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
         )
-        tensors = tuple(leaves[i] for i in self.out_places)
-        self.results = tuple(Result(x.shape, x.dtype) for x in tensors)
+        tensors = tuple(unaliased(leaves[i], operands) for i in self.out_places)
+        self.results = tuple(Result(x.shape, x.dtype, x.device) for x in tensors)
         self.out_leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         return tensors
 
-    def result(self, tensors: Sequence[Any]) -> Any:
+    def result(self, tensors: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> Any:
         """A result of the remembered structure."""
-        leaves = list(self.out_leaves)
+        leaves = [other(leaf) for leaf in self.out_leaves]
         for place, tensor in zip(self.out_places, tensors, strict=True):
             leaves[place] = tensor
         return pytrees.unflatten(self.out_tree, leaves)
 
-    def flat_tangents(self, tangents: Sequence[Any], primals: Sequence[Any]) -> list[Any]:
-        """Zeros where there is no tangent."""
-        return [
-            torch.zeros_like(x) if t is None else t for t, x in zip(tangents, primals, strict=True)
-        ]
+    def name(self, place: int) -> str:
+        """The user's name of a leaf among the arguments that are differentiated by."""
+        number, *path = self.tree[0].paths()[place]
+        name = self.rule.parameter(number)
+        return name + "".join(f"[{key!r}]" for key in path)
+
+    def refuse_hidden(self) -> None:
+        raise UndefinedDerivativeError(_undefined(self))
 
 
-def apart(function: Any, args: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...], list[torch.Tensor]]:
-    """A call, the sizes of named dims among its arguments, and the tensors."""
-    leaves, tree = pytrees.flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    tensors = [leaves[i] for i in places]
-    rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    fixed = pytrees.leaves_of(function[1])
-    call = Call(function, rest, tree, places)
-    call.sized = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, SYMBOLIC))
-    call.fixed_sized = tuple(i for i, leaf in enumerate(fixed) if isinstance(leaf, SYMBOLIC))
-    sizes = (*(leaves[i] for i in call.sized), *(fixed[i] for i in call.fixed_sized))
-    return call, sizes, tensors
+pytrees.add_leaf(Call)  # no container of the tensors that it holds
+
+
+def _undefined(call: Call) -> str:
+    rule = call.rule
+    return (
+        f"{rule.what}: the result of {rule.name} depends on a tensor by which it is to be "
+        f"differentiated, and which its rule says nothing of: it is closed over, or among the "
+        f"arguments that nondiff_argnums name. Pass it as an argument that is differentiated by "
+        f"(closure_convert finds what a function closes over), or cut it off with stop_gradient."
+    )
+
+
+class _Undefined(Function):
+    """A tensor that depends on others, of which a derivative is an error."""
+
+    @staticmethod
+    def forward(call: Call, *tensors: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        if cotangent is not None:
+            ctx.call.refuse_hidden()
+        return (None,) * len(ctx.needs_input_grad)
+
+    @staticmethod
+    def jvp(ctx: Any, _call: Any, *tangents: Any) -> Any:
+        return torch.zeros(())
+
+
+class RuleFunction(Function):
+    """The call of a function with a rule, for the tensors that are differentiated by."""
+
+    @classmethod
+    def outline(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+        """What it returns, without its derivative: in a trace, where no rule is asked yet."""
+        with call.seeing(operands):
+            fixed, rest = call.arguments(sizes, operands)
+            out = call.rule.func(*call.rule.whole(fixed, rest))
+            return call.kept(pytrees.tree_map(seen_here, out), operands)
+
+    @classmethod
+    def called(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+        """A call in a program, when that runs."""
+        expected = call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]
+        call = dataclasses.replace(call)
+        found = cls.run(call, sizes, operands)
+        if (call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]) != expected:
+            raise CustomRuleError(
+                f"{call.rule.what}: {call.rule.name} and its rule return results of other "
+                f"structures, types or ranks: {expected[0]} of {_spelled(expected[1])}, and "
+                f"{call.out_tree} of {_spelled((x.dtype, len(x.shape)) for x in call.results)}."
+            )
+        return found
+
+    @classmethod
+    def run(cls, call: Call, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
+        """The call on tensors; in a trace it is recorded."""
+        found: tuple[Any, ...]
+        if trace_of(operands) is not None:
+            found = apply(cls, call, sizes, *operands)
+            return found
+        call.perturbed = [is_perturbed(x) for x in operands]
+        if not is_differentiated(call):
+            return cls.outline(call, sizes, *operands)
+        if any(call.hidden):
+            pairs = zip(operands[call.count :], call.hidden, strict=True)
+            guard = apply(_Undefined, call, *[x for x, hidden in pairs if hidden])
+            operands = (*operands, guard)
+        found = apply(cls, call, sizes, *operands)
+        return found
+
+    @staticmethod
+    def others(call: Call, operands: Sequence[Any], depends: bool) -> list[Any]:
+        """The cotangents of the operands that are not differentiated by: an error at the guard."""
+        found: list[Any] = [None] * (len(operands) - call.count)
+        if depends:
+            found[-1] = torch.zeros_like(operands[-1])
+        return found
+
+
+def is_differentiated(call: Call) -> bool:
+    """Whether somebody differentiates by an operand that the rule is to be asked for.
+
+    Where nobody of ours differentiates, what is closed over are parameters: if these are all that
+    is recorded, the function has its own derivative.
+    """
+    if any(call.perturbed[: call.count]):
+        return True
+    return any(call.hidden) and differentiates_here() and not _watched.depth
+
+
+class _Watched(threading.local):
+    """How many functions run on this thread to see whether they depend on what is hidden.
+
+    What they call by tensors that nobody differentiates by has its own derivative meanwhile.
+    """
+
+    depth = 0
+
+
+_watched = _Watched()
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    _watched.depth += 1
+    try:
+        yield
+    finally:
+        _watched.depth -= 1
+
+
+def _spelled(types: Any) -> str:
+    return ", ".join(f"{dtype} of {rank} dims" for dtype, rank in types) or "no tensors"
+
+
+_METHODS = frozenset({"defvjp", "defjvp", "defjvps", "def_vmap"})
 
 
 class Rule:
     """What the three have in common: a function, and arguments that it is not mapped over."""
 
     what = "custom_rule"
+    kind: type[RuleFunction]
 
     def __init__(
         self,
@@ -119,7 +299,8 @@ class Rule:
         nondiff_argnums: int | Sequence[int] = (),
         nondiff_argnames: str | Sequence[str] = (),
     ) -> None:
-        functools.update_wrapper(self, func, updated=())
+        if hasattr(func, "__name__"):
+            functools.update_wrapper(self, func, updated=())
         self.func = func
         self.name = name_of(func)
         try:
@@ -147,7 +328,12 @@ class Rule:
                     f"{', '.join(kwargs)} could be given a position. Give them by position."
                 )
             return args
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{self.what}: the arguments do not fit {self.name}{self.signature}: {error}."
+            ) from None
         bound.apply_defaults()
         without = [name for name in bound.kwargs if name in kwargs]
         if without:
@@ -159,6 +345,11 @@ class Rule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS and "func" in vars(self):
+            return getattr(self.func, name)  # of a function with a rule of another kind inside
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -172,15 +363,53 @@ class Rule:
 
     def whole(self, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, ...]:
         """All arguments again."""
-        places = {n % (len(fixed) + len(rest)) for n in self.nondiff_argnums}
-        remaining, kept = iter(rest), iter(fixed)
         count = len(fixed) + len(rest)
+        places = {n % count for n in self.nondiff_argnums} if count else set()
+        remaining, kept = iter(rest), iter(fixed)
         return tuple(next(kept if i in places else remaining) for i in range(count))
 
-    def missing(self, method: str) -> RuntimeError:
-        return RuntimeError(
+    def parameter(self, number: int) -> str:
+        """The name of an argument that is differentiated by."""
+        names = [] if self.signature is None else [*self.signature.parameters]
+        count = max(len(names), number + len(self.nondiff_argnums) + 1)
+        places = {n % count for n in self.nondiff_argnums}
+        own = [names[i] if i < len(names) else str(i) for i in range(count) if i not in places]
+        return own[number]
+
+    def missing(self, method: str) -> UndefinedRuleError:
+        return UndefinedRuleError(
             f"{self.what}: {self.name} has no rule yet. Give it one with @{self.name}.{method}."
         )
+
+    def functions(self) -> Sequence[Any]:
+        """The function and its rules, which may close over tensors."""
+        return (self.func,)
+
+    def differentiated(self, args: tuple[Any, ...]) -> Any:
+        """The call as one that somebody may differentiate."""
+        args = pytrees.tree_map(seen_here, args)
+        call, sizes, operands = self.prepared(args)
+        if trace_of(operands) is None:
+            call.perturbed = [is_perturbed(x) for x in operands]
+            if not is_differentiated(call):
+                return self.func(*args)
+        return call.result(self.kind.run(call, sizes, operands))
+
+    def prepared(self, args: tuple[Any, ...]) -> tuple[Call, Sequence[Any], Sequence[Any]]:
+        """A call, the sizes of named dims among its arguments, and its operands."""
+        fixed, rest = self.fixed(args)
+        leaves, tree = pytrees.flatten(rest)
+        others, fixed_tree = pytrees.flatten(fixed)
+        leaves += others
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        sized = [i for i, leaf in enumerate(leaves) if isinstance(leaf, SYMBOLIC)]
+        tensors, sizes = [leaves[i] for i in places], [leaves[i] for i in sized]
+        for i in (*places, *sized):
+            leaves[i] = None
+        closed = closed_over((*self.functions(), *leaves))
+        count = sum(i < tree.num_leaves for i in places)
+        call = Call(self, leaves, (tree, fixed_tree), places, count, sized, closed)
+        return call, tuple(sizes), (*tensors, *map(seen_here, closed))
 
 
 def apply(function: Any, *args: Any) -> Any:
@@ -188,37 +417,33 @@ def apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
-def structure_error(what: str, expected: Any, got: Any) -> TypeError:
-    return TypeError(
+def zero_of(leaf: Any) -> Any:
+    """The tangent of what is no tensor."""
+    return zero_from_primal(leaf)
+
+
+def structure_error(what: str, expected: Any, got: Any) -> CustomRuleError:
+    return CustomRuleError(
         f"{what} must have the structure {pytrees.structure_of(expected)}, got "
         f"{pytrees.structure_of(got)}."
     )
 
 
-def is_differentiated(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether somebody may differentiate by one of the tensors, at whatever level; a trace may."""
-    if tangents_here() or current_trace() is not None:
-        return True
-    return torch.is_grad_enabled() and any(_is_recorded(x) for x in tensors)
+def alike(what: str, value: Any, like: Any, *, none: str = "") -> Any:
+    """A tangent or cotangent that must be of a tensor's shape and type; None for zeros.
 
-
-def _is_recorded(value: Any) -> bool:
-    while isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            return True
-        value = getattr(value, "value", None) if isinstance(value, Tracer) else None
-    return False
-
-
-def check_alike(what: str, got: Sequence[Any], want: Sequence[Any]) -> None:
-    """Raises where tensors are not of the shapes and types that they must have; None is any."""
-    for value, like in zip(got, want, strict=True):
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{what} must be a tensor, or None for zeros; got {value!r}.")
-        if value.shape != like.shape or value.dtype != like.dtype:
-            raise TypeError(
-                f"{what} must be of {like.dtype} and of shape {tuple(like.shape)}, got "
-                f"{value.dtype} of shape {tuple(value.shape)}."
-            )
+    Raises:
+        CustomRuleError: it is not.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int | float | complex) and not like.shape:
+        return Result(like.shape, like.dtype, like.device).zero() + value
+    if not isinstance(value, torch.Tensor | SymbolicZero):
+        raise CustomRuleError(f"{what} must be a tensor, or None for zeros; got {value!r}.")
+    if value.shape != like.shape or value.dtype != like.dtype:
+        raise CustomRuleError(
+            f"{what} must be of {like.dtype} and of shape {tuple(like.shape)}, got "
+            f"{value.dtype} of shape {tuple(value.shape)}.{none}"
+        )
+    return None if isinstance(value, SymbolicZero) else value

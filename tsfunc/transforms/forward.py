@@ -22,7 +22,13 @@ from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
 from tsfunc.bridge.grad_level import GradLevel, unwrapped
 from tsfunc.bridge.tracer import TracerLevel, all_seen_here
-from tsfunc.transforms.arguments import flatten_output, level_of, refuse_unseen, split_aux
+from tsfunc.transforms.arguments import (
+    flatten_output,
+    level_of,
+    refuse_unseen,
+    split_aux,
+    traced_inputs,
+)
 from tsfunc.transforms.reverse import vjp
 
 
@@ -161,7 +167,8 @@ def _push(
     """Runs the function on dual numbers of the level."""
     api = "jvp(f, primals, tangents)"
     with autograd.dual_level(level):
-        duals = [autograd.make_dual(x, t, level) for x, t in zip(flat, directions, strict=True)]
+        pairs = zip(traced_inputs(flat, level), directions, strict=True)
+        duals = [autograd.make_dual(x, t, level) for x, t in pairs]
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)
         refuse_unseen(leaves, level)

@@ -33,6 +33,7 @@ from tsfunc.transforms.arguments import (
     like,
     refuse_unseen,
     split_aux,
+    traced_inputs,
     with_chosen,
 )
 
@@ -101,7 +102,7 @@ def record(
     outer_grad = torch.is_grad_enabled()
     outer_inputs = any(autograd.requires_grad(x, level) for x in primals)
     with autograd.recording(level):
-        inputs = [autograd.fresh_input(x, level) for x in primals]
+        inputs = [autograd.fresh_input(x, level) for x in traced_inputs(primals, level)]
         outputs, rest = func(inputs)
         refuse_unseen(outputs, level)
         outputs = [autograd.lift(out, level) for out in outputs]

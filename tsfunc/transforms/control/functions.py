@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel
-from tsfunc.bridge.bodies import Wrapping, arranged, needed_layers, peeled
+from tsfunc.bridge.bodies import Layer, Wrapping, arranged, needed_layers, peeled
 from tsfunc.bridge.collectives import named_axes
 from tsfunc.bridge.control_flow import TracedBody, call, common
 from tsfunc.bridge.custom_function import on_trace, torch_apply
+from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.operators import Operator
@@ -64,7 +66,8 @@ class FunctionCall(Operator):
         tensors, sizes = operands[: len(self.places)], operands[len(self.places) :]
 
         def run(*tensors: Any) -> tuple[Any, ...]:
-            leaves = pytrees.leaves_of(self.function.apply(*self.filled((*tensors, *sizes))))
+            call_of = getattr(self.function, "called", self.function.apply)
+            leaves = pytrees.leaves_of(call_of(*self.filled((*tensors, *sizes))))
             return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
         for mapped in self.maps:
@@ -91,15 +94,32 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     for value in given:
         x = as_traced(value, trace)
         tensors.append(arranged(x, common([needed_layers(x)])))
-    body = TracedBody(trace, lambda *xs: torch_apply(function, *op.filled((*xs, *sizes))), tensors)
+    outline = getattr(function, "outline", functools.partial(torch_apply, function))
+    body = TracedBody(trace, lambda *xs: outline(*op.filled((*xs, *sizes))), tensors)
+    batched = _batched_layers(tensors)
     wanted = [
-        common([needed]) if isinstance(leaf, torch.Tensor) else None
+        common([needed, batched if differentiable(leaf) else {}])
+        if isinstance(leaf, torch.Tensor)
+        else None
         for leaf, needed in zip(body.leaves, body.batched(), strict=True)
     ]
     results = [result for result in body.end(wanted) if result is not None]
     op.maps = _maps(trace, [peeled(x)[1] for x in tensors], [result.wrapping for result in results])
     numbers = [trace.sizes(size) for size in sizes]
     return filled(body, call(op, trace, tensors, numbers, results))
+
+
+def _batched_layers(tensors: Sequence[Any]) -> dict[int, Layer]:
+    """The batch dims of arguments that can be differentiated by: those of all results.
+
+    Results depend on these by the derivative that the function gives, if not by their values: see
+    NOTE [results of a mapped function].
+    """
+    found: dict[int, Layer] = {}
+    for x in tensors:
+        if differentiable(x):
+            found |= {d: layer for d, layer in needed_layers(x).items() if layer.bdim is not None}
+    return found
 
 
 def _maps(

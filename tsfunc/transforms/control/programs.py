@@ -28,8 +28,9 @@ from tsfunc.bridge.control_flow import (
     operands_of,
 )
 from tsfunc.bridge.symbols import same_number
-from tsfunc.bridge.tracer import seen_here
-from tsfunc.bridge.tracing import TraceLevel
+from tsfunc.bridge.tracer import Tracer, TracerLevel, seen_here
+from tsfunc.bridge.tracing import TraceLevel, is_traced
+from tsfunc.dispatch.state import tls
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.operators import (
     AssociativeScan,
@@ -99,6 +100,10 @@ def _trace() -> TraceLevel:
     return trace
 
 
+def _is_active(level: TracerLevel) -> bool:
+    return level in tls.state.levels
+
+
 def as_traced(leaf: Any, trace: TraceLevel) -> Any:
     """A leaf of a carry as a tensor of the trace; what is neither tensor nor number is kept."""
     if is_number(leaf):
@@ -106,6 +111,8 @@ def as_traced(leaf: Any, trace: TraceLevel) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = seen_here(leaf)
+    if isinstance(leaf, Tracer) and not is_traced(leaf) and not _is_active(leaf.dispatch_level):
+        return trace.lift(leaf)  # of a level outside of the trace
     inner, wrapping = peeled(leaf)
     if getattr(inner, "dispatch_level", None) is trace:
         return leaf

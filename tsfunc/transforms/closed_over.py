@@ -1,0 +1,87 @@
+"""The tensors that functions close over: NOTE [hidden operands] in ``bridge/seen_as``.
+
+They are looked for where the code can reach them: variables of enclosing functions and globals that
+it names, defaults, the parts of ``functools.partial``, the objects of methods, and of objects the
+attributes that it names. Only tensors matter by which somebody may differentiate, or that stand for
+values of a transform.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.autograd import is_perturbed
+from tsfunc.bridge.tracer import Tracer, seen_here
+from tsfunc.program.code_reads import code_reads
+
+_SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex)
+_LIBRARIES = ("torch.", "tsfunc.", "numpy.", "functools.", "optree.")
+
+
+def closed_over(values: Iterable[Any]) -> list[torch.Tensor]:
+    """What functions and objects close over, each tensor once, as their code has it."""
+    search = _Search()
+    for value in values:
+        search.look(value)
+    return search.found
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        self.seen: set[int] = set()
+        self.kept: list[Any] = []  # so that no number of an object is given to another one
+        self.names: set[str] = set()
+
+    def look(self, value: Any) -> None:
+        if value is None or isinstance(value, _SKIPPED) or id(value) in self.seen:
+            return
+        self.seen.add(id(value))
+        self.kept.append(value)
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, Tracer) or is_perturbed(seen_here(value)):
+                self.found.append(value)
+            return
+        for part in self.parts(value):
+            self.look(part)
+
+    def parts(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, list | tuple | set | frozenset):
+            return [*value]
+        if isinstance(value, dict):
+            return [*value.values()]
+        if isinstance(value, functools.partial):
+            return (value.func, value.args, value.keywords)
+        if isinstance(value, types.MethodType):
+            return (value.__func__, value.__self__)
+        if isinstance(value, types.FunctionType):
+            return self.of_function(value)
+        if isinstance(value, torch.nn.Module):
+            return (*value.parameters(), *value.buffers())
+        attributes = getattr(value, "__dict__", None)
+        if not attributes:
+            return ()
+        if isinstance(getattr(value, "__wrapped__", None), types.FunctionType):
+            return [*attributes.values()]  # a function with rules, or another wrapper
+        return [part for name, part in attributes.items() if name in self.names]
+
+    def of_function(self, function: types.FunctionType) -> Iterator[Any]:
+        if f"{function.__module__}.".startswith(_LIBRARIES):
+            return
+        reads = code_reads(function.__code__)
+        self.names |= reads.names
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+        yield function.__defaults__
+        yield function.__kwdefaults__
+        for read in reads.reads:
+            if read.kind == "global" and read.name in function.__globals__:
+                yield function.__globals__[read.name]

@@ -1,0 +1,255 @@
+"""``custom_jvp``: functions whose forward-mode derivative a user writes.
+
+NOTE [transposed rules]
+Reverse mode transposes the rule, which is linear in the tangents, by differentiating it by them. A
+function with a rule that it calls on the tangents (itself, often: ``f(t)`` for a linear ``f``) is
+linear in them, and is transposed as what it is made of: its rule would be transposed in its turn,
+and call it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge.autograd import comes_from, next_node
+from tsfunc.bridge.mapped_function import differentiable
+from tsfunc.bridge.tracer import seen_here
+from tsfunc.errors import CustomRuleError
+from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, alike, structure_error, zero_of
+from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
+
+
+class custom_jvp(Rule):
+    """A function whose derivative is the user's, by its forward rule; reverse mode transposes it.
+
+    Args:
+        func: takes and returns pytrees.
+        nondiff_argnums: positions of arguments that are not differentiated; the rule gets them
+            first.
+        nondiff_argnames: the same by name.
+
+    ``defjvp(rule)`` gives the rule: it takes the tuple of primals and the tuple of tangents, and
+    returns the result and its tangent, which must be linear in the tangents. ``defjvps(*rules)``
+    gives one for each argument: it takes a tangent, the result and the primals, and returns the
+    tangent of the result (None instead of a rule: that argument has no derivative).
+
+    Raises:
+        UndefinedRuleError: at a call that has no rule.
+        CustomRuleError: a rule does not return what it must.
+        UndefinedDerivativeError: the result depends on what the functions close over, or on an
+            argument of ``nondiff_argnums``, and a derivative by that is asked for.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import custom_jvp, grad
+        >>> @custom_jvp
+        ... def log1pexp(x):
+        ...     return torch.log1p(torch.exp(x))
+        >>> log1pexp.defjvps(lambda t, ans, x: (1 - 1 / (1 + torch.exp(x))) * t)
+        >>> grad(log1pexp)(torch.tensor(100.))
+        tensor(1.)
+
+    As ``jax.custom_jvp``.
+    """
+
+    what = "custom_jvp"
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        nondiff_argnums: int | Sequence[int] = (),
+        nondiff_argnames: str | Sequence[str] = (),
+    ) -> None:
+        super().__init__(func, nondiff_argnums, nondiff_argnames)
+        self.rule: Callable[..., Any] | None = None
+        self.symbolic_zeros = False
+
+    def defjvp(self, rule: Callable[..., Any], symbolic_zeros: bool = False) -> Callable[..., Any]:
+        """Gives the rule; can be used as a decorator.
+
+        Args:
+            rule: takes primals and tangents.
+            symbolic_zeros: whether the rule gets a ``SymbolicZero`` for the tangent of what nobody
+                differentiates by.
+        """
+        self.rule, self.symbolic_zeros = rule, symbolic_zeros
+        return rule
+
+    def defjvps(self, *rules: Callable[..., Any] | None) -> None:
+        """Gives a rule for each argument."""
+        if self.nondiff_argnums:
+            raise TypeError(
+                f"custom_jvp: {self.name} has nondiff_argnums, which defjvps does not know of. "
+                f"Use defjvp."
+            )
+
+        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+            ans = self(*primals)
+            parts = [
+                one(t, ans, *primals)
+                for one, t in zip(rules, tangents, strict=True)
+                if one is not None
+            ]
+            zeros = pytrees.tree_map(zero_from_primal, ans)
+            return ans, functools.reduce(_added, parts, zeros)
+
+        self.rule, self.symbolic_zeros = rule, False
+
+    def functions(self) -> Sequence[Any]:
+        return (self.func, self.rule)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.rule is None:
+            raise self.missing("defjvp")
+        args = self.positional(args, kwargs)
+        if _is_transposed(args):
+            return self.func(*args)
+        return self.differentiated(args)
+
+    def pushed(
+        self, call: Call, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]
+    ) -> list[Any]:
+        """The tangents of the result's tensors; None for zeros."""
+        assert self.rule is not None
+        fixed, primals = call.arguments(sizes, operands)
+        symbolic = self.symbolic_zeros
+        given = [
+            zero_from_primal(x, symbolic) if t is None else t
+            for t, x in zip(tangents, operands, strict=False)
+        ]
+        directions = call.of_rest(given, zero_of)
+        if symbolic:
+            zeros = pytrees.tree_map(lambda x: zero_from_primal(x, True), primals)
+            places = call.places[: call.count]
+            leaves, tree = pytrees.flatten(zeros)
+            for place, t in zip(places, given, strict=True):
+                leaves[place] = t
+            directions = pytrees.unflatten(tree, leaves)
+        found = self.rule(*fixed, primals, directions)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise CustomRuleError(
+                f"custom_jvp: the rule of {self.name} must return a pair, the result and its "
+                f"tangent, got {type(found).__name__}."
+            )
+        return self._checked(call, *pytrees.tree_map(seen_here, tuple(found)))
+
+    def _checked(self, call: Call, out: Any, tangent: Any) -> list[Any]:
+        leaves, tree = pytrees.flatten(out)
+        tangents, tangent_tree = pytrees.flatten(tangent)
+        if tree != tangent_tree:
+            raise structure_error(f"custom_jvp: the tangent that the rule of {self.name} returns",
+                                   out, tangent)  # fmt: skip
+        if tree != call.out_tree:
+            raise CustomRuleError(
+                f"custom_jvp: the rule of {self.name} must return what the function returns, of "
+                f"the structure {call.out_tree}, got {tree}."
+            )
+        found = []
+        for place, x in zip(call.out_places, call.results, strict=True):
+            where = f"custom_jvp: the rule of {self.name}:"
+            if not isinstance(leaves[place], SymbolicZero):
+                alike(f"{where} the result, as the function returns it,", leaves[place], x)
+            t = tangents[place] if x.smooth else None
+            found.append(alike(f"{where} the tangent of a result", t, x))
+        return found
+
+
+def _added(left: Any, right: Any) -> Any:
+    leaves, tree = pytrees.flatten(left)
+    sums = [a + b for a, b in zip(leaves, pytrees.leaves_of(right), strict=True)]
+    return pytrees.unflatten(tree, sums)
+
+
+class _Transposed(threading.local):
+    """The tangents of the rules that are being transposed on this thread."""
+
+    def __init__(self) -> None:
+        self.tangents: tuple[torch.Tensor, ...] = ()
+        self.since = 0
+
+
+_transposed = _Transposed()
+
+
+@contextmanager
+def _transposing(tangents: tuple[torch.Tensor, ...], since: int) -> Iterator[None]:
+    before = _transposed.tangents, _transposed.since
+    _transposed.since = before[1] if before[0] else since
+    _transposed.tangents = (*before[0], *tangents)
+    try:
+        yield
+    finally:
+        _transposed.tangents, _transposed.since = before
+
+
+def _is_transposed(args: Any) -> bool:
+    """NOTE [transposed rules]: whether a call has something to do with such tangents."""
+    tangents, since = _transposed.tangents, _transposed.since
+    return bool(tangents) and any(
+        comes_from(x, tangents, since)
+        for x in pytrees.leaves_of(args)
+        if isinstance(x, torch.Tensor)
+    )
+
+
+class _Jvp(RuleFunction):
+    @staticmethod
+    def forward(ctx: Any, call: Call, sizes: Sequence[Any], *operands: Any) -> Any:
+        rule = call.rule
+        out, ctx.depends = call.watched(
+            lambda fixed, rest: rule.func(*rule.whole(fixed, rest)), sizes, operands
+        )
+        ctx.call, ctx.sizes = call, sizes
+        ctx.save_for_backward(*operands)
+        ctx.save_for_forward(*operands)
+        ctx.set_materialize_grads(False)
+        found = call.kept(out, operands)
+        ctx.mark_non_differentiable(*[x for x in found if not differentiable(x)])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        call, sizes, operands = ctx.call, ctx.sizes, ctx.saved_tensors
+        needed = ctx.needs_input_grad[2 : 2 + call.count]
+        by = [i for i, need in enumerate(needed) if need and differentiable(operands[i])]
+        of = [i for i, ct in enumerate(cotangents) if ct is not None and differentiable(ct)]
+        pulled: list[Any] = [None] * call.count
+        since = next_node()
+
+        def pushed(*tangents: Any) -> tuple[Any, ...]:
+            given: list[Any] = [None] * call.count
+            for i, tangent in zip(by, tangents, strict=True):
+                given[i] = tangent
+            with _transposing(tangents, since):
+                found = call.rule.pushed(call, sizes, operands, given)
+            return tuple(call.results[i].zero() if found[i] is None else found[i] for i in of)
+
+        if of and by:
+            with call.seeing(operands):
+                _, pull = vjp(pushed, *[torch.zeros_like(operands[i]) for i in by])
+                for i, value in zip(by, pull(tuple(cotangents[i] for i in of)), strict=True):
+                    pulled[i] = value
+        others = RuleFunction.others(call, operands, ctx.depends and bool(of))
+        return (None, None, *pulled, *others)
+
+    @staticmethod
+    def jvp(ctx: Any, _call: Any, _sizes: Any, *tangents: Any) -> Any:
+        call, operands = ctx.call, ctx.saved_tensors
+        if ctx.depends and tangents[-1] is not None:
+            call.refuse_hidden()
+        with call.seeing(operands):
+            found = call.rule.pushed(call, ctx.sizes, operands, tangents[: call.count])
+        # Torch has no other zeros among the tangents of results.
+        pairs = zip(found, call.results, strict=True)
+        return tuple(x.zero() if t is None and x.smooth else t for t, x in pairs)
+
+
+custom_jvp.kind = _Jvp

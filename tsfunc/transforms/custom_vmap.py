@@ -1,0 +1,127 @@
+"""``custom_vmap`` and ``sequential_vmap``: functions whose batching a user writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge.custom_function import trace_of
+from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.control.scan import map as map_examples
+from tsfunc.transforms.custom_batching import call_rule
+from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, apply
+
+
+class custom_vmap(Rule):
+    """A function whose batching is the user's.
+
+    Args:
+        func: takes and returns pytrees of tensors.
+
+    ``def_vmap(rule)`` gives the rule: ``rule(axis_size, in_batched, *args)`` is called under
+    ``vmap`` with the number of examples, a pytree of bools for each argument that says which
+    tensors are batched, and the arguments, batched ones with the examples along their first dim.
+    It returns the result for all examples, and a pytree of bools for what of it is batched, along
+    the first dim. Derivatives inside of the ``vmap`` are those of the rule.
+
+    Raises:
+        UndefinedRuleError: at a call that has no rule.
+        CustomRuleError: the rule does not return what it must.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import custom_vmap, vmap
+        >>> @custom_vmap
+        ... def matvec(a, x):
+        ...     return a @ x
+        >>> @matvec.def_vmap
+        ... def rule(axis_size, in_batched, a, x):
+        ...     if in_batched == [False, True]:
+        ...         return x @ a.T, True
+        ...     return torch.func.vmap(torch.mv)(a, x.expand(axis_size, -1)), True
+        >>> vmap(matvec, in_dims=(None, 0))(torch.eye(2), torch.ones(3, 2)).shape
+        torch.Size([3, 2])
+
+    As ``jax.custom_batching.custom_vmap``, and differentiable in both modes.
+    """
+
+    what = "custom_vmap"
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        super().__init__(func)
+        self.rule: Callable[..., Any] | None = None
+
+    def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """Gives the rule; can be used as a decorator."""
+        self.rule = rule
+        return rule
+
+    def functions(self) -> Sequence[Any]:
+        return (self.func, self.rule)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self.positional(args, kwargs)
+        if self.rule is None:
+            raise self.missing("def_vmap")
+        what = f"custom_vmap: the rule of {self.name}"
+        return call_rule(what, self.rule, args, self.alone)
+
+    def alone(self, *args: Any) -> Any:
+        """A call where nothing is batched; in a program it keeps the rule, for vmaps of that."""
+        call, sizes, operands = self.prepared(args)
+        if trace_of(operands) is None:
+            return self.func(*args)
+        return call.result(apply(_Alone, call, sizes, *operands))
+
+
+class _Alone(RuleFunction):
+    """A call in a trace, which is the user's call again when the program runs."""
+
+    @classmethod
+    def called(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+        with call.seeing(operands):
+            fixed, rest = call.arguments(sizes, operands)
+            found = pytrees.leaves_of(call.rule(*call.rule.whole(fixed, rest)))
+        return tuple(x for x in found if isinstance(x, torch.Tensor))
+
+
+def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:
+    """A function that ``vmap`` calls with one example after the other.
+
+    Args:
+        func: takes and returns pytrees of tensors.
+
+    Returns:
+        A function of the same arguments. Under ``vmap`` it is a :func:`tsfunc.map`: one node in a
+        program, and no more memory than one call takes; what is not batched is the same for all
+        examples.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import sequential_vmap, vmap
+        >>> @sequential_vmap
+        ... def step(x, scale):
+        ...     assert x.dim() == 0
+        ...     return x * scale
+        >>> vmap(step, in_dims=(0, None))(torch.ones(3), torch.tensor(2.))
+        tensor([2., 2., 2.])
+
+    As ``jax.custom_batching.sequential_vmap``.
+    """
+    made = custom_vmap(func)
+
+    @made.def_vmap
+    def rule(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, bool]:
+        leaves, tree = pytrees.flatten(args)
+        flags = pytrees.leaves_of(tuple(in_batched))
+        places = [i for i, flag in enumerate(flags) if flag]
+
+        def one(rows: Sequence[Any]) -> Any:
+            return func(*pytrees.unflatten(tree, with_places(leaves, places, rows)))
+
+        return map_examples(one, [leaves[i] for i in places]), True
+
+    return made
