@@ -26,8 +26,8 @@ from tests.ops.database import Case, Results
 from tsfunc import MetaTensorType
 
 # Kernels that read beyond a tensor whose length is not that of the others: there, equal sizes are
-# changed together only.
-_UNCHECKED = ("batch_norm", "segment_reduce", "attention_forward", "embedding_bag")
+# changed together only, and none is made smaller.
+_UNCHECKED = ("batch_norm", "segment_reduce", "attention_forward", "embedding_bag", "ctc_loss")
 Place = tuple[int, int]  # a tensor, and one of its dims
 Shapes = Sequence[Sequence[int]]
 # What is done to a size to see whether it may change: most operators take any other.
@@ -140,12 +140,11 @@ def named(case: Case, entry: str = "", wanted: int = 3) -> Named | None:
     shapes = [tuple(x.shape) for x in case.tensors]
     if not all(size for shape in shapes for size in shape) or answer(case, shapes) is None:
         return None
-    apart = not any(word in entry for word in _UNCHECKED)
-    groups = list(_groups(case, shapes, apart))
+    groups = list(_groups(case, shapes, not _is_unchecked(entry)))
     if not any(_together(case, shapes, groups, change) for change in CHANGES):
         # Sizes of 1 that are broadcast change by themselves, but not with what they meet.
         groups = [g for g in groups if any(shapes[i][d] != 1 for i, d in g)]
-    return _with_names(case, shapes, groups, wanted)
+    return _with_names(case, shapes, groups, wanted, entry)
 
 
 def named_by_size(case: Case, entry: str = "", wanted: int = 3) -> Named | None:
@@ -160,11 +159,16 @@ def named_by_size(case: Case, entry: str = "", wanted: int = 3) -> Named | None:
         if rest and _free(case, shapes, rest):
             free += _equal(shapes, rest)
         groups = free
-    return _with_names(case, shapes, groups, wanted)
+    groups = [group for group in groups if _keeps_count(case, shapes, group)]
+    return _with_names(case, shapes, groups, wanted, entry)
+
+
+def _is_unchecked(entry: str) -> bool:
+    return any(word in entry for word in _UNCHECKED)
 
 
 def _with_names(
-    case: Case, shapes: Shapes, groups: Sequence[Sequence[Place]], wanted: int
+    case: Case, shapes: Shapes, groups: Sequence[Sequence[Place]], wanted: int, entry: str
 ) -> Named | None:
     count = _count(case, shapes)
     names = {p: f"d{k}" for k, group in enumerate(groups) for p in group}
@@ -180,6 +184,8 @@ def _with_names(
     small = [
         _changed(shapes, group, functools.partial(_to, size)) for group in groups for size in (0, 1)
     ]
+    if _is_unchecked(entry):
+        small = []
     taken = [each for each in small if each != shapes and _count(case, each) == count]
     return Named(case, names, others, taken) if others else None
 
@@ -253,6 +259,12 @@ def _equal(shapes: Shapes, places: Sequence[Place]) -> Iterator[Sequence[Place]]
 
 def _free(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
     """Whether the operator takes other sizes in these places."""
-    count = _count(case, shapes)
     found = [_count(case, _changed(shapes, group, change)) for change in CHANGES[:4]]
-    return found.count(count) >= 2 and set(found) <= {count, None}
+    return found.count(None) <= 2 and _keeps_count(case, shapes, group)
+
+
+def _keeps_count(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
+    """Whether there are as many results at other sizes, as far as the operator takes any."""
+    count = _count(case, shapes)
+    found = {_count(case, _changed(shapes, group, change)) for change in CHANGES[:4]}
+    return found <= {count, None}

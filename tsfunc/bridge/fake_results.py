@@ -14,9 +14,8 @@ Where a rule fails because it was never written for symbolic sizes, the sizes of
 found in the same way: expressions in the sizes of the arguments that give what the operator gave.
 
 Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``, ``FakeTensorMode``,
-``DisableTorchFunction``, and of ShapeEnv ``evaluate_expr``, which answers what is asked of sizes,
-``suppress_guards``, ``_log_guard``, which is told of each answer that does not follow from the
-bounds, ``var_to_range`` and ``backed_var_to_val`` (``var_to_val`` in older versions).
+``DisableTorchFunction``, and of ShapeEnv ``var_to_range`` and ``backed_var_to_val`` (``var_to_val``
+in older versions).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import optree
@@ -37,6 +36,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from tsfunc.bridge import result_rules as result_rules  # registers its rules
+from tsfunc.bridge.questions import set_aside, unasked
 from tsfunc.bridge.shape_rules import SHAPE_RULES
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -74,7 +75,7 @@ def results_of(
     # The mode keeps results, and asks nothing where it has one: not where these were wrong before.
     wrong: set[int] = env.__dict__.setdefault("tsfunc_wrong", set())
     try:
-        with _set_aside(env) as asked, _kept(fake, id(call) not in wrong):
+        with set_aside(env) as asked, _kept(fake, id(call) not in wrong):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
@@ -107,11 +108,6 @@ def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
         fake.cache_enabled = cached
 
 
-def unasked(fake: FakeTensorMode) -> AbstractContextManager[Any]:
-    """A block whose questions decide nothing: what is only a view of what is known asks them."""
-    return nullcontext() if fake.shape_env is None else _set_aside(fake.shape_env)
-
-
 @contextmanager
 def unlogged() -> Iterator[None]:
     """A block in which torch logs nothing of operators that refuse what they are tried on.
@@ -126,37 +122,6 @@ def unlogged() -> Iterator[None]:
 
 
 _logger = logging.getLogger(FakeTensorMode.__module__)
-
-
-@contextmanager
-def _set_aside(env: Any) -> Iterator[list[Any]]:
-    """What is asked of the sizes in the block is answered for those of the trace, and listed."""
-    asked: list[Any] = []
-    answered: set[Any] = env.__dict__.setdefault("tsfunc_answered", set())
-    evaluate = env.evaluate_expr
-    asking: list[Any] = []
-
-    def evaluate_expr(expr: Any, *args: Any, **kwargs: Any) -> Any:
-        asking.append(expr)
-        try:
-            with env.suppress_guards():
-                found = evaluate(expr, *args, **kwargs)
-        finally:
-            asking.pop()
-        if expr in answered:
-            asked.append(expr)
-        return found
-
-    def log_guard(*args: Any, **kwargs: Any) -> None:
-        # It is called for what does not follow from the bounds, once for each question.
-        if asking:
-            answered.add(asking[-1])
-
-    env.evaluate_expr, env._log_guard = evaluate_expr, log_guard
-    try:
-        yield asked
-    finally:
-        del env.evaluate_expr, env._log_guard
 
 
 def symbols_among(values: Any) -> set[Any]:
@@ -352,7 +317,7 @@ def _fitted(
     for dim in order:
         strides[dim] = step
         step = step * shape[dim]
-    with DisableTorchFunction(), fake:
+    with DisableTorchFunction(), fake, unasked(fake):
         return torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device)
 
 

@@ -47,11 +47,13 @@ def past_the_parser(
     """A call with symbolic numbers: NOTE [plain ints]; NotImplemented where it is as any call."""
     if func in (torch.tensor, torch.as_tensor):
         return _tensor(*args, **kwargs) if kwargs.keys() <= {"dtype", "device"} else NotImplemented
-    packet = _packet(func)
+    packet = func if isinstance(func, OpOverloadPacket) else _packet(func)
     if packet is None:
         return NotImplemented
     overload = overload_for(packet, _hinted(args), {k: _hinted([v])[0] for k, v in kwargs.items()})
-    if overload is None or not _takes_plain_int(overload, args, kwargs):
+    if overload is None:
+        return NotImplemented
+    if packet is not func and not _takes_plain_int(overload, args, kwargs):
         return NotImplemented
     try:
         return _called(overload, args, kwargs)

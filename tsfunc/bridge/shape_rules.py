@@ -8,20 +8,61 @@ known.
 
 Private names used here (torch 2.11 to 2.13): ``statically_known_true`` says whether something
 follows from the bounds of the symbols, and asks nothing; ``SymInt.node`` with its ``shape_env``,
-whose ``is_unbacked_symint`` tells the symbols that no call gives.
+whose ``is_unbacked_symint`` tells the symbols that no call gives; ``FakeTensor.fake_mode`` is what
+works results out.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from tsfunc.bridge.questions import unasked
 from tsfunc.ops.dims import wrap as wrap_dim
 
+# By the operator's name; each takes its arguments, fake tensors among them, and returns fake
+# results, or NotImplemented where torch's own rule does.
+SHAPE_RULES: dict[str, Callable[..., Any]] = {}
 
+
+def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a rule for some of aten's operators."""
+
+    def registered(rule: Callable[..., Any]) -> Callable[..., Any]:
+        SHAPE_RULES.update({f"aten::{name}": rule for name in names})
+        return rule
+
+    return registered
+
+
+def view_like(x: Any, shape: Sequence[Any], strides: Sequence[Any], offset: Any = None) -> Any:
+    """A view of a fake tensor."""
+    offset = x.storage_offset() if offset is None else offset
+    with unasked(x.fake_mode):
+        return torch.as_strided(x, shape, strides, offset)
+
+
+def new_like(
+    x: Any, shape: Sequence[Any], dtype: torch.dtype | None = None, order: Sequence[int] = ()
+) -> Any:
+    """A new fake tensor on the device of another; ``order`` has its dims, the innermost last."""
+    strides: list[Any] = [1] * len(shape)
+    step: Any = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step = step * _at_least_1(shape[dim])
+    with unasked(x.fake_mode):
+        return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
+
+
+def _at_least_1(size: Any) -> Any:
+    return max(size, 1) if isinstance(size, int) else size
+
+
+@shape_rule("slice.Tensor")
 def slice_of(
     x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
@@ -29,7 +70,7 @@ def slice_of(
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim]
     given = [value for value in (size, start, end) if isinstance(value, torch.SymInt)]
-    if not given or type(step) is not int or step < 1 or any(map(_is_of_data, given)):
+    if not given or type(step) is not int or step < 1 or any(map(is_of_data, given)):
         return NotImplemented
     first = _within(0 if start is None else start, size)
     last = _within(sys.maxsize if end is None else end, size)
@@ -38,22 +79,23 @@ def slice_of(
     offset = x.storage_offset() + first * strides[dim]
     shape[dim] = count if step == 1 else (count + (step - 1)) // step
     strides[dim] = strides[dim] * step
-    return torch.as_strided(x, shape, strides, offset)
+    return view_like(x, shape, strides, offset)
 
 
+@shape_rule("diagonal")
 def diagonal_of(x: torch.Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """``aten::diagonal``: as long as it is within both dims."""
     dim1, dim2 = wrap_dim(dim1, x.dim()), wrap_dim(dim2, x.dim())
     rows, columns = x.shape[dim1], x.shape[dim2]
     given = [value for value in (rows, columns, offset) if isinstance(value, torch.SymInt)]
-    if not given or dim1 == dim2 or any(map(_is_of_data, given)):
+    if not given or dim1 == dim2 or any(map(is_of_data, given)):
         return NotImplemented
-    below = _known(offset < 0) or not (_known(offset >= 0) or offset >= 0)
+    below = known(offset < 0) or not (known(offset >= 0) or offset >= 0)
     count = _at_least_0(_least(rows + offset, columns) if below else _least(rows, columns - offset))
     strides = x.stride()
     start = -offset * strides[dim1] if below else offset * strides[dim2]
     rest = [d for d in range(x.dim()) if d not in (dim1, dim2)]
-    return torch.as_strided(
+    return view_like(
         x,
         [*(x.shape[d] for d in rest), count],
         [*(strides[d] for d in rest), strides[dim1] + strides[dim2]],
@@ -61,17 +103,18 @@ def diagonal_of(x: torch.Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) 
     )
 
 
+@shape_rule("unfold")
 def unfold_of(x: torch.Tensor, dimension: int, size: Any, step: Any) -> Any:
     """``aten::unfold``: as many windows as there is room for."""
     if not x.dim():
         return NotImplemented
     dim = wrap_dim(dimension, x.dim())
     given = [value for value in (x.shape[dim], size, step) if isinstance(value, torch.SymInt)]
-    if not given or any(map(_is_of_data, given)):
+    if not given or any(map(is_of_data, given)):
         return NotImplemented
     shape, strides = list(x.shape), list(x.stride())
     shape[dim] = (shape[dim] - size) // step + 1
-    return torch.as_strided(
+    return view_like(
         x, [*shape, size], [*strides[:dim], strides[dim] * step, *strides[dim + 1 :], strides[dim]]
     )
 
@@ -81,25 +124,17 @@ def _copied(rule: Callable[..., Any]) -> Callable[..., Any]:
 
     def copy(*args: Any, **kwargs: Any) -> Any:
         found = rule(*args, **kwargs)
-        if found is NotImplemented:
-            return found
-        return torch.empty(found.shape, dtype=found.dtype, device=found.device)
+        return found if found is NotImplemented else new_like(found, found.shape)
 
     return copy
 
 
-# By the operator's name; each takes its arguments.
-SHAPE_RULES: dict[str, Callable[..., Any]] = {
-    "aten::slice.Tensor": slice_of,
-    "aten::diagonal": diagonal_of,
-    "aten::unfold": unfold_of,
-    "aten::slice_copy.Tensor": _copied(slice_of),
-    "aten::diagonal_copy": _copied(diagonal_of),
-    "aten::unfold_copy": _copied(unfold_of),
-}
+shape_rule("slice_copy.Tensor")(_copied(slice_of))
+shape_rule("diagonal_copy")(_copied(diagonal_of))
+shape_rule("unfold_copy")(_copied(unfold_of))
 
 
-def _is_of_data(size: torch.SymInt) -> bool:
+def is_of_data(size: torch.SymInt) -> bool:
     env = size.node.shape_env
     return any(env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
 
@@ -108,22 +143,22 @@ def _within(bound: Any, size: Any) -> Any:
     """Where a bound of a slice lies, counted from the front."""
     if type(bound) is int and bound >= sys.maxsize:
         return size
-    if _known(bound >= 0) or not (_known(bound < 0) or bound < 0):
+    if known(bound >= 0) or not (known(bound < 0) or bound < 0):
         return _least(bound, size)
     return _at_least_0(bound + size)
 
 
 def _least(one: Any, other: Any) -> Any:
-    if _known(one <= other):
+    if known(one <= other):
         return one
-    return other if _known(other <= one) else torch.sym_min(one, other)
+    return other if known(other <= one) else torch.sym_min(one, other)
 
 
 def _at_least_0(value: Any) -> Any:
-    return value if _known(value >= 0) else torch.sym_max(value, 0)
+    return value if known(value >= 0) else torch.sym_max(value, 0)
 
 
-def _known(fact: Any) -> bool:
+def known(fact: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(fact)

@@ -22,6 +22,7 @@ import optree
 import torch
 import torch.fx
 from torch._C import _functorch
+from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -30,10 +31,11 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.attributes import LOOKS
-from tsfunc.bridge.fake_results import results_of, unasked
+from tsfunc.bridge.fake_results import results_of
 from tsfunc.bridge.methods import refuse_storage
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.plain_ints import has_symbols, past_the_parser
+from tsfunc.bridge.questions import unasked
 from tsfunc.bridge.symbols import Symbols, size_node, symbols_in
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import (
@@ -140,7 +142,7 @@ class TraceTracer(Tracer):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or NO_KWARGS
-        if has_symbols(args, kwargs):
+        if has_symbols(args, kwargs) or isinstance(func, OpOverloadPacket):
             out = past_the_parser(func, args, kwargs)
             if out is not NotImplemented:
                 return out
