@@ -23,10 +23,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.dispatch.places import Place, users_place
+from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim
 from tsfunc.types.dims import DimExpr
@@ -65,10 +68,12 @@ class Condition(NamedTuple):
     Attributes:
         code: as Python of the guard.
         text: for people, in the user's names.
+        dims: the named dims that it speaks of.
     """
 
     code: str
     text: str
+    dims: tuple[str, ...] = ()
 
 
 def check_size(holds: bool, text: str) -> None:
@@ -207,17 +212,22 @@ class Symbols:
         names = self._as_dims()
         return [
             Need(self.spell(guard.expr), guard.expr.xreplace(names), place)
-            for guard, place in zip(self._env.guards, self._env.places, strict=True)
-            if not self._is_of_scalars(guard.expr)
+            for guard, place, check in zip(
+                self._env.guards, self._env.places, self._env.checks, strict=True
+            )
+            if not check and not self._is_of_scalars(guard.expr)
         ]
 
     def conditions(self, variables: Mapping[str, str]) -> list[Condition]:
-        """What the trace found out about numbers among the arguments.
+        """What the trace found out about numbers among the arguments, and what was checked.
+
+        A check of sizes (NOTE [checks of arguments] in ``dispatch/refusals``) that fails raises in
+        the function itself, so it is no need of the descriptors, but one of the program.
 
         Args:
             variables: what the names of dims and numbers are called there.
         """
-        if not self.scalars:
+        if self._env is None:
             return []
         from torch.utils._sympy.printers import PythonPrinter
 
@@ -227,9 +237,13 @@ class Symbols:
             if name in variables
         }
         found = [
-            Condition(PythonPrinter().doprint(guard.expr.xreplace(known)), self.spell(guard.expr))
-            for guard in self._env.guards
-            if self._is_of_scalars(guard.expr)
+            Condition(
+                PythonPrinter().doprint(guard.expr.xreplace(known)),
+                self.spell(guard.expr),
+                tuple(sorted(self._dims_in(guard.expr))),
+            )
+            for guard, check in zip(self._env.guards, self._env.checks, strict=True)
+            if check or self._is_of_scalars(guard.expr)
         ]
         return list(dict.fromkeys(found))
 
@@ -248,6 +262,9 @@ class Symbols:
         text = " and ".join(f"({fact})" for fact in facts)
         holds: Callable[[Mapping[str, int]], bool] = eval(f"lambda sizes: {text}", {"math": math})
         return holds
+
+    def _dims_in(self, expr: Any) -> set[str]:
+        return {self._names.get(symbol, "") for symbol in expr.free_symbols} & self.sizes.keys()
 
     def _is_of_scalars(self, expr: Any) -> bool:
         return any(self._names.get(symbol) in self.scalars for symbol in expr.free_symbols)
@@ -383,6 +400,7 @@ def _environment_class() -> Any:
         Attributes:
             symbols: whose it is.
             places: the line of each guard.
+            checks: for each guard whether the function raises where it does not hold.
         """
 
         def __init__(self, symbols: Symbols) -> None:
@@ -391,14 +409,16 @@ def _environment_class() -> Any:
             )
             self.symbols = symbols
             self.places: list[Place] = []
+            self.checks: list[bool] = []
 
         def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().evaluate_expr(*args, **kwargs)
             finally:
-                if len(self.guards) > len(self.places):
-                    here = users_place()
-                    self.places += [here] * (len(self.guards) - len(self.places))
+                new = len(self.guards) - len(self.places)
+                if new > 0:
+                    self.places += [users_place()] * new
+                    self.checks += [refused_value(asking_frame()) is not None] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts
@@ -408,6 +428,23 @@ def _environment_class() -> Any:
             return holds
 
     return Environment
+
+
+def asking_frame() -> FrameType:
+    """The frame that asks a symbolic number for its value, by a test or in a call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ANSWERING):
+        frame = frame.f_back
+    return frame
+
+
+# Where torch's symbolic numbers, and our tracers, work their answers out.
+_HERE = os.path.dirname(__file__) + os.sep
+_ROOT = os.path.dirname(torch.__file__) + os.sep
+_ANSWERING = (
+    *(f"{_HERE}{name}.py" for name in ("symbols", "tracing", "tracer", "attributes", "questions")),
+    *(_ROOT + name for name in ("__init__.py", "fx", "utils", "_tensor.py", "overrides.py")),
+)
 
 
 def size_text(size: Any) -> str:

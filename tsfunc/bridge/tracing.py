@@ -36,7 +36,7 @@ from tsfunc.bridge.methods import refuse_storage
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.plain_ints import has_symbols, past_the_parser
 from tsfunc.bridge.questions import unasked
-from tsfunc.bridge.symbols import Symbols, size_node, symbols_in
+from tsfunc.bridge.symbols import Symbols, asking_frame, size_node, symbols_in
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import (
     METHODS,
@@ -57,7 +57,8 @@ from tsfunc.dispatch import (
     register_fallback,
     running_level,
 )
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.places import source_of, users_place
+from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -166,7 +167,19 @@ class TraceTracer(Tracer):
             return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
         if name == "tolist" and all(isinstance(size, int) for size in self.value.shape):
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
+        if name == "__bool__" and self.value.numel() == 1:
+            refused = refused_value(asking_frame())
+            if refused is not None:
+                return self._assume(not refused)
         raise DataDependentError(_data_dependent(name, self.dispatch_level))
+
+    def _assume(self, answer: bool) -> bool:
+        """Has the program check that a test has this answer: NOTE [checks of arguments]."""
+        place = users_place()
+        holds = self.reshape(()) if answer else self.reshape(()).logical_not()
+        message = f"{place}{source_of(place, ': ')}: the check fails"
+        operator_of(torch.ops.aten._assert_async.msg).call((holds, message), {}, True)
+        return answer
 
     def describe(self) -> str:
         level = self.dispatch_level

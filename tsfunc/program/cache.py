@@ -168,7 +168,8 @@ class Cache:
     def known(self, signature: Any, flat: Sequence[Any]) -> tuple[Entry, Sequence[Any]] | None:
         """The symbolic program for a call, if another size of it was seen before."""
         for entry in self.entries:
-            if entry.signature == signature:
+            # What a program is held to beside its form is for the sizes of its own calls.
+            if entry.signature == signature and not entry.program.conditions:
                 reached = entry.reach(flat)
                 if reached is not None:
                     return entry, reached

@@ -17,7 +17,7 @@ from tsfunc.bridge.backends import Backend
 from tsfunc.bridge.settings import settings
 from tsfunc.bridge.symbols import Condition
 from tsfunc.dispatch.places import users_place
-from tsfunc.errors import DescriptorViolation
+from tsfunc.errors import DescriptorViolation, TsfuncError
 from tsfunc.program.backends import Compiled
 from tsfunc.program.cache import Cache, Entry
 from tsfunc.program.capture import TraceRequest, capture
@@ -140,27 +140,37 @@ class FirstCall:
         facts = self.facts(inputs)
         self.reason = reason or reason_for(facts, cache.history)
         known = cache.known(self.signature(inputs), self.flat)
-        entry, reached = known or self._widened(cache, inputs, bounds) or self.trace(inputs, bounds)
-        if known is None:
-            cache.history.appendleft(facts)
         sizes = self.bindings.sizes if self.bindings is not None else {}
         small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
+        made = known or self._widened(cache, inputs, bounds) or self._traced(inputs, bounds, small)
+        if known is None:
+            cache.history.appendleft(facts)
         if small:
             # NOTE [sizes 0 and 1] in program/equal
-            if known is None:
-                cache.keep(entry)
+            if known is None and made is not None:
+                cache.keep(made[0])
             inputs = [with_sizes_fixed(spec, small) for spec in inputs]
             bounds = {name: dim for name, dim in bounds.items() if name not in small}
-            fixed, same_reached = self.trace(inputs, bounds)
-            alike = (
-                set(sizes) == set(small)
-                and list(map(id, reached)) == list(map(id, same_reached))
-                and same_program(entry.program, fixed.program, sizes)
-            )
-            entry = dataclasses.replace(fixed, program=entry.program) if alike else fixed
-            reached = same_reached
+            fixed = self.trace(inputs, bounds)
+            whole = made if set(sizes) == set(small) else None
+            made = fixed if whole is None else _one_of(whole, fixed, sizes)
+        assert made is not None
+        entry, reached = made
         cache.keep(entry)
         return entry.program, reached
+
+    def _traced(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], small: Mapping[str, int]
+    ) -> tuple[Entry, Sequence[Any]] | None:
+        """As ``trace``; None where the function refuses what stands in for a size of 0 or 1."""
+        try:
+            return self.trace(inputs, bounds)
+        except TsfuncError:
+            raise
+        except Exception:
+            if small:
+                return None
+            raise
 
     def _widened(
         self, cache: Cache, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
@@ -175,10 +185,13 @@ class FirstCall:
         if not varying or varying in cache.fixed:
             return None
         try:
-            return self.trace(*widen(inputs, bounds, [where[name] for name in varying]))
+            found = self.trace(*widen(inputs, bounds, [where[name] for name in varying]))
+            if not any(condition.dims for condition in found[0].program.conditions):
+                return found
         except Exception:  # the function needs the number: the trace without a symbol will tell
-            cache.fixed.add(varying)
-            return None
+            pass
+        cache.fixed.add(varying)
+        return None
 
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
         """What a program for the call takes for granted, by names."""
@@ -311,6 +324,19 @@ class FirstCall:
                 surroundings.scan(value)
             instances.generators.add(_spell(self.places[i]), value)
         return instances
+
+
+def _one_of(
+    symbolic: tuple[Entry, Sequence[Any]],
+    fixed: tuple[Entry, Sequence[Any]],
+    sizes: Mapping[str, int],
+) -> tuple[Entry, Sequence[Any]]:
+    """The entry of fixed sizes, with the symbolic program if that does the same there."""
+    (one, reached), (other, same_reached) = symbolic, fixed
+    alike = list(map(id, reached)) == list(map(id, same_reached)) and same_program(
+        one.program, other.program, sizes
+    )
+    return (dataclasses.replace(other, program=one.program) if alike else other), same_reached
 
 
 def described(

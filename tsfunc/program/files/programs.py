@@ -47,6 +47,11 @@ def encode_program(program: Program, bounds: Mapping[str, Dim], tensors: TensorW
 
     for update in program.updates:
         raise NoFileForm(f"a program that assigns to {update.text}")
+    for condition in program.conditions:
+        if condition.dims:
+            raise NoFileForm(
+                f"a program that is held to {condition.text}, which no descriptor says"
+            )
     names = _names_of_symbols(program.graph)
     return {
         "name": printable(program.name),

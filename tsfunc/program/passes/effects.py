@@ -32,6 +32,8 @@ def is_random(node: torch.fx.Node) -> bool:
 
 def checks(node: torch.fx.Node) -> bool:
     """Whether the node asserts something when the program runs."""
+    if isinstance(node.target, ControlFlow):
+        return any(checks(inner) for inner in _inner(node.target))
     op = node.meta.get("op")
     return node.target is check_size or bool(op is not None and op.asserts)
 

@@ -1,0 +1,146 @@
+"""Checks of arguments: tests whose other side raises are no course of the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tsfunc import MetaTensorType as Meta
+from tsfunc import grad, specialize, vmap
+from tsfunc.errors import ConstraintViolation, DataDependentError
+
+
+class TestOfSizes:
+    def test_the_function_raises_its_own_error(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            if x.shape[0] > 4:
+                raise ValueError(f"{x.shape[0]} is too long")
+            assert x.shape[1] % 2 == 0, "odd"
+            return x * 2
+
+        s = specialize(f, {"x": Meta(["n", "m"])})
+        for shape in ((3, 4), (4, 6), (2, 2)):
+            assert s(torch.ones(shape)).equal(torch.full(shape, 2.0))
+        assert s.cache_info().programs == 1
+        assert "n <= 4" in s.guards and "m % 2 == 0" in s.guards
+        with pytest.raises(ValueError, match="is too long"):
+            s(torch.ones(5, 4))
+        with pytest.raises(AssertionError, match="odd"):
+            s(torch.ones(3, 3))
+        # A stand-in for sizes of 0 and 1 is refused, and these are not.
+        for shape in ((1, 4), (0, 2)):
+            assert s(torch.ones(shape)).equal(torch.full(shape, 2.0))
+
+    def test_of_torch_itself(self) -> None:
+        s = specialize(lambda x: F.group_norm(x, 2), {"x": Meta(["n", "m"])})
+        for m in (6, 8, 4):
+            x = torch.randn(1, m)
+            torch.testing.assert_close(s(x), F.group_norm(x, 2))
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            s(torch.randn(1, 2))
+
+    def test_a_course_is_one_still(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            if x.shape[0] > 4:
+                x = x + 1
+            return x
+
+        with pytest.raises(ConstraintViolation, match="n > 4"):
+            specialize(f, {"x": Meta(["n"])})(torch.ones(9))
+
+    def test_what_is_caught_is_a_course(self) -> None:
+        def short(x: Tensor) -> Tensor:
+            if x.shape[0] > 4:
+                raise ValueError
+            return x
+
+        def f(x: Tensor) -> Tensor:
+            try:
+                return short(x)
+            except ValueError:
+                return -x
+
+        with pytest.raises(ConstraintViolation, match="n <= 4"):
+            specialize(f, {"x": Meta(["n"])})(torch.ones(3))
+
+    def test_a_file_does_not_hold_them(self, tmp_path: Path) -> None:
+        def f(x: Tensor) -> Tensor:
+            assert x.shape[0] < 9
+            return x
+
+        s = specialize(f, {"x": Meta(["n"])})
+        s(torch.ones(3))
+        with pytest.raises(ValueError, match="held to n < 9, which no descriptor says"):
+            s.save(tmp_path / "f.tsf")
+
+
+class TestOfData:
+    @staticmethod
+    def logarithm(x: Tensor) -> Tensor:
+        if (x <= 0).any():
+            raise ArithmeticError("not positive")
+        if not torch.isfinite(x).all():
+            raise OverflowError("too large")
+        return x.log()
+
+    def test_the_program_checks_it(self) -> None:
+        s = specialize(self.logarithm, {"x": Meta(["n"])})
+        x = torch.rand(4) + 1
+        for n in (4, 3):
+            torch.testing.assert_close(s(x[:n]), x[:n].log())
+        assert s.cache_info().programs == 1
+        for bad in (-1.0, torch.inf):
+            with pytest.raises(
+                RuntimeError, match=r"test_checks.py:\d+, in logarithm: .*check fails"
+            ):
+                s(torch.tensor([1.0, bad]))
+
+    def test_under_transforms(self) -> None:
+        s = specialize(self.logarithm)
+        x = torch.rand(3, 4) + 1
+        torch.testing.assert_close(vmap(s)(x), x.log())
+        torch.testing.assert_close(grad(lambda x: s(x).sum())(x), 1 / x)
+        with pytest.raises(RuntimeError, match="check fails"):
+            vmap(s)(torch.tensor([[1.0], [-1.0]]))
+
+    def test_losses(self) -> None:
+        loss = torch.nn.GaussianNLLLoss()
+        s = specialize(loss, {name: Meta(["n", 3]) for name in ("input", "target", "var")})
+        for n in (2, 5):
+            args = torch.randn(n, 3), torch.randn(n, 3), torch.rand(n, 3) + 0.1
+            torch.testing.assert_close(s(*args), loss(*args))
+        with pytest.raises(RuntimeError, match="check fails"):
+            s(args[0], args[1], -args[2])
+
+    def test_a_choice_is_refused(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+        with pytest.raises(DataDependentError, match="used as a Python number or bool"):
+            specialize(f)(torch.ones(3))
+
+    def test_what_is_caught_is_a_choice(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            try:
+                return self.logarithm(x)
+            except ArithmeticError:
+                return x
+
+        with pytest.raises(DataDependentError, match="used as a Python number or bool"):
+            specialize(f)(torch.ones(3))
+
+
+def test_lengths_of_ctc_are_values() -> None:
+    loss = torch.nn.CTCLoss(reduction="none")
+    s = specialize(loss, {"log_probs": Meta(["t", "n", 7])})
+    for t, n in ((9, 2), (12, 2)):
+        args = (
+            torch.randn(t, n, 7).log_softmax(2), torch.randint(1, 7, (n, 4)),
+            torch.full((n,), t), torch.randint(1, 4, (n,)),
+        )  # fmt: skip
+        torch.testing.assert_close(s(*args), loss(*args))
+    assert s.cache_info().programs == 1

@@ -1,0 +1,79 @@
+"""Whether a condition that is being tested is a check: code that raises if it does not hold.
+
+NOTE [checks of arguments]
+``if x.shape[0] % 2: raise ValueError(...)`` and ``assert n > 4`` choose no course: where the answer
+is another one the function returns nothing. So a program that is traced past such a check holds
+for all that pass it. Which side raises is read off the bytecode after the test: one that comes to a
+``raise`` without a branch, a return, or a store that others see. Where a function on the way has an
+``except`` clause, which may catch what is raised, nothing is said.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from types import CodeType, FrameType
+
+_STEPS = 200  # instructions until a raise
+_ENDS = ("JUMP", "RETURN", "YIELD", "STORE_", "DELETE_", "FOR_ITER", "BEFORE_", "SETUP_", "RERAISE")
+_CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+
+
+def refused_value(frame: FrameType) -> bool | None:
+    """The value for which the test that a frame is at raises; None if it is no such test."""
+    code = frame.f_code
+    steps, places = _instructions(code)
+    at = places.get(frame.f_lasti)
+    if at is None:
+        return None
+    if steps[at].opname == "TO_BOOL":  # a step of its own since Python 3.13
+        at += 1
+    name = steps[at].opname
+    if not (name.startswith("POP_JUMP") and name.endswith(("_IF_TRUE", "_IF_FALSE"))):
+        return None
+    jumps_if = name.endswith("TRUE")
+    there = _raises(steps, places.get(steps[at].argval))
+    here = _raises(steps, at + 1)
+    if there == here or _may_be_caught(frame):
+        return None
+    return jumps_if if there else not jumps_if
+
+
+@functools.lru_cache(maxsize=512)
+def _instructions(code: CodeType) -> tuple[tuple[dis.Instruction, ...], dict[int, int]]:
+    """The instructions of a function, and for each offset its number."""
+    steps = tuple(dis.get_instructions(code))
+    return steps, {step.offset: i for i, step in enumerate(steps)}
+
+
+def _raises(steps: tuple[dis.Instruction, ...], at: int | None) -> bool:
+    """Whether the instructions from here on come to a ``raise``, whatever happens."""
+    if at is None:
+        return False
+    for step in steps[at : at + _STEPS]:
+        if step.opname == "RAISE_VARARGS":
+            return True
+        if any(end in step.opname for end in _ENDS) and step.opname != "STORE_FAST":
+            return False
+    return False
+
+
+def _may_be_caught(frame: FrameType) -> bool:
+    """Whether a function on the way from outside may catch an exception."""
+    own: FrameType | None = frame
+    while own is not None:
+        name = own.f_globals.get("__name__", "")
+        if own is frame or not name.startswith(("torch.", "tsfunc.")):
+            if _catches(own.f_code):
+                return True
+        elif name.startswith("tsfunc.program."):
+            return False  # where the trace began
+        own = own.f_back
+    return False
+
+
+@functools.lru_cache(maxsize=512)
+def _catches(code: CodeType) -> bool:
+    names = {step.opname for step in dis.get_instructions(code)}
+    bare = "POP_EXCEPT" in names and "WITH_EXCEPT_START" not in names
+    return bare or any(name in names for name in _CATCHES)
