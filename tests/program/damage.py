@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,5 +178,30 @@ def _entries(data: bytes, rng: random.Random) -> bytes:
         return _flip(data, rng)
 
 
-_HOSTILE = (_json, _memory, _entries)
-_DAMAGES = (_flip, _cut, _splice, _json, _json, _json, _memory, _entries)
+def _headers(data: bytes, rng: random.Random) -> bytes:
+    """A number in the zip's own records overwritten: sizes, offsets, flags, lengths of names."""
+    marks = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06")
+    places = [m.start() for mark in marks for m in re.finditer(re.escape(mark), data)]
+    at = rng.choice(places) + rng.randrange(4, 46)
+    width = rng.choice((1, 2, 4))
+    value = rng.choice((0, 1, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, rng.getrandbits(32)))
+    return data[:at] + (value % (1 << 8 * width)).to_bytes(width, "little") + data[at + width :]
+
+
+def _loops(data: bytes, rng: random.Random) -> bytes:
+    """Names in a program exchanged, so that nodes refer to later ones, or to themselves."""
+    entries = entries_of(data)
+    name = rng.choice([name for name in entries if re.fullmatch(r"programs/\d+\.json", name)])
+    text = entries[name].decode()
+    names = sorted(set(re.findall(r'"name":"(\w+)"', text)))
+    one, other = rng.choice(names), rng.choice(names)
+    places = [m.start() for m in re.finditer(f'"{re.escape(one)}"', text)]
+    at = rng.choice(places)
+    entries[name] = (text[:at] + f'"{other}"' + text[at + len(one) + 2 :]).encode()
+    return file_of(entries)
+
+
+_HOSTILE = (_json, _memory, _entries, _loops)
+_DAMAGES = (
+    _flip, _cut, _splice, _headers, _json, _json, _json, _json, _memory, _entries, _loops,
+)  # fmt: skip

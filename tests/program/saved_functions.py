@@ -1,0 +1,111 @@
+"""Files of several kinds of functions: what is damaged to see how files are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tsfunc
+from tsfunc import Dim, specialize
+from tsfunc import MetaTensorType as Meta
+
+
+class Out(NamedTuple):
+    z: Any
+    n: Any
+
+
+TIED = torch.randn(3, 4)
+PART = TIED[:, ::2]
+COUNT = torch.zeros(2)
+
+
+def whole(x: Tensor, y: Tensor, *, k: float) -> dict[str, Any]:
+    """Named dims, numbers, several results, containers, aliased state, constants."""
+    h = F.linear(x, TIED) * k
+    top, at = h.max(0)
+    a, *_ = h.unbind(1)
+    made = torch.ones(x.shape[0] * 2 + y.shape[0], dtype=torch.float64)
+    return {"out": Out(top, [at, None, x.shape[0] + 1]), "a": a[1:], "made": made, "p": PART + 1}
+
+
+def flowing(x: Tensor, times: Tensor) -> Any:
+    """Each kind of control flow, and derivatives of some."""
+
+    def loop(x: Tensor) -> Any:
+        _, total = tsfunc.while_loop(
+            lambda i, y: i < times, lambda i, y: (i + 1, y.sin() * 2), (torch.tensor(0), x)
+        )
+        return total.sum()
+
+    chosen = tsfunc.cond(x.sum() > 0, torch.sin, torch.cos, x)
+    last, steps = tsfunc.scan(lambda c, row: (c * row, c + row), torch.ones(3), chosen)
+    slope = tsfunc.grad(lambda x: tsfunc.cond(x.sum() > 0, torch.exp, torch.sin, x).sum())(x)
+    return loop(x), last, steps, slope, tsfunc.associative_scan(torch.add, x)
+
+
+def counting(x: Tensor) -> Tensor:
+    """State that is written into, and quiet parts."""
+    with torch.no_grad():
+        COUNT.add_(x.sum())
+    return x * COUNT + x.to(torch.bfloat16).float()
+
+
+def chosen(x: Tensor, how: str, shift: Tensor | None = None) -> Any:
+    """Several descriptors, optional arguments, types of all kinds."""
+    y = x + shift if shift is not None else x
+    return (y.sum(0) if how == "sum" else y.to(torch.complex64) * (1 + 2j)), y > 0
+
+
+def _whole() -> Any:
+    f = specialize(whole, {"x": Meta(["n", 4]), "y": Meta(["m"])})
+    f(torch.randn(5, 4), torch.randn(2), k=2.0)
+    return f
+
+
+def _net() -> Any:
+    f = specialize(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()))
+    f(torch.randn(6, 4))
+    return f
+
+
+def _flowing() -> Any:
+    f = specialize(flowing, {"x": Meta(["n", 3])})
+    f(torch.randn(4, 3), torch.tensor(3))
+    return f
+
+
+def _counting() -> Any:
+    f = specialize(counting)
+    f(torch.ones(2))
+    return f
+
+
+def _chosen() -> Any:
+    wide = Meta([Dim("n", max=64), "2*n+1"], dtype=torch.float32)
+    f = specialize(chosen, [{"x": wide, "how": "sum"}, {"x": Meta([..., 2]), "how": "scale"}])
+    f(torch.ones(2, 5), "sum")
+    f(torch.ones(3, 1, 2), "scale", torch.ones(2, dtype=torch.float64))
+    return f
+
+
+MADE: dict[str, tuple[Callable[[], Any], bool]] = {
+    "whole": (_whole, False),
+    "net": (_net, True),
+    "flowing": (_flowing, True),
+    "counting": (_counting, False),
+    "chosen": (_chosen, False),
+}
+
+
+def files(folder: Path) -> Iterator[bytes]:
+    """The file of each."""
+    for name, (make, exact) in MADE.items():
+        path = folder / f"made_{name}.tsf"
+        make().save(path, exact=exact)
+        yield path.read_bytes()
