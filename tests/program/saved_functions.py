@@ -56,6 +56,21 @@ def counting(x: Tensor) -> Tensor:
     return x * COUNT + x.to(torch.bfloat16).float()
 
 
+class Running(nn.Module):
+    """State that is assigned."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+        self.last = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total, self.last = self.total + x, 3
+        return self.total * 2
+
+
 def chosen(x: Tensor, how: str, shift: Tensor | None = None) -> Any:
     """Several descriptors, optional arguments, types of all kinds."""
     y = x + shift if shift is not None else x
@@ -86,6 +101,12 @@ def _counting() -> Any:
     return f
 
 
+def _running() -> Any:
+    f = specialize(Running())
+    f(torch.ones(2))
+    return f
+
+
 def _chosen() -> Any:
     wide = Meta([Dim("n", max=64), "2*n+1"], dtype=torch.float32)
     f = specialize(chosen, [{"x": wide, "how": "sum"}, {"x": Meta([..., 2]), "how": "scale"}])
@@ -99,6 +120,7 @@ MADE: dict[str, tuple[Callable[[], Any], bool]] = {
     "net": (_net, True),
     "flowing": (_flowing, True),
     "counting": (_counting, False),
+    "running": (_running, True),
     "chosen": (_chosen, False),
 }
 

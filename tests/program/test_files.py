@@ -345,7 +345,164 @@ class TestRefusals:
         assert type(load(tmp_path / "f.tsf", classes={name: Pair})(torch.ones(1))) is Pair
 
 
+class Running(nn.Module):
+    """State that is assigned, beside weights."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+        self.layer = nn.Linear(2, 2)
+        self.steps = 0
+        nn.init.constant_(self.layer.weight, 0.5)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x: Tensor, update: bool = True) -> Tensor:
+        if update:
+            self.total = self.total * 0.5 + x.detach().sum(0)
+            self.steps = 1
+        result: Tensor = self.layer(x) + self.total
+        return result
+
+
+TABLE: dict[str, Any] = {"h": torch.zeros(2), "factor": 3}
+FLIP = False
+STEPS = 0
+
+
+class TestState:
+    """NOTE [state of loaded functions]."""
+
+    def test_buffers_that_are_assigned(self, tmp_path: Path) -> None:
+        net = Running()
+        f = specialize(net, {"x": Meta(["n", 2])})
+        f(torch.ones(3, 2), True)
+        f(torch.ones(3, 2), False)
+        f.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        assert loaded.state["self.total"].equal(net.total) and loaded.state["self.steps"] == 1
+        for n, update in ((4, True), (1, False), (2, True), (1, True), (5, False)):
+            x = torch.randn(n, 2)
+            torch.testing.assert_close(loaded(x, update), net(x, update))
+        assert loaded.state["self.total"].equal(net.total)
+        loaded.save(tmp_path / "g.tsf")
+        again = load(tmp_path / "g.tsf")
+        x = torch.randn(3, 2)
+        torch.testing.assert_close(again(x, True), net(x, True))
+        assert not again.state["self.total"].equal(loaded.state["self.total"])
+
+    def test_copies_have_a_state_of_their_own(self, tmp_path: Path) -> None:
+        f = specialize(Running())
+        f(torch.ones(1, 2))
+        f.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        for copied in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+            copied(torch.ones(1, 2))
+            assert copied.state["self.total"].equal(torch.full((2,), 1.5))
+        assert loaded.state["self.total"].equal(torch.ones(2))
+
+    def test_variables_and_containers(self, tmp_path: Path) -> None:
+        count = torch.zeros(1)
+
+        def f(x: Tensor, update: bool) -> Tensor:
+            nonlocal count
+            if update:
+                TABLE["h"] = TABLE["h"] * 0.5 + x
+                count = count + 1
+            result: Tensor = TABLE["h"] * TABLE["factor"] + count
+            return result
+
+        made = specialize(f)
+        for update in (True, False, True, False):
+            made(torch.ones(2), update)
+        made.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        for update in (True, False, True, True, False):
+            x = torch.randn(2)
+            torch.testing.assert_close(loaded(x, update), f(x, update))
+        assert loaded.state["count"].equal(count) and loaded.state["TABLE"]["factor"] == 3
+
+    def test_a_single_program(self, tmp_path: Path) -> None:
+        net = Running()
+        f = specialize(net)
+        f(torch.ones(1, 2))
+        f.program.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        for _ in range(2):
+            torch.testing.assert_close(loaded(torch.ones(1, 2)), net(torch.ones(1, 2)))
+
+    def test_what_is_looked_at_and_assigned_is_refused(self, tmp_path: Path) -> None:
+        def flips(x: Tensor) -> Tensor:
+            global FLIP
+            FLIP = not FLIP
+            return x * 2 if FLIP else x
+
+        f = specialize(flips)
+        f(torch.ones(2))
+        f(torch.ones(2))
+        with pytest.raises(ValueError, match="assigns to FLIP, whose value it also looks at"):
+            f.save(tmp_path / "f.tsf")
+
+    def test_what_is_not_as_it_was_is_refused(self, tmp_path: Path) -> None:
+        def counts(x: Tensor) -> Tensor:
+            global STEPS
+            STEPS += 1
+            return x * STEPS
+
+        f = specialize(counts)
+        f(torch.ones(2))
+        with pytest.raises(ValueError, match=r"save\(counts\): what the function reads beside"):
+            f.save(tmp_path / "f.tsf")
+
+    def test_only_what_holds_now_is_saved(self, tmp_path: Path) -> None:
+        net = nn.Sequential(nn.Dropout(1.0))
+        f = specialize(net)
+        f(torch.ones(2))
+        net.eval()
+        f(torch.ones(2))
+        net.train()
+        f(torch.ones(2))
+        net.eval()
+        f.save(tmp_path / "f.tsf")
+        assert load(tmp_path / "f.tsf")(torch.ones(2)).equal(torch.ones(2))
+
+    def test_a_state_of_another_type_has_no_program(self, tmp_path: Path) -> None:
+        table = {"h": torch.zeros(1)}
+
+        def grows(x: Tensor) -> Tensor:
+            table["h"] = torch.cat([table["h"], x])
+            return table["h"]
+
+        f = specialize(grows)
+        f(torch.ones(1))
+        f(torch.ones(1))
+        f.program  # noqa: B018
+        table["h"] = torch.zeros(2)
+        f.save(tmp_path / "f.tsf", exact=True)
+        loaded = load(tmp_path / "f.tsf")
+        assert loaded(torch.ones(1)).tolist() == [0.0, 0.0, 1.0]
+        with pytest.raises(DescriptorViolation, match="there is no program for this call"):
+            loaded(torch.ones(1))
+
+
 class TestVersions:
+    def test_a_file_of_format_2(self) -> None:
+        """It was written by the first version that wrote this format, and is kept as it was."""
+        loaded, net = load(KEPT / "format_2.tsf"), Running()
+        net.total = torch.tensor([3.0, 3.0])
+        for n, update in ((3, True), (1, True), (2, False), (4, True)):
+            x = torch.arange(2.0 * n).reshape(n, 2)
+            torch.testing.assert_close(loaded(x, update), net(x, update))
+        assert loaded.state["self.total"].equal(net.total)
+        loaded.program.verify()
+
+    def test_what_needs_no_later_format_has_the_first(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: x + 1)
+        f(torch.ones(2))
+        f.save(tmp_path / "f.tsf")
+        assert b'"version":1' in (tmp_path / "f.tsf").read_bytes()
+
     def test_a_file_of_format_1(self) -> None:
         """It was written by the first version that wrote files, and is never written again."""
         step = load(KEPT / "format_1.tsf")

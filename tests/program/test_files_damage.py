@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.program.damage import edited, entries_of, file_of
+from tests.program.saved_functions import Running
 from tsfunc import MetaTensorType as Meta
 from tsfunc import load, specialize
 from tsfunc.errors import FileFormatError
@@ -111,8 +112,31 @@ class TestContainers:
         refused(tmp_path, data, f"entry '{GRAPH}' has .* bytes, not")
 
     def test_a_later_format(self, good: bytes, tmp_path: Path) -> None:
-        data = edited(good, "format.json", lambda manifest: {**manifest, "version": 2})
-        refused(tmp_path, data, r"format 2, of a later version of tsfunc \(.*\); this one reads")
+        data = edited(good, "format.json", lambda manifest: {**manifest, "version": 3})
+        refused(tmp_path, data, r"format 3, of a later version of tsfunc \(.*\); this one reads")
+
+    @pytest.mark.parametrize(
+        ("entry", "change", "match"),
+        [
+            (GRAPH, lambda d: d["state"]["reads"][0].update(cell=9), "expected an integer from 0"),
+            (GRAPH, lambda d: d["state"]["reads"][0].update(path=["x"]), "there is nothing there"),
+            (GRAPH, lambda d: d["state"]["reads"][0].update(cell=0), "there is no tensor there"),
+            (GRAPH, lambda d: d["state"]["updates"].pop(1), "results for them"),
+            (GRAPH, lambda d: d["state"].update(arguments=7), "inputs that the call does not have"),
+            (GRAPH, lambda d: d["state"].update(reads=[]), "the graph has 2 inputs"),
+            (GRAPH, lambda d: d.pop("state"), "the graph has 2 results"),
+            (FUNCTION, lambda d: d.pop("state"), "expected an integer from 0"),
+            (FUNCTION, lambda d: d["state"][0].update(value={"tensor": "t9"}), "no tensor 't9'"),
+            ("format.json", lambda d: d.update(version=1), "there is no 'state'"),
+        ],
+        ids=str,
+    )
+    def test_state(self, entry: str, change: Any, match: str, tmp_path: Path) -> None:
+        f = specialize(Running())
+        f(torch.ones(2))
+        f.save(tmp_path / "f.tsf", exact=True)
+        data = (tmp_path / "f.tsf").read_bytes()
+        refused(tmp_path, edited(data, entry, lambda d: change(d) and None), match)
 
     def test_no_such_file(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
@@ -148,7 +172,8 @@ GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("code in a keyword", set_in("mul", "kwargs", {"a=print()": 1}), "no name of an argument"),
     ("cycles", set_in("mul", "args", [{"node": "mul_tensor"}, 2]), "no node 'mul_tensor' before"),
     ("names that are code", set_in("mul", "name", "x; print()"), "expected the name of a node"),
-    ("names of others", set_in("mul", "name", "torch"), "expected another name"),
+    ("names of others", set_in("mul", "name", "args"), "expected another name"),
+    ("names of builtins", set_in("mul", "name", "len"), "expected a name that code can have"),
     ("keywords as names", set_in("mul", "name", "while"), "expected another name"),
     ("a number that is no tensor", set_in("sym_size", "args", [5, 0]), "no code can be made of it"),
     ("functions",

@@ -232,6 +232,7 @@ class FirstCall:
         program = dataclasses.replace(
             program,
             form=form,
+            facts=facts,
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
             guards=self.guards(inputs, bounds, scalars, instances.held.read, program.conditions),

@@ -6,7 +6,6 @@ See NOTE [updates] in ``updates.py``.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 from tsfunc.bridge.tracer import Tracer
 from tsfunc.bridge.tracing import TraceTracer
 from tsfunc.errors import EscapedTracerError, TypeCheckError
-from tsfunc.program.holding import Held, Place, changed, put_back
-from tsfunc.program.updates import NotKept, Update, Updates, Values, replaced
+from tsfunc.program.holding import Held, Place, changed, is_namespace, put_back
+from tsfunc.program.updates import NotKept, Update, Updates, Values, replaced, unchanged
 
 MISSING: Any = object()
 """In the place of a value where there is none."""
@@ -57,7 +56,7 @@ def changed_containers(held: Held) -> Iterator[Change]:
     for each in held.containers:
         if not changed(each):
             continue
-        namespace = isinstance(each.value, types.SimpleNamespace)
+        namespace = is_namespace(each.value)
         elements = vars(each.value) if namespace else each.value
         # A copy: it is put back, and the elements are what the program gives it again.
         after = dict(elements) if isinstance(elements, dict) else type(elements)(elements)
@@ -101,10 +100,13 @@ def updates_of(changes: Sequence[Change], held: Held) -> Updates:
         for tensor in replaced(change.before, change.after):
             held.loosen(tensor)
         number = held.facts_of(change.place.own).result(change.place.variable, change.owner)
-        deletes = change.after is MISSING
+        keeps = change.text not in held.read or unchanged(change.before, change.after)
         updates.append(
-            Update(change.text, number, change.target, kept, change.fills, deletes, change.buffer)
-        )
+            Update(
+                change.text, number, change.target, kept, change.fills, change.after is MISSING,
+                change.buffer, keeps,
+            )
+        )  # fmt: skip
     if problems:
         raise TypeCheckError(
             f"specialize({held.name}): the function assigns to what lives on after the call, and "

@@ -198,7 +198,7 @@ class Held:
         at, cls = place.variable, type(value)
         facts = self.facts_of(place.own)
         inside = shown(value)
-        if isinstance(value, (*_SEQUENCES, dict)) or _is_namespace(value):
+        if isinstance(value, (*_SEQUENCES, dict)) or is_namespace(value):
             self._container(value, place)
         elif inside is not None:
             facts.require_type(at, cls)
@@ -245,12 +245,12 @@ class Held:
         facts.require_type(at, type(value))
         self._known[id(value)] = value, place
         if not isinstance(value, tuple):
-            before = copy.copy(vars(value)) if _is_namespace(value) else copy.copy(value)
+            before = copy.copy(vars(value)) if is_namespace(value) else copy.copy(value)
             self.containers.append(Copied(value, before, place))
         if len(items) > _MANY and all(type(item) in (*_VALUES, float) for item in items.values()):
             facts.require_same_value(at, value)
             return
-        namespace = _is_namespace(value)
+        namespace = is_namespace(value)
         if isinstance(value, dict) or namespace:
             facts.require_keys(f"vars({at})" if namespace else at, list(items))
             self._elements(items, place)
@@ -265,11 +265,11 @@ class Held:
 
 def _items(value: Any) -> dict[Any, Any]:
     """The elements of a container by their keys."""
-    found: dict[Any, Any] = vars(value) if _is_namespace(value) else value
+    found: dict[Any, Any] = vars(value) if is_namespace(value) else value
     return found if isinstance(found, dict) else dict(enumerate(found))
 
 
-def _is_namespace(value: Any) -> bool:
+def is_namespace(value: Any) -> bool:
     """Whether an object is but its attributes; a thread has some of its own of a local one."""
     return isinstance(value, types.SimpleNamespace) or type(value) is threading.local
 
@@ -285,7 +285,7 @@ def changed(copied: Copied) -> bool:
 def put_back(copied: Copied) -> None:
     """Gives a container the elements again that it had."""
     value, before = copied.value, copied.before
-    if _is_namespace(value):
+    if is_namespace(value):
         value = vars(value)
     value.clear()
     value.update(before) if hasattr(value, "update") else value.extend(before)

@@ -23,6 +23,7 @@ from tsfunc.program.guard_texts import Guards
 from tsfunc.program.module_state import ModuleState
 from tsfunc.program.printing import printed
 from tsfunc.program.properties import ProgramProperties, properties_of
+from tsfunc.program.reach import Facts
 from tsfunc.program.torch_operators import in_torch_operators
 from tsfunc.program.updates import Update
 from tsfunc.program.verify import verify
@@ -56,6 +57,8 @@ class Program:
         places: for each flattened argument its path, from the name of a parameter.
         conditions: what must hold of the numbers among its inputs.
         state: what the function's module calls the tensors that it reads from outside.
+        facts: what later calls are held to beside their arguments, and what is read of it; None
+            where there is no record.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Program:
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
+    facts: Facts | None = None
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Runs it on flattened arguments, and gives the results their structure."""

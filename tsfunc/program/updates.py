@@ -46,6 +46,8 @@ class Update:
         fills: whether the owner is a container that gets all elements anew.
         deletes: whether the target is deleted.
         buffer: the name of the buffer that is assigned, where the owner is a module.
+        keeps: whether what the program has read of the target's value, beside tensors, is so
+            after the assignment too.
     """
 
     text: str
@@ -55,6 +57,14 @@ class Update:
     fills: bool = False
     deletes: bool = False
     buffer: str | None = None
+    keeps: bool = True
+
+    def current(self, owner: Any) -> Any:
+        """What the target is now; None where it is not."""
+        try:
+            return eval(self.target.format("owner"), {"owner": owner})
+        except (AttributeError, LookupError, ValueError):
+            return None
 
     def slots(self) -> list[Slot]:
         """The places of the tensors in its value."""
@@ -155,6 +165,17 @@ def replaced(before: Any, after: Any) -> Iterator[torch.Tensor]:
     elif isinstance(before, list | tuple | deque) and isinstance(after, list | tuple | deque):
         for some, other in zip(before, after, strict=False):
             yield from replaced(some, other)
+
+
+def unchanged(before: Any, after: Any) -> bool:
+    """Whether two values differ in nothing but in which tensors they have."""
+    if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
+        return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    if isinstance(before, dict) and isinstance(after, dict):
+        return list(before) == list(after) and all(unchanged(before[k], after[k]) for k in before)
+    if isinstance(before, list | tuple | deque) and isinstance(after, list | tuple | deque):
+        return len(before) == len(after) and all(map(unchanged, before, after))
+    return same_value(before, after)
 
 
 _PLAIN = (

@@ -13,6 +13,7 @@ import torch
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.cache import Entry
 from tsfunc.program.entering import opening_lines
+from tsfunc.program.files.state import State
 from tsfunc.program.reach import Facts
 from tsfunc.transforms.control.saved import register_all
 from tsfunc.transforms.specialize import Specialized
@@ -25,6 +26,19 @@ class LoadedFunction(Specialized):
 
     def __repr__(self) -> str:
         return f"<loaded {self.name}, {len(self.programs)} programs>"
+
+    saved_state: State
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the function's programs assign to, as it is now, by the user's names for it."""
+        return self.saved_state.as_dict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadedFunction:
+        """The same programs, with weights and state of their own."""
+        unpickled, (data, classes) = self.__reduce__()
+        copied: LoadedFunction = unpickled(data, classes)
+        return copied
 
     def cache_clear(self) -> None:
         """Does nothing but set the counts to zero: programs that go could not be made again."""
@@ -102,13 +116,14 @@ def _read(
     missing.__name__ = missing.__qualname__ = saved.name
     missing.__signature__ = saved.signature  # type: ignore[attr-defined]
     loaded = LoadedFunction(missing, saved.descriptors, saved.limit, "freeze")
+    loaded.saved_state = saved.state
     loaded.cache.entries = tuple(_entry(answer) for answer in saved.answers)
     return loaded
 
 
 def _entry(answer: Any) -> Entry:
     form = answer.form
-    facts = Facts()
+    facts = answer.program.facts or Facts()
     lines, scope = form.guard()
     opening = opening_lines(form.tree, scope, form.of_keywords)
     return Entry(

@@ -16,7 +16,7 @@ import dataclasses
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import torch
@@ -34,6 +34,7 @@ from tsfunc.program.files.programs import (
     encode_program,
     what_it_does,
 )
+from tsfunc.program.files.state import State, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.forms import CallForm
@@ -41,7 +42,7 @@ from tsfunc.program.program import Program
 from tsfunc.types import parse_descriptor
 from tsfunc.types.descriptors import Descriptor
 
-KIND, VERSION = "tsfunc program", 1
+KIND, VERSION = "tsfunc program", 2
 _KINDS = {
     str(kind).lower(): kind
     for kind in (
@@ -75,6 +76,7 @@ class SavedFunction:
         limit: how many programs it keeps.
         answers: its programs, and the calls that they answer, the last used first.
         made_with: the torch version that it was made with.
+        state: what its programs assign to, where it was read from a file.
     """
 
     name: str
@@ -83,6 +85,7 @@ class SavedFunction:
     limit: int
     answers: tuple[Answer, ...]
     made_with: str = torch.__version__
+    state: State = field(default_factory=State)
 
 
 class Unsaved(ValueError):
@@ -101,7 +104,8 @@ def function_bytes(function: SavedFunction) -> bytes:
     tensors = TensorWriter()
     entries: dict[str, bytes] = {}
     try:
-        numbers = _write_programs(function, tensors, entries)
+        state = StateWriter([answer.program for answer in function.answers])
+        numbers = _write_programs(function, tensors, state, entries)
         calls = [
             {
                 "program": numbers[answer.program],
@@ -118,6 +122,7 @@ def function_bytes(function: SavedFunction) -> bytes:
             ],
             "limit": function.limit,
             "calls": calls,
+            **({"state": state.cells(tensors)} if len(state) else {}),
         }
     except NoFileForm as error:
         raise Unsaved(
@@ -132,19 +137,23 @@ def function_bytes(function: SavedFunction) -> bytes:
         "tensors.json": json_bytes(records),
         "tensors.safetensors": memory,
     }
-    about = {"format": KIND, "version": VERSION, "tsfunc": _version(), "torch": torch.__version__}
+    version = 2 if len(state) else 1  # the first that has what is written
+    about = {"format": KIND, "version": version, "tsfunc": _version(), "torch": torch.__version__}
     return write_archive(about, all_entries)
 
 
 def _write_programs(
-    function: SavedFunction, tensors: TensorWriter, entries: dict[str, bytes]
+    function: SavedFunction,
+    tensors: TensorWriter,
+    state: StateWriter,
+    entries: dict[str, bytes],
 ) -> dict[Program, int]:
     """Writes the programs, those that do the same once; the number of each."""
     bounds = {name: dim for answer in function.answers for name, dim in answer.form.bounds.items()}
     numbers: dict[Program, int] = {}
     written: dict[bytes, int] = {}
     for program in dict.fromkeys(answer.program for answer in function.answers):
-        encoded = encode_program(program, bounds, tensors)
+        encoded = encode_program(program, bounds, tensors, state)
         number = written.setdefault(json_bytes(what_it_does(encoded)), len(written))
         numbers[program] = number
         if f"programs/{number}.json" not in entries:
@@ -210,7 +219,7 @@ def read_function(
         FileFormatError: it is no such file, or it is damaged.
     """
     archive = Archive(file, what)
-    made_with = _read_head(archive)
+    made_with, version = _read_head(archive)
     values = Values(device=device)
     tensors = TensorReader(
         archive.json("tensors.json"),
@@ -218,11 +227,12 @@ def read_function(
         f"{what}: tensors.safetensors",
         values,
     )
-    context = Context(tensors, classes, device, made_with)
     function = archive.json("function.json")
-    name, parameters, described, limit, calls = function.record(
-        "name", "parameters", "descriptors", "limit", "calls"
-    )
+    keys = ("name", "parameters", "descriptors", "limit", "calls")
+    function.require_keys(keys, ("state",) if version > 1 else ())
+    name, parameters, described, limit, calls = map(function.at, keys)
+    state = read_state(function.get("state"), tensors, values)
+    context = Context(tensors, classes, device, made_with, state, version)
     programs = list(_programs(archive, context))
     signature = _read_signature(parameters)
     kinds = [parameter.kind for parameter in signature.parameters.values()]
@@ -235,11 +245,12 @@ def read_function(
         limit.integer(1),
         answers,
         made_with,
+        state,
     )
 
 
-def _read_head(archive: Archive) -> str:
-    """Checks what a file says of itself; the torch version it was made with."""
+def _read_head(archive: Archive) -> tuple[str, int]:
+    """Checks what a file says of itself; the torch version it was made with, and the format's."""
     head = archive.head
     kind = head.get("format")
     if kind is None or kind.value != KIND:
@@ -252,7 +263,7 @@ def _read_head(archive: Archive) -> str:
         )
     *_, made_with, entries = head.record("format", "version", "tsfunc", "torch", "entries")
     archive.require_entries(entries)
-    return made_with.line()
+    return made_with.line(), version
 
 
 def _programs(archive: Archive, context: Context) -> Iterator[Program]:
@@ -299,16 +310,25 @@ def _of_form(
 
 
 def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answer:
-    if any(at >= len(form.leaves) for at in program.inputs):
+    count = len(form.leaves)
+    given = [at for at in program.inputs if at < count]
+    last = count + _reads(program)
+    read = list(program.inputs[len(given) :])
+    if read != list(range(count, last)) or any(each.owner != last for each in program.updates):
         field.fail("its program has inputs that the call does not have")
     tensors = {spec.position for spec in form.inputs}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-    for node, at in zip(placeholders, program.inputs, strict=True):
+    for node, at in zip(placeholders, given, strict=False):
         # A number is an input where its descriptor is its type; the call is held to its value.
         number = node.meta.get("kind") == NUMBER and type(form.leaves[at]) in (int, float)
         if at not in tensors and not number:
             field.fail("its program has inputs that are no such values in the call")
     return Answer(program, form, reason)
+
+
+def _reads(program: Program) -> int:
+    """How many of a program's inputs are what it reads of its state."""
+    return len(program.facts.values) - bool(program.updates) if program.facts is not None else 0
 
 
 def _read_signature(field: Field) -> inspect.Signature:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,10 @@ _OPTIONAL = ("type", "number", "line", *_FLAGS)
 
 
 def encode_graph(
-    graph: torch.fx.Graph, lifted: Callable[[str], str], names: Mapping[Any, str]
+    graph: torch.fx.Graph,
+    lifted: Callable[[str], str],
+    names: Mapping[Any, str],
+    state: Sequence[torch.fx.Node] = (),
 ) -> Any:
     """A graph as JSON.
 
@@ -63,15 +66,22 @@ def encode_graph(
         graph: what is written.
         lifted: what the file calls the tensor of a ``get_attr`` node.
         names: what the symbols of sizes are called.
+        state: ``get_attr`` nodes that are inputs in the file, and come after the others.
 
     Raises:
         NoFileForm: it has something that a file can't hold.
     """
-    nodes = []
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    nodes = [
+        {"name": node.name, "input": _kind_of_input(node), **_facts(node, names)}
+        for node in (*inputs, *state)
+    ]
     outputs: Any = []
     for node in graph.nodes:
         if node.op == "output":
             outputs = [encode(value, str) for value in node.args[0]]
+            continue
+        if node.op == "placeholder" or node in state:
             continue
         try:
             nodes.append({**_encode_node(node, lifted, names), **_facts(node, names)})
@@ -99,13 +109,14 @@ def _facts(node: torch.fx.Node, names: Mapping[Any, str]) -> dict[str, Any]:
     return facts
 
 
+def _kind_of_input(node: torch.fx.Node) -> str:
+    return TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
+
+
 def _encode_node(
     node: torch.fx.Node, lifted: Callable[[str], str], names: Mapping[Any, str]
 ) -> dict[str, Any]:
     target: Any = node.target
-    if node.op == "placeholder":
-        kind = TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
-        return {"name": node.name, "input": kind}
     if node.op == "get_attr":
         return {"name": node.name, "lifted": lifted(str(target))}
     if target is operator.getitem:

@@ -22,6 +22,7 @@ from tsfunc.program.codegen import generate
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.graphs import GraphReader, encode_graph
 from tsfunc.program.files.node_types import NodeTypes
+from tsfunc.program.files.state import ProgramState, State, StateWriter
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.trees import Trees, encode_tree
 from tsfunc.program.files.values import NoFileForm, Values, dtype_of, encode, printable
@@ -32,7 +33,9 @@ from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, parse_descriptor
 from tsfunc.types.dims import parse_dim
 
 
-def encode_program(program: Program, bounds: Mapping[str, Dim], tensors: TensorWriter) -> Any:
+def encode_program(
+    program: Program, bounds: Mapping[str, Dim], tensors: TensorWriter, state: StateWriter
+) -> Any:
     """A program as JSON.
 
     Raises:
@@ -45,21 +48,26 @@ def encode_program(program: Program, bounds: Mapping[str, Dim], tensors: TensorW
         except NoFileForm as error:
             raise NoFileForm(f"{name}, {error}") from None
 
-    for update in program.updates:
-        raise NoFileForm(f"a program that assigns to {update.text}")
     for condition in program.conditions:
         if condition.dims:
             raise NoFileForm(
                 f"a program that is held to {condition.text}, which no descriptor says"
             )
+    in_cells = [
+        node
+        for node in program.graph.nodes
+        if node.op == "get_attr" and state.holds(program.tensor(node))
+    ]
     names = _names_of_symbols(program.graph)
+    count = len(program.form.leaves) if program.form is not None else len(program.inputs)
     return {
         "name": printable(program.name),
         "dims": {name: _dim_text(bounds.get(name, Dim(name))) for name in names.values()},
-        "inputs": list(program.inputs),
+        "inputs": [at for at in program.inputs if at < count],
         "constants": sorted(program.constants),
-        "graph": encode_graph(program.graph, lifted, names),
+        "graph": encode_graph(program.graph, lifted, names, in_cells),
         "results": encode_tree(program.out_tree),
+        **state.of_program(program, in_cells),
     }
 
 
@@ -97,42 +105,52 @@ class Context:
         classes: what names of classes stand for.
         device: takes the place of every device, if it is given.
         made_with: the torch version that the file was made with.
+        state: what programs assign to.
+        version: of the format.
     """
 
     tensors: TensorReader
     classes: Mapping[str, type]
     device: torch.device | None
     made_with: str
+    state: State
+    version: int
 
 
 def decode_program(field: Field, context: Context) -> Program:
     """The program that `encode_program` wrote; its code is generated from the graph."""
-    name_field, dims_field, inputs_field, constants, graph_field, results = field.record(
-        "name", "dims", "inputs", "constants", "graph", "results"
-    )
+    keys = ("name", "dims", "inputs", "constants", "graph", "results")
+    field.require_keys(keys, ("state",) if context.version > 1 else ())
+    name_field, dims_field, inputs_field, constants, graph_field, results = map(field.at, keys)
     values = Values(device=context.device)
     symbols = _symbols(dims_field)
     reader = GraphReader(
         context.tensors.tensor, context.device, NodeTypes(symbols, values), context.made_with
     )
     graph = reader.read(graph_field)
-    inputs = tuple(at.integer(0, 1 << 31) for at in inputs_field.items())
+    tree = Trees(context.classes, values).decode(results)
+    (*_, last) = graph.nodes
+    more = len(last.args[0]) - tree.num_leaves
+    state_field = field.get("state")
+    if more < 0 or (more and state_field is None):
+        results.fail(f"the graph has {len(last.args[0])} results")
+    state = ProgramState(state_field, context.state, more, values)
+    inputs = (*(at.integer(0, 1 << 31) for at in inputs_field.items()), *state.inputs)
     wanted = sum(node.op == "placeholder" for node in graph.nodes)
     if wanted != len(inputs):
         inputs_field.fail(f"the graph has {wanted} inputs")
-    tree = Trees(context.classes, values).decode(results)
-    (*_, last) = graph.nodes
-    if tree.num_leaves != len(last.args[0]):
-        results.fail(f"the graph has {len(last.args[0])} results")
     name = name_field.line()
     try:
-        source, run = generate(name, graph, inputs, reader.lifted)
+        source, run = generate(name, graph, inputs, reader.lifted, state.updates)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         graph_field.fail(f"no code can be made of it: {error}")
     known = frozenset(each.text() for each in constants.items())
     if not known <= reader.lifted.keys():
         constants.fail("there are others than tensors of the program")
-    return Program(name, graph, inputs, reader.lifted, tree, source, run, known)
+    return Program(
+        name, graph, inputs, reader.lifted, tree, source, run, known, state.updates,
+        facts=state.facts,
+    )  # fmt: skip
 
 
 def _symbols(field: Field) -> Symbols:

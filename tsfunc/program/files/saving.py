@@ -13,6 +13,7 @@ from tsfunc.program.cache import Cache
 from tsfunc.program.calls import Target
 from tsfunc.program.files.archive import replace
 from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes, read_function
+from tsfunc.program.files.state import is_current
 from tsfunc.program.files.variants import also_answered
 from tsfunc.program.program import Program
 from tsfunc.types.class_names import class_name
@@ -43,6 +44,13 @@ def function_to_save(
             f"save({target.name}): expected some of its own programs (see .programs), got another."
         )
     chosen = [entry for entry in cache.entries if not programs or entry.program in programs]
+    current = [entry for entry in chosen if is_current(entry.program)]
+    if not current:
+        raise ValueError(
+            f"save({target.name}): what the function reads beside its arguments is not as it was "
+            f"for any of the calls that there are programs for. Call it as it is now, then save it."
+        )
+    chosen = current
     if not exact:
         for entry in tuple(chosen):
             chosen += also_answered(target, entry, chosen)

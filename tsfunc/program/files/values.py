@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,12 +40,17 @@ class NoFileForm(Exception):
     """A value that a file can't hold."""
 
 
-def encode(value: Any, node: Callable[[Any], str] | None = None) -> Any:
+def encode(
+    value: Any,
+    node: Callable[[Any], str] | None = None,
+    other: Callable[[Any], Any] | None = None,
+) -> Any:
     """A value as JSON.
 
     Args:
         value: what is to be written.
         node: the name of a graph's node; without it, nodes are refused.
+        other: the JSON of what is of no kind below, or None.
 
     Raises:
         NoFileForm: it is of no kind that a file has.
@@ -54,23 +59,26 @@ def encode(value: Any, node: Callable[[Any], str] | None = None) -> Any:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
+    found = other(value) if other is not None else None
+    if found is not None:
+        return found
     if isinstance(value, torch.fx.Node) and node is not None:
         return {"node": node(value)}
     if isinstance(value, list) and type(value).__module__ in (
         "builtins",
         "torch.fx.immutable_collections",
     ):
-        return [encode(item, node) for item in value]
+        return [encode(item, node, other) for item in value]
     if type(value) is tuple:
-        return {"tuple": [encode(item, node) for item in value]}
+        return {"tuple": [encode(item, node, other) for item in value]}
     if isinstance(value, torch.Size):
-        return {"size": [encode(item, node) for item in value]}
+        return {"size": [encode(item, node, other) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key), encode(item, node)] for key, item in value.items()]}
+        return {"dict": [[encode(key), encode(item, node, other)] for key, item in value.items()]}
     if type(value) is complex:
         return {"complex": [encode(value.real), encode(value.imag)]}
     if type(value) is slice:
-        return {"slice": [encode(x, node) for x in (value.start, value.stop, value.step)]}
+        return {"slice": [encode(x, node, other) for x in (value.start, value.stop, value.step)]}
     return {_kind(value): _spell(value)}
 
 
@@ -111,6 +119,13 @@ class Values:
     ) -> None:
         self._node = node
         self._device = device
+        self._other: Mapping[str, Callable[[Field], Any]] = {}
+
+    def with_other(self, kinds: Mapping[str, Callable[[Field], Any]]) -> Values:
+        """The same with more kinds of values, each with what reads it."""
+        found = Values(self._node, self._device)
+        found._other = kinds
+        return found
 
     def decode(self, field: Field) -> Any:
         """The value that `encode` wrote."""
@@ -123,7 +138,8 @@ class Values:
             return [self.decode(item) for item in field.items()]
         if type(value) is dict and len(value) == 1:
             ((kind, inner),) = field.mapping().items()
-            read = getattr(self, f"_read_{kind}", None) if kind in _KINDS else None
+            own = getattr(self, f"_read_{kind}", None) if kind in _KINDS else None
+            read = self._other.get(kind, own)
             if read is not None:
                 return read(inner)
         return field.expected("a value")
