@@ -6,17 +6,19 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.cache import Entry
 from tsfunc.program.entering import opening_lines
-from tsfunc.program.files.state import State
 from tsfunc.program.reach import Facts
 from tsfunc.transforms.control.saved import register_all
 from tsfunc.transforms.specialize import Specialized
+
+if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` is to do without
+    from tsfunc.program.files.state import State
 
 register_all()
 
