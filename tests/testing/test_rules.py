@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import custom_jvp, custom_vjp, custom_vmap
+from tsfunc import (
+    closure_convert,
+    custom_gradient,
+    custom_jvp,
+    custom_vjp,
+    custom_vmap,
+    sequential_vmap,
+)
 from tsfunc.testing import check_custom_rule
 
 X = torch.tensor([0.5, -1.0, 2.0])
@@ -190,3 +197,87 @@ def test_a_derivative_that_can_not_be_differentiated_again() -> None:
     with pytest.raises(AssertionError, match="of the second order: "):
         check_custom_rule(f, X, order=2)
     check_custom_rule(with_vjp(1.0), X, X.cos(), order=2)
+
+
+Y = torch.tensor([1.5, 0.3, -0.7])
+
+
+def product(bwd: Any) -> Any:
+    f = custom_vjp(lambda x, y: x * y)
+    f.defvjp(lambda x, y: (x * y, (x, y)), bwd)
+    return f
+
+
+def sine(rule: Any) -> Any:
+    f = custom_jvp(lambda x: x.sin())
+    f.defjvp(rule)
+    return f
+
+
+def twice(rule: Any) -> Any:
+    f = custom_vmap(lambda x: 2 * x)
+    f.def_vmap(rule)
+    return f
+
+
+REVERSE = "reverse mode, <vjp.*and central differences differ.*Expected .* but got"
+WRONG: dict[str, tuple[Any, tuple[Tensor, ...], str]] = {
+    "a sign": (product(lambda r, ct: (ct * r[1], -ct * r[0])), (X, Y), REVERSE),
+    "no sum": (product(lambda r, ct: ((ct * r[1])[0], ct * r[0])), (X[0], Y), REVERSE),
+    "None for what is not zero": (product(lambda r, ct: (ct * r[1], None)), (X, Y), REVERSE),
+    "exchanged": (product(lambda r, ct: (ct * r[0], ct * r[1])), (X, Y), REVERSE),
+    "another shape": (
+        product(lambda r, ct: (ct * r[1], ct * r[0])), (X[0], Y),
+        r"A rule does not return .* argument x must be of .*shape \(\), got .* shape \(3,\)",
+    ),
+    "another type": (
+        product(lambda r, ct: (ct * r[1].double(), ct * r[0])), (X, Y),
+        r"A rule does not return .* argument x must be of torch.float32 .* got torch.float64",
+    ),
+    "a term too much": (
+        sine(lambda p, t: (p[0].sin(), p[0].cos() * t[0] + 1)), (X,),
+        "forward mode, jvp.* and central differences differ.*difference",
+    ),
+    "not linear": (
+        sine(lambda p, t: (p[0].sin(), p[0].cos() * t[0].abs())), (X,), "and central differences",
+    ),
+    "right for three examples": (
+        twice(lambda size, batched, x: ((2 if size == 3 else 3) * x, True)), (X[:2],),
+        r"for a batch of 1, vmap\(f\) over tensor 0 .* the stacked loop differ",
+    ),
+    "a dim that is as long as the batch": (
+        twice(lambda size, batched, x: (2 * x if x.shape[1] == size else 3 * x, True)), (X,),
+        "vmap.f. over tensor 0 .* the stacked loop differ",
+    ),
+    "examples mixed up": (
+        twice(lambda size, batched, x: (2 * x.flip(0), True)), (X,), "the stacked loop differ",
+    ),
+    "said not to be batched": (
+        twice(lambda size, batched, x: (2 * x[0], False)), (X,), "the stacked loop differ",
+    ),
+    "an error": (
+        twice(lambda size, batched, x: (2 * x.view(3, 3), True)), (X,),
+        "the stacked loop: of 4 examples the loop runs, and vmap raises RuntimeError: shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_kinds_of_wrong_rules(kind: str) -> None:
+    rule, args, match = WRONG[kind]
+    with pytest.raises(AssertionError, match=f"(?s){match}"):
+        check_custom_rule(rule, *args)
+
+
+def test_kinds_of_right_rules() -> None:
+    check_custom_rule(product(lambda r, ct: (ct * r[1], ct * r[0])), X, Y, order=2)
+    check_custom_rule(product(lambda r, ct: ((ct * r[1]).sum(), ct * r[0])), X[0], Y, order=2)
+    check_custom_rule(sine(lambda p, t: (p[0].sin(), p[0].cos() * t[0])), X, order=2)
+    check_custom_rule(twice(lambda size, batched, x: (2 * x, batched[0])), X, order=2)
+    check_custom_rule(custom_gradient(lambda x: (x**2, lambda ct: 2 * ct * x)), X, order=2)
+    check_custom_rule(sequential_vmap(lambda x, y: (x * y).sum()), X, Y, order=2)
+    converted, closed = closure_convert(lambda x: x * Y, X)
+    check_custom_rule(converted, X, *closed)
+    same = custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    check_custom_rule(same, X, order=2)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 
 from tsfunc import pytrees
+from tsfunc.errors import CustomRuleError
 from tsfunc.testing.laws import inner, same
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
-
-_SIZE = 3
 
 
 def check_custom_rule(
@@ -28,11 +28,13 @@ def check_custom_rule(
     """The rules of a function with rules of its own agree with the function, and each other.
 
     Under ``vmap``, over all arguments and over each alone, along the first and the last dim, the
-    function is compared with the loop, and so is its pullback. In ``float64`` forward mode is
-    compared with central differences, reverse mode with these, and with the transpose of forward
-    mode; and the values that the rules give with the function's own. Of complex tensors the real
-    and the imaginary parts are checked, as torch defines gradients. A function of which forward
-    mode is not defined is checked without it.
+    function is compared with the loop, and so is its pullback; for batches of one example and of
+    several, more than any dim of the arguments has. In ``float64`` forward mode is compared with
+    central differences, reverse mode with these, and with the transpose of forward mode; and the
+    values that the rules give with the function's own. In the types that the arguments have, what
+    the rules return must be of these. Of complex tensors the real and the imaginary parts are
+    checked, as torch defines gradients. A function of which forward mode is not defined is checked
+    without it.
 
     Args:
         func: a ``custom_vmap``, ``custom_jvp`` or ``custom_vjp`` function, the ``apply`` of a
@@ -59,8 +61,22 @@ def check_custom_rule(
 
     As ``torch.autograd.gradcheck`` and ``jax.test_util.check_grads``, and for ``vmap`` too.
     """
-    leaves, tree = pytrees.flatten(args)
-    leaves = [_double(leaf) for leaf in leaves]
+    try:
+        _check(func, args, order, eps, rtol, atol)
+    except CustomRuleError as error:
+        raise AssertionError(f"A rule does not return what it must. {error}") from error
+
+
+def _check(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    order: int,
+    eps: float,
+    rtol: float,
+    atol: float,
+) -> None:
+    given, tree = pytrees.flatten(args)
+    leaves = [_double(leaf) for leaf in given]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     smooth = [i for i in places if _is_smooth(leaves[i])]
 
@@ -75,7 +91,7 @@ def check_custom_rule(
     if not smooth:
         return
 
-    def of_smooth(*values: Any) -> tuple[torch.Tensor, ...]:
+    def of_smooth(*values: Any, leaves: Sequence[Any] = leaves) -> tuple[torch.Tensor, ...]:
         every = list(leaves)
         for i, value in zip(smooth, values, strict=True):
             every[i] = value
@@ -86,6 +102,8 @@ def check_custom_rule(
     cotangents = [torch.randn_like(x) for x in of_smooth(*primals)]
     if not cotangents:
         return
+    if any(given[i].dtype != leaves[i].dtype for i in smooth):
+        _check_types(functools.partial(of_smooth, leaves=given), [given[i] for i in smooth])
     _check_derivatives(of_smooth, primals, cotangents, eps, rtol, atol)
 
     def pulled(*values: Any) -> Any:
@@ -113,6 +131,47 @@ def _check_value(func: custom_jvp, args: tuple[Any, ...], rtol: float, atol: flo
     same("the value that the jvp rule returns and the function", found, func(*args), rtol, atol)
 
 
+def _check_types(
+    func: Callable[..., tuple[torch.Tensor, ...]], primals: Sequence[torch.Tensor]
+) -> None:
+    """Both modes run in the types of the arguments, and give values and derivatives of these."""
+
+    def types(values: Sequence[torch.Tensor]) -> list[str]:
+        return [f"{x.dtype} of shape {tuple(x.shape)}" for x in values]
+
+    own = func(*primals)
+    where = f"for arguments of {', '.join(types(primals))}: the types of "
+    values, pull = vjp(func, *primals)
+    _equal(f"{where}the value under reverse mode and of the function", values, own, types)
+    pulled = pull(tuple(torch.ones_like(x) for x in values))
+    _equal(f"{where}the cotangents and of the arguments", pulled, primals, types)
+    found = _forward(func, primals, [torch.ones_like(x) for x in primals])
+    if found is not None:
+        _equal(f"{where}the value under forward mode and of the function", found[0], own, types)
+        _equal(f"{where}the tangents and of the results", found[1], own, types)
+
+
+def _equal(what: str, got: Any, want: Any, types: Callable[[Any], list[str]]) -> None:
+    if types(got) != types(want):
+        raise AssertionError(
+            f"{what} differ: expected {', '.join(types(want))}; got {', '.join(types(got))}."
+        )
+
+
+def _forward(
+    func: Callable[..., tuple[torch.Tensor, ...]],
+    primals: Sequence[torch.Tensor],
+    directions: Sequence[torch.Tensor],
+) -> Any:
+    """Value and tangents; None for an ``autograd.Function`` without forward mode."""
+    try:
+        return jvp(func, tuple(primals), tuple(directions))
+    except (NotImplementedError, RuntimeError) as error:
+        if "jvp" not in str(error) or "implement" not in str(error):
+            raise
+        return None
+
+
 def _check_derivatives(
     func: Callable[..., tuple[torch.Tensor, ...]],
     primals: Sequence[torch.Tensor],
@@ -134,12 +193,10 @@ def _check_derivatives(
     found = inner(pulled, directions)
     what = f"{where}reverse mode, <vjp(cotangent), direction>, and central differences"
     same(what, found, inner(cotangents, quotient), rtol, atol)
-    try:
-        values, pushed = jvp(func, tuple(primals), tuple(directions))
-    except (NotImplementedError, RuntimeError) as error:
-        if "jvp" not in str(error) or "implement" not in str(error):
-            raise
-        return  # an autograd.Function without forward mode
+    forward = _forward(func, primals, directions)
+    if forward is None:
+        return
+    values, pushed = forward
     same(f"{where}the value under forward mode and the function", values, own, rtol, atol)
     same(
         f"{where}forward mode, jvp(direction), and central differences",
@@ -176,9 +233,25 @@ def _check_loop(
     rtol: float,
     atol: float,
 ) -> None:
+    sizes = [n for x in leaves if isinstance(x, torch.Tensor) for n in x.shape if n < 8]
+    # No dim of the arguments has as many, so that it can't be taken for the batch dim.
+    _check_batch(what, func, leaves, at, max([2, *sizes]) + 1, rtol, atol)
+    if all(dim in (None, 0) for dim in at):
+        _check_batch(f"for a batch of 1, {what}", func, leaves, at, 1, rtol, atol)
+
+
+def _check_batch(
+    what: str,
+    func: Callable[..., Any],
+    leaves: Sequence[Any],
+    at: Batching,
+    size: int,
+    rtol: float,
+    atol: float,
+) -> None:
     rows = [
         [leaf if dim is None else _example(leaf, i) for leaf, dim in zip(leaves, at, strict=True)]
-        for i in range(_SIZE)
+        for i in range(size)
     ]
     outs = [pytrees.flatten(func(*row)) for row in rows]
     want = [
@@ -189,7 +262,15 @@ def _check_loop(
     inputs = [
         leaf if dim is None else torch.stack(list(column), dim) for leaf, dim, column in columns
     ]
-    got = vmap(func, tuple(at))(*inputs)
+    try:
+        got = vmap(func, tuple(at))(*inputs)
+    except CustomRuleError:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"{what}: of {size} examples the loop runs, and vmap raises {type(error).__name__}: "
+            f"{error}"
+        ) from error
     same(what, got, pytrees.unflatten(outs[0][1], want), rtol, atol)
 
 
