@@ -8,10 +8,16 @@ A call of a specialized function is traced by Dynamo as a call of the function i
 a graph and guards of its own, so nothing is gained by a program in between, and the graph need not
 break. Where the function calls a transform it does break, before the call, and the program runs.
 
+NOTE [control flow in torch's graphs]
+While torch records a graph (torch.compile, torch.export, make_fx) our control flow is torch's own,
+so that it is an operator of that graph; ``transforms/control/in_torch`` has which. Where a
+transform of ours is active what is recorded are its operators on batches and cotangents.
+
 Private names used here (torch 2.11 to 2.13): ``_C._dynamo.eval_frame.set_code_exec_strategy``
 says what Dynamo does with frames of a code object, and with frames below them;
 ``_torchdynamo_disable`` on a function keeps it from tracing calls of it; one that is its
-``_torchdynamo_inline`` is traced in its place.
+``_torchdynamo_inline`` is traced in its place. ``_C._get_dispatch_mode`` and, for what records
+before autograd, ``_ops._get_dispatch_mode_pre_dispatch`` give the mode of a kind that is active.
 """
 
 from __future__ import annotations
@@ -19,7 +25,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._dynamo import eval_frame
+from torch._ops import _get_dispatch_mode_pre_dispatch
+
+from tsfunc.dispatch.state import tls
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,3 +54,14 @@ def instead_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
         return func
 
     return mark
+
+
+_PROXY: Any = _TorchDispatchModeKey.PROXY
+
+
+def torch_records() -> bool:
+    """Whether torch records what is called: NOTE [control flow in torch's graphs]."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    recording = _get_dispatch_mode(_PROXY) or _get_dispatch_mode_pre_dispatch(_PROXY)
+    return recording is not None and not tls.state.levels

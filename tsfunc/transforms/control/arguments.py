@@ -18,7 +18,7 @@ def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorator(func: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(func)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not kwargs.keys().isdisjoint(names):
+            if kwargs:
                 kwargs = {names.get(name, name): value for name, value in kwargs.items()}  # type: ignore[assignment]
             return func(*args, **kwargs)
 

@@ -21,7 +21,9 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.dynamo import torch_records
 from tsfunc.bridge.lanes import NeedsAll, guarded_lanes, lanes_of, merge, retag, run_in
+from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import (
     Batching,
     also_called,
@@ -100,6 +102,8 @@ def cond(
         false_fun = functools.partial(false_fun, false_operand)
         operands = ()
     check_callable("cond", true_fun=true_fun, false_fun=false_fun)
+    if torch_records():
+        return in_torch.cond(pred, true_fun, false_fun, operands)
     if not kwargs:
         operands = operands_of(operands, true_fun)
     return _Call(
@@ -170,6 +174,8 @@ def switch(
     if not branches:
         raise ValueError("switch: expected at least one branch, got none.")
     check_callable("switch", **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
+    if torch_records():
+        return in_torch.switch(index, branches, operands)
     names = tuple(f"branch {i}" for i in range(len(branches)))
     return _Call(
         "switch", tuple(branches), names, operands_of(operands, branches[0]), batching

@@ -17,6 +17,7 @@ import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.bodies import current_trace
+from tsfunc.bridge.dynamo import torch_records
 from tsfunc.bridge.lanes import (
     LaneLevel,
     NeedsAll,
@@ -30,6 +31,7 @@ from tsfunc.bridge.lanes import (
 from tsfunc.bridge.symbols import known_to_hold
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
+from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import (
     ByExample,
@@ -94,6 +96,8 @@ def while_loop(
             f'while_loop: checkpoint must be None, "sqrt" or "log", got {checkpoint!r}.'
         )
     check_callable("while_loop", cond_fun=cond_fun, body_fun=body_fun)
+    if torch_records():
+        return in_torch.while_loop(cond_fun, body_fun, init_val)
     if not takes_entries(cond_fun, init_val):
         return Loop("while_loop", cond_fun, body_fun, checkpoint).whole(init_val)
 
@@ -140,6 +144,8 @@ def fori_loop(
     As ``jax.lax.fori_loop``, with reverse mode also where the bounds are tensors.
     """
     check_callable("fori_loop", body_fun=body_fun)
+    if torch_records():
+        return in_torch.fori_loop(lower, upper, body_fun, init_val)
     bounds: list[Any] = [_bound(value) for value in (lower, upper)]
     trace = current_trace()
     if trace is not None and _numbered(*bounds):

@@ -14,6 +14,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.bodies import current_trace
+from tsfunc.bridge.dynamo import torch_records
+from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
 from tsfunc.transforms.control.outputs import (
     check_carried,
@@ -74,6 +76,9 @@ def scan(
     As ``jax.lax.scan``; ``dim`` is ``torch``'s, and so is the name ``combine_fn`` for ``f``.
     """
     check_callable("scan", f=f)
+    if torch_records():
+        last, ys = in_torch.scan(f, init, xs, length, reverse, dim)
+        return last, ys
     every, spec = pytrees.flatten(xs)
     leaves = [leaf for leaf in every if leaf is not None]
     count = _length("scan", leaves, length, dim)
@@ -184,9 +189,11 @@ def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = Non
     As ``jax.lax.map``; further ``args`` are those of ``torch``'s ``map``.
     """
     check_callable("map", f=f)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
+    if torch_records():
+        return in_torch.over(f, xs, args)
     if batch_size is not None:
-        if batch_size < 1:
-            raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
         mapped = vmap(lambda x: f(x, *args), randomness="different", chunk_size=batch_size)
         return mapped(xs)
     return scan(lambda carry, x: (carry, f(x, *args)), None, xs)[1]
@@ -243,6 +250,8 @@ def associative_scan(
     if dim is None and combine_mode is not None:
         dim = int(axis)
     at = int(axis) if dim is None else dim
+    if torch_records():
+        return in_torch.associative_scan(fn, elems, at, bool(reverse), dim is not None)
     leaves, spec = pytrees.flatten(elems)
     size = _length("associative_scan", leaves, None, at)
     axes = [at % leaf.dim() for leaf in leaves]

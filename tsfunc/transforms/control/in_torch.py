@@ -1,0 +1,170 @@
+"""Our control flow as torch's: NOTE [control flow in torch's graphs] in ``bridge/dynamo``.
+
+torch's operators take and return tensors that share no memory, so what loops begin with and bodies
+return is copied, and numbers among it become tensors (NOTE [numbers among results] in ``outputs``);
+ints that branches return are torch's own. ``batching=``, ``checkpoint=`` and ``unroll=`` have no
+meaning for them. Dynamo traces this file; it knows torch's pytrees, and neither optree nor
+``inspect``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.torch_operators import (
+    torch_associative_scan,
+    torch_map,
+    torch_scan,
+    torch_tree_leaves,
+    torch_tree_map,
+    torch_while_loop,
+)
+
+_Function = Callable[..., Any]
+
+
+def cond(pred: Any, true_fun: _Function, false_fun: _Function, operands: tuple[Any, ...]) -> Any:
+    """``torch.cond``, of branches that close over the operands."""
+    given = _unpacked(operands, true_fun)
+    if not isinstance(pred, torch.Tensor | torch.SymBool):
+        return (true_fun if pred else false_fun)(*given)
+    return torch.cond(
+        _truth(pred), lambda: _chosen(true_fun(*given)), lambda: _chosen(false_fun(*given)), ()
+    )
+
+
+def switch(index: Any, branches: Sequence[_Function], operands: tuple[Any, ...]) -> Any:
+    """``torch.cond`` between a branch and all after it."""
+    given = _unpacked(operands, branches[0])
+    last = len(branches) - 1
+    if not isinstance(index, torch.Tensor | torch.SymInt):
+        return branches[min(max(index, 0), last)](*given)
+    number = index.reshape(()) if isinstance(index, torch.Tensor) else index
+
+    def of(first: int) -> Any:
+        if first == last:
+            return _chosen(branches[first](*given))
+        return torch.cond(
+            number <= first, lambda: _chosen(branches[first](*given)), lambda: of(first + 1), ()
+        )
+
+    return of(0)
+
+
+def while_loop(cond_fun: _Function, body_fun: _Function, init: Any) -> Any:
+    """``torch``'s loop, of one carry."""
+    if type(init) in (tuple, list) and init and _takes(cond_fun, len(init)):
+        own_cond, own_body = cond_fun, body_fun
+
+        def cond_fun(carry: Any) -> Any:
+            return own_cond(*carry)
+
+        def body_fun(carry: Any) -> Any:
+            new = own_body(*carry)
+            new = new if type(new) in (tuple, list) else (new,)
+            return list(new) if isinstance(init, list) else tuple(new)
+
+    return torch_while_loop(
+        lambda carry: _truth(cond_fun(carry)),
+        lambda carry: _owned(body_fun(carry)),
+        _owned(init),
+    )
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: _Function, init: Any) -> Any:
+    """``torch``'s loop, which counts."""
+    if isinstance(lower, int) and isinstance(upper, int) and upper <= lower:
+        return init
+    last = _as_tensor(upper)
+    return while_loop(
+        lambda carry: carry["i"] < last,
+        lambda carry: {"i": carry["i"] + 1, "value": body_fun(carry["i"], carry["value"])},
+        {"i": _as_tensor(lower), "value": init},
+    )["value"]
+
+
+def scan(
+    f: _Function, init: Any, xs: Any, length: int | None, reverse: bool = False, dim: int = 0
+) -> Any:
+    """``torch``'s scan, which stacks something: nothing has it stack empty tensors."""
+    leaves = [x for x in torch_tree_leaves(xs) if x is not None]
+    counted = not leaves
+
+    def step(carry: Any, x: Any) -> Any:
+        new, y = f(carry, xs if counted else x)
+        return _owned(new), torch.empty(0) if y is None else _owned(y)
+
+    if counted:
+        return torch_scan(step, _owned(init), torch.arange(length or 0), 0, reverse)
+    return torch_scan(step, _owned(init), xs, dim, reverse)
+
+
+def over(f: _Function, xs: Any, args: tuple[Any, ...]) -> Any:
+    """``torch``'s map."""
+    return torch_map(lambda x: _owned(f(x, *args)), xs)
+
+
+def associative_scan(fn: _Function, elems: Any, axis: int, reverse: bool, of_slices: bool) -> Any:
+    """``torch``'s associative scan, of a function of single slices."""
+
+    def one(left: Any, right: Any) -> Any:
+        if of_slices:
+            return _owned(fn(left, right))
+        batches = [torch_tree_map(lambda x: x.unsqueeze(axis), tree) for tree in (left, right)]
+        return torch_tree_map(lambda x: x.squeeze(axis).clone(), fn(*batches))
+
+    return torch_associative_scan(one, elems, axis, reverse)
+
+
+def _truth(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype is not torch.bool:
+        return value != 0
+    return value
+
+
+def _chosen(tree: Any) -> Any:
+    """What a branch returns, in memory of its own; ints stay as they are."""
+    return torch_tree_map(lambda x: x if type(x) is int else _owned_leaf(x), tree)
+
+
+def _owned(tree: Any) -> Any:
+    """Results in memory of their own."""
+    return torch_tree_map(_owned_leaf, tree)
+
+
+def _owned_leaf(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else _as_tensor(leaf)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, bool):
+        return torch.full((), leaf, dtype=torch.bool)
+    if isinstance(leaf, int | torch.SymInt):
+        number: Any = leaf
+        return torch.full((), number, dtype=torch.int64)
+    return torch.full((), leaf) if isinstance(leaf, float | complex) else leaf
+
+
+def _unpacked(operands: tuple[Any, ...], func: _Function) -> tuple[Any, ...]:
+    """As ``arguments.operands_of``."""
+    if len(operands) == 1 and type(operands[0]) in (tuple, list):
+        given = tuple(operands[0])
+        known = _takes(func, len(given))
+        if known or (known is None and (len(given) == 1 or isinstance(operands[0], tuple))):
+            return given
+    return operands
+
+
+def _takes(func: Any, count: int) -> bool | None:
+    """As ``arguments.takes``, by the function's code; None where it has none."""
+    if isinstance(func, functools.partial):
+        return _takes(func.func, count + len(func.args))
+    code = getattr(func, "__code__", None)
+    if code is None:
+        return None
+    most, optional = code.co_argcount, len(func.__defaults__ or ())
+    return most - optional <= count and (count <= most or bool(code.co_flags & 0x04))
