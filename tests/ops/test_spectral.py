@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tsfunc import grad, vmap
+from tsfunc import grad, hvp, vmap
 
 TRANSFORMS: list[Callable[..., Any]] = [
     torch.fft.fft,
@@ -40,3 +41,19 @@ def test_per_example_gradients() -> None:
     x = torch.randn(3, 6, dtype=torch.float64)
     want = torch.stack([torch.func.grad(power)(row) for row in x])
     torch.testing.assert_close(vmap(grad(power))(x), want)
+
+
+def test_second_derivatives() -> None:
+    """The formulas conjugate lazily what is the same for each example."""
+    x, v = torch.randn(3, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+
+    def f(x: Tensor) -> Tensor:
+        out: Tensor = torch.fft.ifft(x).real.pow(3).sum()
+        return out
+
+    def along(x: Tensor) -> Tensor:
+        out: Tensor = hvp(f, (x,), (v,))
+        return out
+
+    want = torch.stack([torch.autograd.functional.hvp(f, one, v)[1] for one in x])
+    torch.testing.assert_close(vmap(along)(x), want)

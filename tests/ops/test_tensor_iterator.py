@@ -112,6 +112,17 @@ def test_prelu_of_weights_for_each_example() -> None:
     torch.testing.assert_close(got, want)
 
 
+def test_second_derivatives_of_logsigmoid() -> None:
+    """Its backward kernel warns where it has to broadcast, too."""
+    x = torch.randn(3, 5, dtype=torch.float64)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.logsigmoid(x).square().sum()
+
+    want = torch.stack([torch.autograd.functional.hessian(f, one) for one in x])
+    torch.testing.assert_close(tsfunc.vmap(tsfunc.hessian(f))(x), want)
+
+
 def test_prelu_backward() -> None:
     x, weight = torch.randn(2, 4), torch.randn(1, 4)
     assert check(torch.ops.aten._prelu_kernel_backward.default, x, x * 2, weight)

@@ -85,6 +85,68 @@ def test_without_a_forward_formula_for_the_type(dtype: torch.dtype) -> None:
         torch.testing.assert_close(tangent.double(), want, rtol=0.05, atol=0.05)
 
 
+class Squared(torch.autograd.Function):
+    """Without a forward formula."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * g  # type: ignore[no-any-return]
+
+
+def test_a_tangent_by_the_pullback_has_the_graph_of_what_is_outside_alone() -> None:
+    def f(x: Tensor) -> Tensor:
+        out: Tensor = Squared.apply(x)  # type: ignore[no-untyped-call]
+        return out
+
+    def tangent(f: Callable[[Tensor], Tensor], x: Tensor, t: Tensor) -> Tensor:
+        out: Tensor = tsfunc.jvp(f, (x,), (t,))[1]
+        return out
+
+    def times(x: Tensor) -> Tensor:
+        return f(x) * w
+
+    x, t, w = torch.tensor(2.0), torch.tensor(1.0), torch.tensor(3.0, requires_grad=True)
+    assert not tangent(f, x, t).requires_grad
+    batch = tsfunc.vmap(lambda x: tangent(times, x, t))(x[None])
+    for found, want in (
+        (tangent(times, x, t), 4.0),
+        (batch.sum(), 4.0),
+        (tangent(f, w, t), 2.0),
+        (tangent(f, x, w), 4.0),
+    ):
+        assert float(torch.autograd.grad(found, w)[0]) == want
+
+
+@torch.library.custom_op("tsfunc_tests::cubed", mutates_args=())
+def cubed(x: Tensor) -> Tensor:
+    return x**3
+
+
+cubed.register_autograd(
+    lambda ctx, g: g * 3 * ctx.saved_tensors[0] ** 2,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+cubed.register_vmap(lambda info, in_dims, x: (cubed(x), in_dims[0]))
+
+
+def test_custom_operators_have_a_pullback_alone() -> None:
+    """Their tangents torch itself forgets."""
+    x, t = torch.tensor([1.0, 2.0, -3.0]), torch.tensor([1.0, 0.5, 2.0])
+    assert not torch.func.jvp(cubed, (x,), (t,))[1].any()
+    want = x**3, 3 * x**2 * t
+    same(tsfunc.jvp(cubed, (x,), (t,)), want)
+    same(tsfunc.vmap(lambda x, t: tsfunc.jvp(cubed, (x,), (t,)))(x, t), want)
+    same(tsfunc.jvp(tsfunc.vmap(cubed), (x,), (t,)), want)
+    for twice in (tsfunc.jacrev(tsfunc.jacfwd(cubed)), tsfunc.jacfwd(tsfunc.jacfwd(cubed))):
+        same(tsfunc.vmap(twice)(x), 6 * x)
+
+
 def test_the_auxiliary_part_is_anything() -> None:
     assert tsfunc.jvp(lambda a: (a, "aux"), (X,), (Y,), has_aux=True)[2] == "aux"
 

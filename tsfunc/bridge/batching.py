@@ -67,7 +67,7 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         if any(dim is not None for _, dim in pairs.values()):
             return _with_batched_kwargs(op, level, args, kwargs, values, dims, pairs)
         kwargs = {name: value for name, (value, _) in pairs.items()}
-    if not any_batched and not (isinstance(op, TorchOperator) and op.random):
+    if not any_batched and not (isinstance(op, TorchOperator) and op.ruled):
         note("once")
         return rewrap(op, level, args, kwargs, op.native(*values, **kwargs), None)  # type: ignore[misc]
     row = op.row if isinstance(op, TorchOperator) else None

@@ -40,6 +40,10 @@ STATISTICS = frozenset({
 })  # fmt: skip
 
 
+# A tracer does not say that its value is conjugated lazily, which C++ would heed.
+_RULED = frozenset({"aten::view_as_real"})
+
+
 def updates_statistics(name: str, args: Sequence[Any]) -> bool:
     """Whether a call of one of these writes to them: it is in training, and has a momentum."""
     decisive = [True, *args[5:6]] if name == "aten::_batch_norm_with_update" else args[5:7]
@@ -50,7 +54,7 @@ class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
     __slots__ = ("asserts", "composite", "hot", "inplace", "is_view", "out_names", "overload",
-                 "random", "reshapes", "row", "special", "writes", "written")  # fmt: skip
+                 "random", "reshapes", "row", "ruled", "special", "writes", "written")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
@@ -65,6 +69,8 @@ class TorchOperator(Operator):
             self.name, "CompositeImplicitAutograd"
         )
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
+        # Whether its rule gets calls with nothing batched in them, too.
+        self.ruled = self.random or self.name in _RULED
         # Whether it changes the shape of the tensor itself (squeeze_, transpose_).
         self.reshapes = torch.Tag.inplace_view in overload.tags
         arguments = overload._schema.arguments

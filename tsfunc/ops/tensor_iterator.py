@@ -189,7 +189,7 @@ def log_sigmoid_backward(
 ) -> Any:
     """The buffer takes part only where there is one."""
     if args[0].device.type == "cpu":
-        return pointwise(op, level, dims, args, kwargs)
+        return pointwise_of_equal_shapes(op, level, dims, args, kwargs)
     (grad, x), at = align(args[:2], dims[:2])
     return op(grad, x, args[2], **kwargs), at
 

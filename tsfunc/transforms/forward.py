@@ -201,9 +201,25 @@ def _by_double_backward(
     spec: Any,
     has_aux: bool,
 ) -> Any:
-    """The pullback is linear in the cotangent; its own pullback is the pushforward."""
-    out, pull, *rest = vjp(func, *pytrees.unflatten(spec, list(flat)), has_aux=has_aux)
+    """The pullback is linear in the cotangent; its own pullback is the pushforward.
+
+    Both are recorded on inputs of their own, which nobody else differentiates by.
+    """
+    own: list[torch.Tensor] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            own.extend(x for x in pytrees.leaves_of(inputs) if isinstance(x, torch.Tensor))
+            return call(*inputs)
+
+        return run
+
+    out, pull, *rest = vjp(noted(func), *pytrees.unflatten(spec, list(flat)), has_aux=has_aux)
     zeros = pytrees.tree_map(torch.zeros_like, out)
-    _, push = vjp(pull, zeros)
+    _, push = vjp(noted(pull), zeros)
     (tangent,) = push(pytrees.unflatten(spec, list(directions)))
+    level = level_of((flat, directions))
+    pushed = [x for x in pytrees.leaves_of(tangent) if isinstance(x, torch.Tensor)]
+    if not autograd.reaches_other_leaves(pushed, own, level):
+        tangent = pytrees.tree_map(autograd.detached, tangent)
     return (out, tangent, *rest)
