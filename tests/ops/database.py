@@ -58,6 +58,7 @@ class Case:
         reshapes: whether a call changes what those are (``squeeze_``), and not their memory.
         ordered: whether integers must stay in their order (offsets), which torch does not check.
         differentiable: the places of those to differentiate by.
+        forward: whether torch's tests have forward mode of the entry.
     """
 
     call: Callable[..., Results]
@@ -66,6 +67,7 @@ class Case:
     reshapes: bool = False
     ordered: bool = False
     differentiable: tuple[int, ...] = ()
+    forward: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Row:
         samples: of a type, with requires_grad set or not.
         checked: how torch's own checks of gradients call it: on the hermitian part of a matrix,
             say, where derivatives are for hermitian ones.
+        forward: whether torch's tests have forward mode of the entry.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Row:
     differentiable: frozenset[torch.dtype]
     samples: Callable[[torch.dtype, bool], Iterator[Any]]
     checked: Callable[..., Any] | None = None
+    forward: bool = True
 
     @property
     def entry(self) -> str:
@@ -136,7 +140,7 @@ class Row:
         written, _ = _written(call, tensors)
         if set(written) & set(by):  # into a copy, as the in-place variants do
             call, written = functools.partial(_of_copies, call), ()
-        yield Case(call, tensors, written, differentiable=tuple(by))
+        yield Case(call, tensors, written, differentiable=tuple(by), forward=self.forward)
 
     def _case(self, sample: Any) -> Iterator[Case]:
         leaves, tree = optree.tree_flatten(
@@ -330,6 +334,7 @@ def _database_rows() -> Iterator[Row]:
                 _differentiable_dtypes(info, variant),
                 functools.partial(_samples_of, info),
                 info.gradcheck_wrapper if info in op_db else None,
+                info.supports_forward_ad,
             )
 
 

@@ -298,6 +298,11 @@ def _jvp(case: Case, *, ours: bool) -> Function:
         if ours:
             values, pushed = tsfunc.jvp(of_primals, primals, tuple(tangents))
             return (*values, *pushed)
+        if not case.forward:  # torch gives some tangent or raises, the pullback may do without
+            try:
+                return torch_pushed_by_pulling(of_primals, primals, tangents)
+            except (NotImplementedError, RuntimeError):
+                return torch_pushed(of_primals, primals, tangents)
         try:
             return torch_pushed(of_primals, primals, tangents)
         except NotImplementedError:

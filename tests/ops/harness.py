@@ -47,6 +47,7 @@ class Level:
     batch_size: int = SIZE
     randomness: str = "error"
     splitter: Splitter | None = None
+    in_formula: bool = False
 
     def examples(self, device: torch.device) -> Tensor:
         return torch.arange(self.batch_size, device=device)

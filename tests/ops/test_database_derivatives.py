@@ -15,7 +15,12 @@ from torch import Tensor
 import tsfunc
 from tests.ops.database import FUNCTION, INPLACE, Row, rows
 from tests.ops.derivative_sweep import sweep
-from tests.ops.derivatives import MODES, torch_pushed, torch_pushed_by_pulling
+from tests.ops.derivatives import (
+    MODES,
+    NotDifferentiable,
+    torch_pushed,
+    torch_pushed_by_pulling,
+)
 from tests.ops.sweep import Mode, Verdict
 
 ROWS = [
@@ -38,7 +43,9 @@ _SPARSE = "torch has no kernel for a batch of such sparse matrices: a loop, with
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("NumpyCatCustomOp", ""): _RULE,
     ("NumpySplitCopyCustomOp", "vmap(grad)"): _RULE,
+    ("NumpySplitCopyCustomOp", "vmap(jvp)"): _RULE,
     ("NumpySplitCopyWithIntCustomOp", "vmap(grad)"): _RULE,
+    ("NumpySplitCopyWithIntCustomOp", "vmap(jvp)"): _RULE,
     ("_foreach_add (inplace)", "grad(vmap)"): _PARSED,
     ("bernoulli", ""): _REFUSED,
     ("normal", ""): _REFUSED,
@@ -79,28 +86,66 @@ def test_other_types(row: Row, dtype: torch.dtype) -> None:
         is_right(row, dtype, mode, most=1)
 
 
-NUMBER = torch.tensor(8.0, dtype=torch.float64)
+X = torch.tensor([[7.0, 9.0], [8.5, 7.5]], dtype=torch.float64)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["_foreach_add", "_foreach_maximum", "_foreach_minimum"])
-def test_tangents_of_lists(name: str) -> None:
-    """They are those of each example alone, also where these are not those of torch's pullback."""
-    x = torch.tensor([[7.0, 9.0], [8.5, 7.5]], dtype=torch.float64)
-    primals = (x, torch.stack([NUMBER, -NUMBER])) if name == "_foreach_add" else (x,)
+def test_the_tangent_of_a_number_that_is_added() -> None:
+    """torch reads a tensor without dims as a number, and a batch has what each example has."""
+    numbers = torch.tensor([8.0, -8.0], dtype=torch.float64)
 
-    def f(x: Tensor, number: Any = 8.0) -> tuple[Tensor, ...]:
-        return tuple(getattr(torch, name)([x], number))
+    def f(x: Tensor, number: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch._foreach_add([x], number))
 
-    def pushed(*given: Tensor) -> Any:
-        half = len(given) // 2
-        return tsfunc.jvp(f, given[:half], given[half:])
+    def pushed(x: Tensor, number: Tensor) -> Any:
+        return tsfunc.jvp(f, (x, number), (torch.ones_like(x), torch.ones_like(number)))
 
-    tangents = [torch.ones_like(primal) for primal in primals]
-    values, found = tsfunc.vmap(pushed)(*primals, *tangents)
-    for i in range(len(x)):
-        one, ones = [p[i] for p in primals], [t[i] for t in tangents]
-        value, tangent = torch_pushed(f, one, ones)
-        _, right = torch_pushed_by_pulling(f, one, ones)
-        assert torch.equal(values[0][i], value) and torch.equal(found[0][i], tangent)
-        assert not torch.allclose(tangent, right)
+    values, tangents = tsfunc.vmap(pushed)(X, numbers)
+    for i, (x, number) in enumerate(zip(X, numbers, strict=True)):
+        value, tangent = torch_pushed(f, [x, number], [torch.ones_like(x), torch.ones_like(number)])
+        assert torch.equal(values[0][i], value) and torch.equal(tangents[0][i], tangent)
+
+
+INDEX = torch.tensor([0, 0])
+WRONG_IN_TORCH: dict[str, Any] = {
+    "maximum": lambda x: torch._foreach_maximum([x], 8.0)[0],
+    "minimum of numbers": lambda x: torch._foreach_minimum([x, x], [8.0, 9.0])[0],
+    "scatter_reduce": lambda x: x.scatter_reduce(0, INDEX, x * 2, "prod"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", WRONG_IN_TORCH)
+def test_tangents_that_are_wrong_in_torch(name: str) -> None:
+    def f(x: Tensor) -> tuple[Tensor]:
+        return (WRONG_IN_TORCH[name](x),)
+
+    def pushed(x: Tensor) -> Any:
+        value, tangent = tsfunc.jvp(f, (x,), (torch.ones_like(x),))
+        return *value, *tangent
+
+    want = [torch_pushed_by_pulling(f, [x], [torch.ones_like(x)]) for x in X]
+    for x, (value, tangent) in zip(X, want, strict=True):
+        try:
+            assert not torch.allclose(torch_pushed(f, [x], [torch.ones_like(x)])[1], tangent)
+        except NotDifferentiable:  # it has no tangent at all
+            pass
+        torch.testing.assert_close(pushed(x), (value, tangent))
+    batch = tuple(torch.stack(parts) for parts in zip(*want, strict=True))
+    torch.testing.assert_close(tsfunc.vmap(pushed)(X), batch)
+
+
+def test_what_backward_formulas_ask() -> None:
+    """Whether several zeros are multiplied: the same for all examples, or refused."""
+
+    def f(x: Tensor) -> Tensor:
+        return torch.ones(2, dtype=torch.float64).scatter_reduce(0, INDEX, x, "prod").sum()
+
+    def second(x: Tensor) -> Any:
+        return tsfunc.grad(lambda x: tsfunc.grad(f)(x).sum())(x)
+
+    torch.testing.assert_close(tsfunc.vmap(second)(X), torch.ones_like(X))
+    zeros = X.clone()
+    zeros[0] = 0
+    with pytest.raises(tsfunc.errors.DataDependentError, match="asked for one Python value"):
+        tsfunc.vmap(second)(zeros)

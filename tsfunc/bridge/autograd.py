@@ -28,7 +28,7 @@ from torch._C import DisableTorchFunctionSubclass, _autograd
 from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
-from tsfunc.bridge.custom_tangents import watch_custom_operators
+from tsfunc.bridge import missing_tangents
 from tsfunc.bridge.factories import prepare
 from tsfunc.bridge.tracer import Tracer, TracerLevel, seen_here, settle
 from tsfunc.dispatch import current_levels
@@ -387,7 +387,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
     global _dual_users, _dual_ours, _dual_owner
     if not _formulas_loaded:
         _load_forward_formulas()
-    watch_custom_operators()
+    missing_tangents.watch()
     with _dual_lock:
         me = threading.get_ident()
         if not _dual_lock.wait_for(lambda: not _dual_users or _dual_owner == me, _DUAL_PATIENCE):

@@ -97,6 +97,10 @@ class BatchLevel(TracerLevel):
         # A number that C++ makes a tensor of is to stay a number, as its type counts for less.
         return random or (self.lifts_factories > 0 and name not in _NUMBERS)
 
+    @property
+    def in_formula(self) -> bool:
+        return _current_graph_task_id() != -1
+
     def examples(self, device: torch.device) -> torch.Tensor:
         """The index of each example in the whole call."""
         return torch.arange(self.first, self.first + self.batch_size, device=device)

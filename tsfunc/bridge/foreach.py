@@ -3,12 +3,10 @@
 On the CPU that is what they do anyway; it leaves broadcasting, types and writes to the rules of
 the operators that they are made of.
 
-NOTE [tangents of lists]
-Of some of these operators torch's tangents are not those of the parts. Of ``maximum`` with a number
-the tangent is the number where that is larger. A tensor without dims that is added is read as a
-number by torch's parser, and its tangent is lost. A batch is to have what each example alone has.
-So where tangents are about these operators go on to torch's autograd whole, whatever it makes of
-them, and come in parts after it.
+NOTE [a number that is added]
+A tensor without dims that ``_foreach_add`` adds is read as a number by torch's parser, unless it
+requires a gradient, and its tangent is lost. Tracers are never read, but a batch is to have what
+each example alone has: they are added without their tangent.
 
 Private names used here (torch 2.11 to 2.13): the names of these operators in ``torch.ops.aten``;
 ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
@@ -25,7 +23,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.fallback import PARTS
-from tsfunc.bridge.tracer import METHODS, Method, innermost_level, into_torch
+from tsfunc.bridge.tracer import METHODS, Method, Tracer
 
 Single = Callable[..., Any]
 
@@ -121,8 +119,8 @@ def _declare() -> None:
         function = getattr(torch, f"_foreach_{name}", None)
         if function is not None:
             method = _method(each, inplace)
-            whole = name.rstrip("_") in _OWN_TANGENTS
-            METHODS[function] = _with_tangents(method, name) if whole else method
+            adds = name in ("add", "add_")
+            METHODS[function] = _reading_a_number(method) if adds else method
 
 
 def _with_factors(each: Single) -> Single:
@@ -135,40 +133,19 @@ def _with_factors(each: Single) -> Single:
     return call
 
 
-# NOTE [tangents of lists]
-_OWN_TANGENTS = frozenset({"add", "maximum", "minimum"})
-
-
-def _with_tangents(method: Method, name: str) -> Method:
-    """The method, but where the level's tensors carry tangents torch's own operator."""
-    packet = getattr(torch.ops.aten, f"_foreach_{name}")
+def _reading_a_number(method: Method) -> Method:
+    """NOTE [a number that is added]"""
 
     def call(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        level = innermost_level((*args, *kwargs.values()))
-        if level is None or not level.forward:
-            return method(func, types, args, kwargs)
-        alpha = {key: value for key, value in kwargs.items() if key == "alpha"}
-        (other,) = *args[1:], *(value for key, value in kwargs.items() if key not in alpha)
-        overload = getattr(packet, _overload_for(other))
-        if isinstance(other, Tensor) and not alpha:
-            other = _read(other)
-        out = into_torch(overload, types, (args[0], other), alpha)
-        return args[0] if name.endswith("_") else tuple(out)
+        if len(args) == 2 and not kwargs and isinstance(args[1], Tracer) and not args[1].dim():
+            with DisableTorchFunctionSubclass():
+                number = args[1]
+                if not number.requires_grad and number.dispatch_level.forward:
+                    number = forward_ad.unpack_dual(number).primal
+            args = args[0], number
+        return method(func, types, args, kwargs)
 
     return call
-
-
-def _overload_for(other: Any) -> str:
-    """The overload for what is added or compared; torch's parser takes tracers for numbers."""
-    if _is_list(other):
-        return "List" if any(isinstance(item, Tensor) for item in other) else "ScalarList"
-    return "Tensor" if isinstance(other, Tensor) else "Scalar"
-
-
-def _read(number: Tensor) -> Tensor:
-    """As where torch reads a tensor as a number, which it does unless that requires a gradient."""
-    with DisableTorchFunctionSubclass():
-        return number if number.requires_grad else forward_ad.unpack_dual(number).primal
 
 
 def _method(each: Single, inplace: bool) -> Method:

@@ -18,7 +18,7 @@ from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import align, front, lines, logical_rank, logical_shape, op_name
 from tsfunc.ops.registry import BatchLevel, Dims, row, rows
-from tsfunc.ops.splitting import agree, agree_on_results
+from tsfunc.ops.splitting import agree, agree_on_results, same_answer
 
 OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
 
@@ -37,8 +37,14 @@ def refuse_dynamic(op: Any, instead: str) -> NoReturn:
 def item(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A batched tensor has a value for each example."""
+    """A batched tensor has a value for each example.
+
+    Backward formulas ask which way to compute; where all examples go the same, that is theirs.
+    """
+    one = args[0].select(dims[0], 0)
     if level.splitter is None:
+        if level.in_formula and same_answer(args[0], "item") is not None:
+            return op(one), None
         raise DataDependentError(
             f"vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
             f"calling .item() on a Tensor, please try to rewrite what you're doing with other "
@@ -46,7 +52,7 @@ def item(
             f"each example has its own), {OUTSIDE}."
         )
     agree(op, level, front(args[0], dims[0]))
-    return op(args[0].select(dims[0], 0)), None
+    return op(one), None
 
 
 @row("aten::equal", "aten::allclose")

@@ -85,6 +85,10 @@ class BatchLevel(Protocol):
     def randomness(self) -> str: ...
     @property
     def splitter(self) -> Splitter | None: ...
+    @property
+    def in_formula(self) -> bool:
+        """Whether it is a backward formula of torch's that asks."""
+
     def examples(self, device: torch.device) -> Tensor:
         """The index of each example of the batch in the whole vmapped call."""
 
