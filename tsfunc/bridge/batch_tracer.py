@@ -183,6 +183,11 @@ class BatchTracer(Tracer):
                 if out is not NotImplemented:
                     return out
             return door_1(func, types, args, NO_KWARGS)
+        rule = NAMED.get(func)
+        if rule is not None and _OPTIONS.issuperset(map(type, kwargs.values())):
+            out = hot_call(rule, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         return door_1(func, types, args, kwargs)
 
     @classmethod
@@ -239,8 +244,12 @@ BatchTracer.forms = TurnedTracer, MadeTracer
 # To whoever reads a message they are all one.
 MadeTracer.__name__ = TurnedTracer.__name__ = BatchTracer.__name__
 
-# Callables that a rule takes as they are, with values in place of tracers (``bridge/hot.py``).
+# Callables that a rule takes as they are, with values in place of tracers (``bridge/hot.py``), and
+# those whose rule takes options by name too. Some give views.
 HOT: dict[Any, Rule] = {}
+NAMED: dict[Any, Rule] = {}
+VIEWS: set[Any] = set()
+_OPTIONS = frozenset({int, float, bool, str, type(None), tuple, list})
 
 # Classes of tracers beside MadeTracer.
 KINDS: set[type] = {TurnedTracer}
@@ -303,7 +312,11 @@ def read(tracer: BatchTracer, name: str) -> Any:
 
 
 # What a hot call may have beside batched tensors; anything else takes the way through C++.
-_PLAIN = frozenset({int, float, bool, complex, type(None), torch.Tensor, torch.nn.Parameter})
+_PLAIN = frozenset({
+    int, float, bool, complex, type(None), slice, type(Ellipsis), torch.Tensor, torch.nn.Parameter,
+})  # fmt: skip
+_ITEMS = frozenset({int, slice, type(None), type(Ellipsis)})
+_SEQUENCES = frozenset({list, tuple, torch.Size})
 
 
 def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
@@ -324,7 +337,7 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
                 batched = True
             values.append(arg.value)
             dims.append(bdim)
-        elif kind in _PLAIN or (kind is list and (not arg or type(arg[0]) is int)):
+        elif kind in _PLAIN or (kind in _SEQUENCES and _ITEMS.issuperset(map(type, arg))):
             values.append(arg)
             dims.append(None)
         else:
@@ -332,24 +345,26 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
     return (level, values, dims) if batched else None
 
 
-def hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+def hot_call(
+    rule: Rule, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS
+) -> Any:
     """Door 1 without C++: NotImplemented where the call is not of the plain kind."""
     taken = _taken(args)
     if taken is None:
         return NotImplemented
     level, values, dims = taken
-    if level.autograd or not level.alive:
+    if level.autograd or level._restores or not level.alive:
         return NotImplemented
     state = tls.state
     if state.taking_over is not None:
-        found = state.taking_over(func, args, NO_KWARGS)
+        found = state.taking_over(func, args, kwargs)
         if found is not None:
-            return func(*found[0])
+            return func(*found[0], **found[1])
     if not state.plain or maybe_functorch_level() is not None:
         return NotImplemented
     tls.state = level.outer
     try:
-        out = rule(func, level, dims, values, NO_KWARGS)
+        out = rule(func, level, dims, values, kwargs)
     except BatchChanged:
         return NotImplemented  # C++ brings the tracers here again
     except Exception:
@@ -360,7 +375,7 @@ def hot_call(rule: Rule, func: Callable[..., Any], args: Sequence[Any]) -> Any:
         tls.state = state
     if out is NotImplemented:
         return out
-    return wrap(out[0], out[1], level)
+    return wrap(out[0], out[1], level, out[2] if len(out) == 3 else None)
 
 
 # NOTE [hot calls]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch_tracer import HOT, hot_call
+from tsfunc.bridge.batch_tracer import HOT, VIEWS, hot_call
 from tsfunc.bridge.marked import Record, mark, record_of
 from tsfunc.bridge.tracer import MARKED, METHODS, Tracer, door_1, metadata, settle
 from tsfunc.bridge.turning import memory_of, physical
@@ -112,7 +112,7 @@ class CopiedView(Record):
             record.prepare(func.__name__, (*args, *kwargs.values()))
         for view, _ in held:
             settle(view)
-        rule = None if kwargs or written else HOT.get(func)
+        rule = None if kwargs or written or func in VIEWS else HOT.get(func)
         if rule is not None:
             out = hot_call(rule, func, args)
             if out is not NotImplemented and not any(out.value is view.value for view, _ in held):

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch_tracer import HOT
+from tsfunc.bridge.batch_tracer import HOT, NAMED, VIEWS
+from tsfunc.bridge.hot_forms import forms
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.dispatch import DispatchKey, Operator
 from tsfunc.dispatch.table import on_register
@@ -52,10 +53,14 @@ _OTHERS: tuple[tuple[Any, str], ...] = (
     (torch.matmul, "aten::matmul"),
     (torch.Tensor.matmul, "aten::matmul"),
     (torch.Tensor.__matmul__, "aten::matmul"),
-    (torch.softmax, "aten::softmax.int"),
-    (torch.Tensor.softmax, "aten::softmax.int"),
-    (torch.log_softmax, "aten::log_softmax.int"),
-    (torch.Tensor.log_softmax, "aten::log_softmax.int"),
+    (torch.mm, "aten::mm"),
+    (torch.Tensor.mm, "aten::mm"),
+    (torch.mv, "aten::mv"),
+    (torch.Tensor.mv, "aten::mv"),
+    (torch.dot, "aten::dot"),
+    (torch.Tensor.dot, "aten::dot"),
+    (torch.bmm, "aten::bmm"),
+    (torch.Tensor.bmm, "aten::bmm"),
     (torch.clamp, "aten::clamp"),
     (torch.Tensor.clamp, "aten::clamp"),
 )
@@ -87,6 +92,7 @@ def _give_way(op: Operator, key: DispatchKey | None) -> None:
     if isinstance(op, TorchOperator) and key in (None, DispatchKey.Batch):
         _registered.add(_base(op.name))
         HOT.clear()  # filled anew by the next vmap
+        NAMED.clear()
         op.hot = None
 
 
@@ -97,8 +103,18 @@ def _base(name: str) -> str:
 def fill() -> None:
     """Fills the table; called by the first vmap."""
     for found, rule in _pointwise():
-        HOT[found] = rule
+        HOT[found] = NAMED[found] = rule
     for func, name in _OTHERS:
-        row = find(name)
-        if row is not None and row.rule is not None and _base(name) not in _registered:
-            HOT[func] = row.rule
+        own = _rule_of(name)
+        if own is not None:
+            HOT[func] = own
+    for found, rule, view in forms(_rule_of):
+        HOT[found] = NAMED[found] = rule
+        if view:
+            VIEWS.add(found)
+
+
+def _rule_of(name: str) -> Rule | None:
+    """The rule of an operator, if calls are not to go to a kernel of the user's."""
+    row = find(name)
+    return None if row is None or _base(name) in _registered else row.rule

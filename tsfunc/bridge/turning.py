@@ -69,7 +69,7 @@ def _physical(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> int | None:
     """What identifies a tensor's storage, None where it has none."""
-    if tensor.layout is not torch.strided or isinstance(tensor, Tracer):
+    if isinstance(tensor, Tracer) or tensor.layout is not torch.strided:
         return None
     try:
         with DisableTorchFunctionSubclass():
