@@ -1,0 +1,136 @@
+"""Calls that the first door answers: each form of their arguments gives what the loop gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tsfunc import grad, vmap
+from tsfunc.bridge.batch_tracer import HOT, VIEWS
+
+F = Callable[[torch.Tensor], Any]
+X = torch.linspace(-2, 2, 120, dtype=torch.float64).reshape(5, 4, 6).sin()
+
+FORMS: dict[str, F] = {
+    "sum": lambda x: x.sum(),
+    "sum of one dim": lambda x: x.sum(-1),
+    "sum of dims": lambda x: torch.sum(x, (0, 1)),
+    "sum of no dims": lambda x: x.sum(()),
+    "sum, kept": lambda x: x.sum(0, True),
+    "sum by name": lambda x: x.sum(dim=1, keepdim=True),
+    "sum, kept by name": lambda x: torch.sum(x, [0], keepdim=True),
+    "sum in another type": lambda x: x.sum(0, dtype=torch.float32),
+    "mean": lambda x: torch.mean(x),
+    "mean by name": lambda x: x.mean(dim=(0, 1)),
+    "amax": lambda x: x.amax(1),
+    "amin of all": lambda x: x.amin(),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "softmax": lambda x: x.softmax(0),
+    "softmax by name": lambda x: torch.softmax(x, dim=-1),
+    "log_softmax in another type": lambda x: x.log_softmax(1, dtype=torch.float64),
+    "cumsum": lambda x: x.cumsum(0),
+    "cumprod by name": lambda x: torch.cumprod(x, dim=1),
+    "reshape": lambda x: x.reshape(6, 4),
+    "reshape to a tuple": lambda x: torch.reshape(x, (2, -1)),
+    "reshape to a size": lambda x: x.reshape(x.mT.shape),
+    "view": lambda x: x.view(-1),
+    "view as a type": lambda x: x.view(torch.int64),
+    "expand": lambda x: x[:1].expand(3, -1, -1, 6) if x.dim() == 3 else x.expand(2, 4, 6),
+    "permute": lambda x: x.permute(1, 0),
+    "permute by a tuple": lambda x: torch.permute(x, (1, 0)),
+    "flip": lambda x: x.flip(0, 1),
+    "flip by a list": lambda x: torch.flip(x, [1]),
+    "transpose": lambda x: x.transpose(0, -1),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "unsqueeze at the end": lambda x: torch.unsqueeze(x, -1),
+    "squeeze": lambda x: x[:1].squeeze(0),
+    "squeeze of all": lambda x: x[:1, None].squeeze(),
+    "flatten": lambda x: x.flatten(),
+    "flatten of some": lambda x: x[None].flatten(0, 1),
+    "an index": lambda x: x[1],
+    "an index from the end": lambda x: x[-1, 2:5:2],
+    "an ellipsis": lambda x: x[..., 0],
+    "a new dim": lambda x: x[None, :, None, 3],
+    "a list of indices": lambda x: x[[0, 2]],
+    "a mask": lambda x: torch.where(x > 0, x, x * 2),
+    "a mask and a number": lambda x: torch.where(x > 0, x, 0.0),
+    "a transpose": lambda x: x.T @ x,
+    "a matrix transpose": lambda x: x.mT + 1,
+    "mm": lambda x: torch.mm(x, x.t()),
+    "mv": lambda x: x.mv(x[0]),
+    "dot": lambda x: x[0].dot(x[1]),
+    "add by name": lambda x: torch.add(x, x, alpha=3),
+    "div by name": lambda x: torch.div(x, 0.3, rounding_mode="floor"),
+}
+
+
+def loop(f: F, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([f(row) for row in x])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_gives_what_the_loop_gives(name: str) -> None:
+    f = FORMS[name]
+    expected = loop(f, X)
+    torch.testing.assert_close(vmap(f)(X), expected)
+    torch.testing.assert_close(vmap(f, in_dims=1)(X.movedim(0, 1)), expected)
+    if not name.startswith("view"):
+        torch.testing.assert_close(vmap(f, in_dims=2)(X.movedim(0, 2).contiguous()), expected)
+    pairs = X.reshape(5, 1, 4, 6).expand(5, 2, 4, 6).contiguous()
+    nested = vmap(vmap(f))(pairs)
+    torch.testing.assert_close(nested, torch.stack([expected, expected], 1))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "view as a type"])
+def test_gradients_pass_through(name: str) -> None:
+    def total(x: torch.Tensor) -> Any:
+        return FORMS[name](x).double().square().sum()
+
+    expected = torch.stack([grad(total)(row) for row in X])
+    torch.testing.assert_close(vmap(grad(total))(X), expected)
+    torch.testing.assert_close(grad(lambda x: vmap(total)(x).sum())(X), expected)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an index": lambda y: y[1].add_(1),
+    "part of a view": lambda y: y.view(-1)[3:9:2].mul_(2),
+    "a transpose": lambda y: y.T[0].zero_(),
+    "a new dim": lambda y: y.unsqueeze(0)[0, 1:].sub_(3),
+    "a view of a view": lambda y: y[1:].transpose(0, 1)[2].fill_(5),
+    "reshaped": lambda y: y.reshape(2, 12)[1].neg_(),
+    "flattened": lambda y: y.flatten()[5:7].exp_(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_into_views_reach_the_tensor(name: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        WRITES[name](y)
+        return y
+
+    torch.testing.assert_close(vmap(f)(X), loop(f, X))
+    torch.testing.assert_close(vmap(f, in_dims=2)(X.movedim(0, 2).contiguous()), loop(f, X))
+
+
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (lambda x: x[4], "index 4 is out of bounds for dimension 0 with size 4"),
+        (lambda x: x[0, 0, 0], "too many indices for tensor of dimension 2"),
+        (lambda x: x.sum(2), r"expected to be in range of \[-2, 1\], but got 2"),
+        (lambda x: x.unsqueeze(4), r"expected to be in range of \[-3, 2\], but got 4"),
+    ],
+)
+def test_errors_count_the_dims_of_an_example(f: F, message: str) -> None:
+    with pytest.raises(IndexError, match=message):
+        vmap(f)(X)
+
+
+def test_what_gives_views_is_said() -> None:
+    vmap(torch.sin)(X)
+    assert torch.Tensor.__getitem__ in VIEWS and torch.Tensor.view in VIEWS
+    assert torch.sum in HOT and torch.sum not in VIEWS
