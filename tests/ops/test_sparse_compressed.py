@@ -258,3 +258,18 @@ def test_an_output_that_is_the_same_for_all(layout: torch.layout) -> None:
     out = vmap(lambda y: x)(Y)
     assert out.layout is layout
     torch.testing.assert_close(out.to_dense(), DENSE[:1].expand(4, 2, 3))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_some_examples_at_a_time(layout: torch.layout) -> None:
+    x = DENSE.to_sparse(layout=layout)
+    by_threes = vmap(lambda x: (x @ Y[0], x * 2), chunk_size=3)(x)
+    torch.testing.assert_close(by_threes[0], DENSE @ Y[0])
+    torch.testing.assert_close(by_threes[1].to_dense(), 2 * DENSE)
+
+    def either(x: Tensor) -> Tensor:
+        return x.to_dense() if x.sum() > DENSE[0].sum() else -x.to_dense()
+
+    got = vmap(either, data_dependent="split")(x)
+    sums = DENSE.sum((1, 2))
+    torch.testing.assert_close(got, DENSE * torch.where(sums > sums[0], 1, -1)[:, None, None])

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front
-from tsfunc.ops.dynamic import refuse_dynamic
 from tsfunc.ops.registry import BatchLevel, Dims, row
 
-_BY_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
-LAYOUTS = frozenset({*_BY_ROWS, torch.sparse_csc, torch.sparse_bsc})
+BY_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
+LAYOUTS = frozenset({*BY_ROWS, torch.sparse_csc, torch.sparse_bsc})
 
 
 def is_compressed(x: Any) -> bool:
@@ -30,7 +29,7 @@ def is_compressed(x: Any) -> bool:
 
 def members(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The compressed indices, the plain ones, and the elements."""
-    if x.layout in _BY_ROWS:
+    if x.layout in BY_ROWS:
         return x.crow_indices(), x.col_indices(), x.values()
     return x.ccol_indices(), x.row_indices(), x.values()
 
@@ -75,10 +74,24 @@ def batch_of(x: Tensor, at: int | None, size: int) -> Tensor:
     return of_members(compressed, plain, values, (size, *x.shape), x.layout)
 
 
+def taken(x: Tensor, places: Tensor) -> Tensor:
+    """Some of the examples."""
+    compressed, plain, values = (part.index_select(0, places) for part in members(x))
+    return of_members(compressed, plain, values, (len(places), *x.shape[1:]), x.layout)
+
+
+def put_together(batches: Sequence[Tensor]) -> Tensor:
+    """The examples of several batches, that store as many elements each."""
+    parts = [torch.cat(part) for part in zip(*map(members, batches), strict=True)]
+    compressed, plain, values = parts
+    first = batches[0]
+    return of_members(compressed, plain, values, (len(compressed), *first.shape[1:]), first.layout)
+
+
 def _lines(x: Tensor, plain: Tensor, values: Tensor) -> int:
     """How many places the plain indices count."""
     elements = values.dim() - plain.dim()  # dims of a block, if there are blocks
-    by_rows = x.layout in _BY_ROWS
+    by_rows = x.layout in BY_ROWS
     size: int = x.shape[plain.dim()] if by_rows else x.shape[plain.dim() - 1]
     return size // values.shape[plain.dim() + by_rows] if elements >= 2 else size
 
@@ -124,31 +137,9 @@ def one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
             f"vmap: a product of a batch of tensors of layout {x.layout} and rank {x.dim() - 1}. "
             f"Call to_dense() first."
         )
-    if q is None and x.layout in _BY_ROWS:
+    if q is None and x.layout in BY_ROWS:
         return below_each_other(x), y
     return diagonal(x), batched_front(y, q, x.shape[0]).flatten(0, 1)
-
-
-def taken_apart(op: Any, x: Tensor, shape: torch.Size) -> Tensor:
-    """A batch of the blocks on the diagonal, which store as many elements each."""
-    compressed, plain, values = members(x)
-    count = shape[0]
-    starts = compressed[:-1].unflatten(0, (count, -1))[:, :1]
-    ends = torch.cat([starts[1:], compressed[-1:].unsqueeze(1)])
-    stored = (ends - starts).flatten()
-    if bool((stored != stored[:1]).any()):
-        refuse_dynamic(op, "Use to_dense() first")
-    inner = compressed[1:].unflatten(0, (count, -1)) - starts
-    plain = plain.unflatten(0, (count, -1))
-    lines = torch.arange(count, device=plain.device, dtype=plain.dtype).unsqueeze(1)
-    wide = shape[2] if x.layout in _BY_ROWS else shape[1]
-    return of_members(
-        torch.cat([torch.zeros_like(inner[:, :1]), inner], 1),
-        plain - lines * wide,
-        values.unflatten(0, (count, -1)),
-        shape,
-        x.layout,
-    )
 
 
 @row(

@@ -11,8 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.compressed import batch_of, diagonal, is_compressed, taken_apart, with_values
+from tsfunc.ops.compressed import (
+    BY_ROWS,
+    batch_of,
+    diagonal,
+    is_compressed,
+    members,
+    of_members,
+    with_values,
+)
 from tsfunc.ops.dims import align, front, op_name, unit_dims
+from tsfunc.ops.dynamic import refuse_dynamic
 from tsfunc.ops.registry import BatchLevel, Dims
 
 _SUMS = frozenset({"add", "sub", "subtract"})
@@ -76,8 +85,30 @@ def _of_both(
     """Of matrices in compressed layouts by the blocks of one: each must store as many elements."""
     x, y = (batched_sparse(arg, dim, level.batch_size) for arg, dim in zip(args, dims, strict=True))
     if is_compressed(x) and is_compressed(y) and x.dim() == y.dim() == 3:
-        return taken_apart(op, op(diagonal(x), diagonal(y), **kwargs), x.shape), 0
+        return _taken_apart(op, op(diagonal(x), diagonal(y), **kwargs), x.shape), 0
     return op(x, y, **kwargs), 0
+
+
+def _taken_apart(op: Any, x: Tensor, shape: torch.Size) -> Tensor:
+    """A batch of the blocks on the diagonal, which store as many elements each."""
+    compressed, plain, values = members(x)
+    count = shape[0]
+    starts = compressed[:-1].unflatten(0, (count, -1))[:, :1]
+    ends = torch.cat([starts[1:], compressed[-1:].unsqueeze(1)])
+    stored = (ends - starts).flatten()
+    if bool((stored != stored[:1]).any()):
+        refuse_dynamic(op, "Use to_dense() first")
+    inner = compressed[1:].unflatten(0, (count, -1)) - starts
+    plain = plain.unflatten(0, (count, -1))
+    lines = torch.arange(count, device=plain.device, dtype=plain.dtype).unsqueeze(1)
+    wide = shape[2] if x.layout in BY_ROWS else shape[1]
+    return of_members(
+        torch.cat([torch.zeros_like(inner[:, :1]), inner], 1),
+        plain - lines * wide,
+        values.unflatten(0, (count, -1)),
+        shape,
+        x.layout,
+    )
 
 
 def _by_dense(op: Any, x: Tensor, y: Tensor, q: int | None, kwargs: Mapping[str, Any]) -> Tensor:

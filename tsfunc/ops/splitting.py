@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.errors import DataDependentError
+from tsfunc.ops.compressed import is_compressed, taken
 from tsfunc.ops.dims import op_name
 from tsfunc.ops.registry import BatchLevel
 
@@ -54,6 +55,8 @@ def _kind(result: Any) -> Any:
 def take_examples(x: Tensor, at: int, places: Tensor) -> Tensor:
     """Some of the examples: a view where they are neighbours, else laid out as the value is."""
     count = len(places)
+    if is_compressed(x):
+        return taken(x, places.to(x.device))
     if x.layout is not torch.strided:
         return x.index_select(at, places.to(x.device))
     if count == 0 or int(places[-1]) - int(places[0]) + 1 == count:

@@ -11,6 +11,8 @@ from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel
 from tsfunc.bridge.generators import rewindable
 from tsfunc.bridge.tracing import tracing_here
+from tsfunc.ops.compressed import is_compressed
+from tsfunc.ops.splitting import take_examples
 from tsfunc.transforms.chunk_sizes import ChunkSizes, FixedSize, MeasuredSize, MemoryModel
 from tsfunc.transforms.joined import Joined
 from tsfunc.transforms.memory_budget import default_budget
@@ -119,6 +121,14 @@ def _signature(leaves: Sequence[Any], at: Sequence[int | None]) -> Any:
     return tuple(found)
 
 
+def _examples(value: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    """Those of a chunk: a view, but of sparse tensors, which have none."""
+    if value.layout is torch.sparse_coo or is_compressed(value):
+        places = torch.arange(start, start + length, device=value.device)
+        return take_examples(value, dim, places)
+    return value.narrow(dim, start, length)
+
+
 def run_in_chunks(
     spec: Spec,
     flat: Sequence[Any],
@@ -140,7 +150,7 @@ def run_in_chunks(
     while start < size:
         length = min(sizes.next(), size - start)
         part = [
-            value if dim is None else value.narrow(dim, start, length)
+            value if dim is None else _examples(value, dim, start, length)
             for value, dim in zip(flat, at, strict=True)
         ]
         if generators is not None and start:

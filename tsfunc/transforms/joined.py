@@ -11,6 +11,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.autograd import tangents_here
 from tsfunc.bridge.tracer import Tracer
+from tsfunc.ops.compressed import is_compressed, put_together
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.vmap_spec import Spec
 
@@ -132,7 +133,10 @@ class _Kept:
             self.bytes += inner.numel() * inner.element_size()
 
     def result(self) -> torch.Tensor:
-        whole = torch.cat(self.parts, self.dim)
+        if is_compressed(self.parts[0]):
+            whole = put_together(self.parts)
+        else:
+            whole = torch.cat(self.parts, self.dim)
         self.parts.clear()
         return whole
 
