@@ -112,7 +112,7 @@ def run(count: int, seed: int, limit: float, keep: Path | None) -> int:
                         times.append((seconds, current))
                         most = max(most, memory)
                         _keep(keep, folder, current, verdict, seconds)
-                        if current % 5000 == 4999:
+                        if current % 1000 == 999:
                             print(current + 1, dict(verdicts), max(times), flush=True)
                 start = count
             except EOFError:  # it has crashed, or taken too long

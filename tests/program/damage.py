@@ -57,7 +57,10 @@ def edited(data: bytes, entry: str, change: Callable[[Any], Any]) -> bytes:
 def damaged(data: bytes, rng: random.Random) -> tuple[bytes, bool]:
     """A damaged file, and whether its checksums are right: then it was made so by a hostile."""
     kind = rng.choice(_DAMAGES)
-    return kind(data, rng), kind in _HOSTILE
+    try:
+        return kind(data, rng), kind in _HOSTILE
+    except RecursionError:  # a document nested so deeply that it can't be copied
+        return _flip(data, rng), False
 
 
 def _flip(data: bytes, rng: random.Random) -> bytes:

@@ -24,6 +24,7 @@ from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
 from tsfunc.errors import TsfuncError
 from tsfunc.program.codegen import generate
+from tsfunc.program.collecting import collecting_seldom
 from tsfunc.program.constraints import check_needs
 from tsfunc.program.guards import variables_of
 from tsfunc.program.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
@@ -79,8 +80,9 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
         DataDependentError: it uses a tensor as a Python number or bool.
     """
-    trace = _Trace(request, instances or Instances(request.name))
-    return trace.program(trace.run())
+    with collecting_seldom():
+        trace = _Trace(request, instances or Instances(request.name))
+        return trace.program(trace.run())
 
 
 def outline(request: TraceRequest) -> Any:

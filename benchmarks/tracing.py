@@ -1,0 +1,92 @@
+"""What a trace costs: the first call of a specialized function, beside make_fx, an operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tsfunc
+from benchmarks.timing import Case, Timing, medians
+from tsfunc import MetaTensorType as Meta
+
+MAKE_FX = "make_fx"
+STATIC, NAMED = "tsfunc, static sizes", "tsfunc, a named dim"
+IN_A_ROUND = 8  # operators
+WEIGHT = torch.ones(4, 4) / 4
+
+
+def function(operators: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A function of so many operators, of several kinds."""
+
+    def body(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for _ in range(operators // IN_A_ROUND):
+            x = torch.sin(x) * 2 + x.relu()
+            x = F.layer_norm(x @ weight, (4,)) + x.sum(1, keepdim=True)
+        return x
+
+    return body
+
+
+def traced(operators: int, named: bool) -> int:
+    """Traces with tsfunc; how many operators there were."""
+    descriptors = {"x": Meta(["n", 4])} if named else None
+    f = tsfunc.specialize(function(operators), descriptors)
+    f(torch.ones(5, 4), WEIGHT)
+    return _count(f.program.graph, operators)
+
+
+def recorded(operators: int, named: bool) -> int:
+    """Traces with make_fx; how many operators there were."""
+    mode = "symbolic" if named else "fake"
+    return _count(
+        make_fx(function(operators), tracing_mode=mode)(torch.ones(5, 4), WEIGHT).graph, operators
+    )
+
+
+def _count(graph: Any, operators: int) -> int:
+    """The operators of the function, of which make_fx records the parts."""
+    called = operators // IN_A_ROUND * IN_A_ROUND
+    assert sum(node.op == "call_function" for node in graph.nodes) >= called
+    return called
+
+
+@dataclass(frozen=True)
+class Long(Case):
+    """A case of which one call takes seconds: it is timed a few times, and nothing warms up."""
+
+    def measure(self, repeats: int, block_seconds: float = 0.01) -> dict[str, Timing | str]:
+        seconds: dict[str, list[float]] = {name: [] for name in self.calls}
+        for _ in range(min(repeats, 3)):
+            for name, call in self.calls.items():
+                start = time.perf_counter()
+                operators = call()
+                seconds[name].append((time.perf_counter() - start) / operators)
+        return {**medians(seconds, self.base)}
+
+
+def ways(operators: int, named: bool) -> Mapping[str, Callable[[], int]]:
+    """Both, for sizes of one kind."""
+    return {
+        MAKE_FX: lambda: recorded(operators, named),
+        NAMED if named else STATIC: lambda: traced(operators, named),
+    }
+
+
+def cases() -> Iterator[Case]:
+    for operators in (500, 2000):
+        for named in (False, True):
+            kind = "symbolic sizes" if named else "static sizes"
+            name = f"trace of {operators} operators with {kind}, for one"
+            yield Long(name, ways(operators, named), base=MAKE_FX)
+    lengths = {
+        f"{way}, {operators} operators": (lambda o=operators, n=named: traced(o, n))
+        for way, named in ((STATIC, False), (NAMED, True))
+        for operators in (500, 10_000)
+    }
+    yield Long("trace of 10,000 operators, for one", lengths, base=f"{STATIC}, 500 operators")
