@@ -528,23 +528,27 @@ class _TakingOver:
         return _TakingOver(self.lanes, self.what)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if (not kwargs and all(map(self._is_taken, args))) or not takes_over(func):
+        lanes = self.lanes
+        for arg in args:
+            kind = type(arg)
+            if kind not in _PLAIN and (kind is not MadeTracer or arg.dispatch_level is not lanes):
+                break
+        else:
+            if not kwargs:
+                return None
+        if not takes_over(func):
             return None
-        if args and isinstance(args[0], Tracer) and _writes(func) and stale(args[0], self.lanes):
+        if args and isinstance(args[0], Tracer) and _writes(func) and stale(args[0], lanes):
             raise RuntimeError(
                 f"{self.what}: the body writes in place ({func.__name__}) into a tensor that it "
                 f"closes over, of shape {tuple(args[0].shape)}, which only some of the examples "
-                f"of {self.lanes.whole.name} are to see. Pass it in as an operand, write into a "
+                f"of {lanes.whole.name} are to see. Pass it in as an operand, write into a "
                 f"clone of it, and return that."
             )
         taken = [self._taken(arg) for arg in args]
         named = {name: self._taken(arg) for name, arg in kwargs.items()} if kwargs else kwargs
         same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
         return None if same else (taken, named)
-
-    def _is_taken(self, value: Any) -> bool:
-        kind = type(value)
-        return kind in _PLAIN or (kind is MadeTracer and value.dispatch_level is self.lanes)
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, Tracer):
