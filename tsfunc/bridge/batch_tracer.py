@@ -22,6 +22,7 @@ from torch._C import (
 from tsfunc.bridge.courses import Course, Courses
 from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import TorchOperator, operator_of
+from tsfunc.bridge.questions import environment_of, unasked_of
 from tsfunc.bridge.tracer import (
     NO_KWARGS,
     SlottedTracer,
@@ -259,6 +260,8 @@ def wrap(
     value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any = None
 ) -> BatchTracer:
     """The tracer for a physical value, which begins at ``offset`` of its memory (None: at 0)."""
+    if type(value) is not torch.Tensor and environment_of(value.shape) is not None:
+        return _wrap_symbolic(value, bdim, level, offset)
     if type(offset) is int and offset == 0:
         offset = None
     layout = value.layout
@@ -285,6 +288,27 @@ def wrap(
     tracer: Any = _make_wrapper(
         level.kind, shape, strides, offset, None, value.dtype, layout, value.device
     )
+    tracer.dispatch_level = level
+    tracer.bdim = bdim
+    tracer.value = value
+    return tracer  # type: ignore[no-any-return]
+
+
+def _wrap_symbolic(
+    value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any
+) -> BatchTracer:
+    """As ``wrap``, for a value of symbolic sizes, of which nothing is asked for it."""
+    shape: Any = value.shape
+    strided = value.layout is _strided
+    strides = value.stride() if strided else None
+    if bdim is not None:
+        shape = shape[:bdim] + shape[bdim + 1 :]
+        strides = None if strides is None else strides[:bdim] + strides[bdim + 1 :]
+    with unasked_of(value.shape):
+        tracer: Any = _make_wrapper(
+            level.kind, shape, strides, offset if strided else None, None, value.dtype,
+            value.layout, value.device,
+        )  # fmt: skip
     tracer.dispatch_level = level
     tracer.bdim = bdim
     tracer.value = value

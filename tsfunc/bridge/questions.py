@@ -1,22 +1,41 @@
-"""Questions about symbolic sizes that decide nothing: answered for those of the call, and listed.
+"""Questions about symbolic sizes that are not to decide anything.
 
-Private names used here (torch 2.11 to 2.13): of ShapeEnv ``evaluate_expr``, which answers what is
-asked of sizes, ``suppress_guards``, and ``_log_guard``, which is told of each answer that does not
-follow from the bounds.
+What is asked of a named dim restricts a trace to the sizes that have the same answer. But a tracer
+is made of what is known already: torch looks, as it makes one, whether it is contiguous, or empty,
+and whatever it finds changes nothing of the program.
+
+Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``shape_env``; of ShapeEnv
+``evaluate_expr``, which answers what is asked of sizes, ``suppress_guards``, and ``_log_guard``,
+which is told of each answer that does not follow from the bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def environment_of(shape: Sequence[Any]) -> Any:
+    """The environment of the symbols in a shape; None where it is of numbers alone."""
+    for size in shape:
+        if type(size) is torch.SymInt:
+            return getattr(size.node, "shape_env", None)
+    return None
 
 
 def unasked(fake: FakeTensorMode) -> AbstractContextManager[Any]:
     """A block whose questions decide nothing: what is only a view of what is known asks them."""
     return nullcontext() if fake.shape_env is None else set_aside(fake.shape_env)
+
+
+def unasked_of(shape: Sequence[Any]) -> AbstractContextManager[Any]:
+    """The same for questions about one shape."""
+    env = environment_of(shape)
+    return nullcontext() if env is None else set_aside(env)
 
 
 @contextmanager
@@ -43,8 +62,10 @@ def set_aside(env: Any) -> Iterator[list[Any]]:
         if asking:
             answered.add(asking[-1])
 
+    outer = {name: env.__dict__.get(name) for name in ("evaluate_expr", "_log_guard")}
     env.evaluate_expr, env._log_guard = evaluate_expr, log_guard
     try:
         yield asked
     finally:
-        del env.evaluate_expr, env._log_guard
+        for name, before in outer.items():
+            delattr(env, name) if before is None else setattr(env, name, before)

@@ -35,7 +35,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsfunc.dispatch.places import Place, users_place
+from tsfunc.dispatch.places import Place, is_users, users_place
 from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim
@@ -55,11 +55,13 @@ class Need:
         fact: as Python.
         expr: the fact, with symbols that are called as the dims.
         place: the user's line.
+        by_user: whether the user's own code asked, and not torch or this package for it.
     """
 
     fact: str
     expr: Any
     place: Place
+    by_user: bool
 
 
 class Condition(NamedTuple):
@@ -211,11 +213,11 @@ class Symbols:
             return []
         names = self._as_dims()
         return [
-            Need(self.spell(guard.expr), guard.expr.xreplace(names), place)
-            for guard, place, check in zip(
-                self._env.guards, self._env.places, self._env.checks, strict=True
+            Need(self.spell(guard.expr), guard.expr.xreplace(names), place, by_user)
+            for guard, (place, by_user, is_check) in zip(
+                self._env.guards, self._env.asked, strict=True
             )
-            if not check and not self._is_of_scalars(guard.expr)
+            if not is_check and not self._is_of_scalars(guard.expr)
         ]
 
     def conditions(self, variables: Mapping[str, str]) -> list[Condition]:
@@ -242,7 +244,7 @@ class Symbols:
                 self.spell(guard.expr),
                 tuple(sorted(self._dims_in(guard.expr))),
             )
-            for guard, check in zip(self._env.guards, self._env.checks, strict=True)
+            for guard, (*_, check) in zip(self._env.guards, self._env.asked, strict=True)
             if check or self._is_of_scalars(guard.expr)
         ]
         return list(dict.fromkeys(found))
@@ -380,6 +382,28 @@ def python_text(expr: Any) -> str:
     return str(PythonPrinter().doprint(expr)) if expr.has(Function, Max, Min) else str(expr)
 
 
+def least(expr: Any, dims: Mapping[str, Dim]) -> float:
+    """A number that an expression in the names of dims is not below, for sizes that they allow."""
+    from sympy import Symbol
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    steps, ranges = {}, {}
+    for symbol in expr.free_symbols:
+        dim = dims[str(symbol)]
+        step = dim.multiple_of or 1
+        number = Symbol(f"_{symbol}", integer=True, positive=True)
+        steps[symbol] = step * number
+        most = _ENDLESS if dim.max is None else dim.max // step
+        ranges[number] = ValueRanges(-(-(dim.min or 0) // step), most)
+    try:
+        return float(bound_sympy(expr.xreplace(steps), ranges).lower)
+    except Exception:  # it has functions for which there are no bounds
+        return -math.inf
+
+
+_ENDLESS = 1 << 40
+
+
 def moduli(expr: Any) -> list[int]:
     """The numbers by which an expression divides a symbol, to look at the remainder."""
     from torch.utils._sympy.functions import Mod
@@ -399,8 +423,8 @@ def _environment_class() -> Any:
 
         Attributes:
             symbols: whose it is.
-            places: the line of each guard.
-            checks: for each guard whether the function raises where it does not hold.
+            asked: for each guard the line, whether the user's code asked there, and whether the
+                function raises where it does not hold.
         """
 
         def __init__(self, symbols: Symbols) -> None:
@@ -408,17 +432,17 @@ def _environment_class() -> Any:
                 duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
             )
             self.symbols = symbols
-            self.places: list[Place] = []
-            self.checks: list[bool] = []
+            self.asked: list[tuple[Place, bool, bool]] = []
 
         def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().evaluate_expr(*args, **kwargs)
             finally:
-                new = len(self.guards) - len(self.places)
+                new = len(self.guards) - len(self.asked)
                 if new > 0:
-                    self.places += [users_place()] * new
-                    self.checks += [refused_value(asking_frame()) is not None] * new
+                    frame = asking_frame()
+                    is_check = refused_value(frame) is not None
+                    self.asked += [(users_place(), is_users(frame), is_check)] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts

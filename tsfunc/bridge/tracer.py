@@ -35,6 +35,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.operators import TorchOperator, operator_of
+from tsfunc.bridge.questions import unasked_of
 from tsfunc.bridge.torch_state import (
     RestoredTorchState,
     TorchState,
@@ -230,14 +231,16 @@ class Tracer(torch.Tensor):
                 f"{cls.__name__}.make(): expected a tensor to look like, got {like!r}, and a "
                 f"TracerLevel, got {level!r}. Outside of a kernel give level=."
             )
-        tracer = torch.Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            like.stride(),
-            like.storage_offset(),
-            dtype=like.dtype,
-            device=like.device,
-        )
+        shape = like.shape
+        with unasked_of(shape):
+            tracer = torch.Tensor._make_wrapper_subclass(
+                cls,
+                shape,
+                like.stride(),
+                like.storage_offset(),
+                dtype=like.dtype,
+                device=like.device,
+            )
         tracer.dispatch_level = level
         for name, value in attributes.items():
             setattr(tracer, name, value)

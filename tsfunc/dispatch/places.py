@@ -31,17 +31,17 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}, in {self.function}"
 
 
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs neither this package nor torch."""
+    return not frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
 def users_frame() -> FrameType:
     """The innermost frame that runs neither this package nor torch; else the outermost."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame):
         frame = frame.f_back
     return frame
-
-
-def is_users(frame: FrameType) -> bool:
-    """Whether a frame runs neither this package nor torch."""
-    return not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -21,6 +21,7 @@ from tsfunc.errors import DescriptorViolation, TsfuncError
 from tsfunc.program.backends import Compiled
 from tsfunc.program.cache import Cache, Entry
 from tsfunc.program.capture import TraceRequest, capture
+from tsfunc.program.edges import AtTheEdge
 from tsfunc.program.entering import key_orders, opening_lines
 from tsfunc.program.equal import same_program
 from tsfunc.program.forms import form_of_call
@@ -33,6 +34,7 @@ from tsfunc.program.inputs import (
     call_signature,
     describe_inputs,
     describe_scalars,
+    with_dims_raised,
     with_sizes_fixed,
 )
 from tsfunc.program.instances import Instances
@@ -145,8 +147,10 @@ class FirstCall:
         made = known or self._widened(cache, inputs, bounds) or self._traced(inputs, bounds, small)
         if known is None:
             cache.history.appendleft(facts)
+        if made is not None:
+            small = {name: size for name, size in sizes.items() if _is_small(made[0], name, size)}
         if small:
-            # NOTE [sizes 0 and 1] in program/equal
+            # NOTE [sizes 0 and 1] in program/equal, NOTE [sizes at the edge] in program/edges
             if known is None and made is not None:
                 cache.keep(made[0])
             inputs = [with_sizes_fixed(spec, small) for spec in inputs]
@@ -218,13 +222,15 @@ class FirstCall:
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
     ) -> tuple[Entry, Sequence[Any]]:
         start = time.perf_counter()
-        instances = self._instances()
         described = {} if self.contract is None else self.contract.descriptors
         request = TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
             scalars, any_arguments(self.func, described, self.places, _spell), described,
         )  # fmt: skip
-        program = capture(request, instances)
+        program, instances = self._captured(request)
+        signature = self.signature(inputs)
+        bounds = {**bounds, **program.raised}
+        inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
         form = form_of_call(
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords
         )
@@ -254,13 +260,25 @@ class FirstCall:
             facts.function(self.ambient, lines, scope),
             facts.function(self.ambient),
             self.reason,
-            self.signature(inputs),
+            signature,
             form,
             None if opening is None else facts.entering(self.ambient, opening, lines, scope),
             time.perf_counter() - start,
         )
         self._record(entry)
         return entry, facts.values
+
+    def _captured(self, request: TraceRequest) -> tuple[Program, Instances]:
+        instances = self._instances()
+        try:
+            return capture(request, instances), instances
+        except AtTheEdge as edge:
+            instances = self._instances()
+            request = dataclasses.replace(request, retraced=edge.names)
+            try:
+                return capture(request, instances), instances
+            except Exception:
+                raise edge.refusal from None
 
     def _record(self, entry: Entry) -> None:
         """Tells the record of a program that was made."""
@@ -338,6 +356,12 @@ def _one_of(
         one.program, other.program, sizes
     )
     return (dataclasses.replace(other, program=one.program) if alike else other), same_reached
+
+
+def _is_small(entry: Entry, name: str, size: int) -> bool:
+    """Whether a program that is for any size of a named dim is for none as small as this one."""
+    bounds = entry.form.bounds
+    return name in bounds and (size < 2 or size < (bounds[name].min or 0))
 
 
 def described(

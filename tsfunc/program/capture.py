@@ -53,6 +53,8 @@ class TraceRequest:
         scalars: the numbers among the arguments that are inputs.
         untyped: the arguments of type ``Any``, with which nothing may be computed.
         described: the descriptors, by parameter, for errors.
+        retraced: the named dims whose sizes in the call are at the edge (NOTE [sizes at the edge]
+            in ``edges``); they are traced with others.
     """
 
     what: str
@@ -65,6 +67,7 @@ class TraceRequest:
     scalars: Sequence[ScalarSpec] = ()
     untyped: Mapping[int, StandIn] = field(default_factory=dict)
     described: Mapping[str, Descriptor] = field(default_factory=dict)
+    retraced: frozenset[str] = frozenset()
 
 
 def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
@@ -79,6 +82,7 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         ConstraintViolation: the function's course depends on the size of a named dim.
         TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
         DataDependentError: it uses a tensor as a Python number or bool.
+        AtTheEdge: it is to be traced again.
     """
     with collecting_seldom():
         trace = _Trace(request, instances or Instances(request.name))
@@ -103,7 +107,9 @@ class _Trace:
     def __init__(self, request: TraceRequest, instances: Instances) -> None:
         self.request, self.instances = request, instances
         numbers = {spec.name: spec.value for spec in request.scalars}
-        self.symbols = Symbols(request.bounds, sizes_of_call(request.inputs), numbers)
+        sizes = sizes_of_call(request.inputs)
+        known = {name: size for name, size in sizes.items() if name not in request.retraced}
+        self.symbols = Symbols(request.bounds, known, numbers)
 
     def run(self) -> Any:
         """Runs the function outside of all levels; what it returns."""
@@ -167,15 +173,15 @@ class _Trace:
         results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
         level.graph.output(tuple(results))
         symbols.record_in(None, {})
-        check_needs(
+        raised = check_needs(
             request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
-            request.described,
+            request.described, bool(request.retraced),
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
         program = self._finished(out_tree, assigned)
         conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
-        return replace(program, conditions=tuple(conditions)) if conditions else program
+        return replace(program, conditions=tuple(conditions), raised=raised)
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """The recorded graph simplified, and as Python."""

@@ -14,6 +14,7 @@ from typing import Any
 from tsfunc.bridge.symbols import Need, moduli, python_text
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation, DescriptorError
+from tsfunc.program.edges import AtTheEdge, away_from, names_at_edge
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.descriptors import Descriptor
 from tsfunc.types.dims import DimSpec
@@ -29,7 +30,8 @@ def check_needs(
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
-) -> None:
+    retraced: bool,
+) -> dict[str, Dim]:
     """Refuses a trace that has relied on more than the descriptors promise.
 
     Args:
@@ -38,18 +40,40 @@ def check_needs(
         dims: the named dims.
         sizes: what each is in the call.
         described: the descriptors, by parameter.
+        retraced: whether it was traced with other sizes than those of the call.
+
+    Returns:
+        The named dims that have another least size for this trace: NOTE [sizes at the edge].
 
     Raises:
         ConstraintViolation: it has.
+        AtTheEdge: that may be so for the sizes of the call alone.
     """
     unmet = [need for need in needs if not _is_promised(need.expr, dims)]
     if not unmet:
-        return
+        return {}
+    raised, rest = away_from(unmet, dims)
+    if not rest:
+        return raised
+    refusal = _refusal(name, rest, dims, sizes, described)
+    at_edge = names_at_edge(rest)
+    if at_edge and not retraced:
+        raise AtTheEdge(at_edge, refusal)
+    raise refusal
+
+
+def _refusal(
+    name: str,
+    unmet: Sequence[Need],
+    dims: Mapping[str, Dim],
+    sizes: Mapping[str, int],
+    described: Mapping[str, Descriptor],
+) -> ConstraintViolation:
     lines = "".join(
         f"  {need.fact}  (at {need.place}{source_of(need.place, '; ')})\n"
         for need in dict.fromkeys(unmet)
     )
-    raise ConstraintViolation(
+    return ConstraintViolation(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function asks for more than they promise:\n{lines}"
         f"{_advice(unmet, dims, sizes, described)}"

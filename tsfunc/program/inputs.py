@@ -261,6 +261,12 @@ def with_sizes_fixed(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
     return dataclasses.replace(spec, dims=tuple(dims))
 
 
+def with_dims_raised(spec: InputSpec, raised: Mapping[str, Dim]) -> InputSpec:
+    """The input with other bounds for some named dims."""
+    dims = [raised.get(dim.name, dim) if isinstance(dim, Dim) else dim for dim in spec.dims]
+    return dataclasses.replace(spec, dims=tuple(dims))
+
+
 def _with_names_fixed(dim: DimForm, size: int, small: Mapping[str, int]) -> DimForm:
     """A dim in which some names are numbers."""
     names = names_in(dim)

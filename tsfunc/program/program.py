@@ -27,6 +27,7 @@ from tsfunc.program.reach import Facts
 from tsfunc.program.torch_operators import in_torch_operators
 from tsfunc.program.updates import Update
 from tsfunc.program.verify import verify
+from tsfunc.types import Dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,7 @@ class Program:
         state: what the function's module calls the tensors that it reads from outside.
         facts: what later calls are held to beside their arguments, and what is read of it; None
             where there is no record.
+        raised: the named dims that have a least size for it: NOTE [sizes at the edge] in ``edges``.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Program:
     conditions: tuple[Condition, ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
     facts: Facts | None = None
+    raised: Mapping[str, Dim] = field(default_factory=dict)
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Runs it on flattened arguments, and gives the results their structure."""

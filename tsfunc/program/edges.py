@@ -1,0 +1,113 @@
+"""Sizes at the edge: those for which a size that is worked out of them is 0 or 1.
+
+NOTE [sizes at the edge]
+Operators treat the sizes 0 and 1 apart (NOTE [sizes 0 and 1] in ``equal``), also where such a size
+is worked out of named dims, as the ``h - 2`` that a convolution leaves of ``h``. torch asks whether
+it is, as it decides what broadcasts and what is empty. It is for few sizes, and no function means
+anything by it. So the program is made for the others: its named dims have a least size of their
+own. A call with a smaller one has a program in which that size is a number. What the function
+itself asks, in its own code, is a need of it all the same, and the descriptors must promise it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tsfunc.bridge.symbols import Need, least
+from tsfunc.errors import ConstraintViolation
+from tsfunc.types import Dim
+
+_FAR = 64  # a size that is no longer at an edge
+
+
+class AtTheEdge(Exception):
+    """A trace may have been made with sizes at the edge, which says nothing of others.
+
+    Args:
+        names: the named dims that may have them.
+        refusal: what there is to say if it fails with others too.
+    """
+
+    def __init__(self, names: frozenset[str], refusal: ConstraintViolation) -> None:
+        super().__init__(", ".join(sorted(names)))
+        self.names, self.refusal = names, refusal
+
+
+def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str, Dim], list[Need]]:
+    """What some needs ask of named dims, if they ask for no more than not to be at the edge.
+
+    Args:
+        needs: what a trace has relied on, beyond what the dims promise.
+        dims: the named dims.
+
+    Returns:
+        The dims that have another least size for it, and the needs that are none of this.
+    """
+    found: dict[str, Dim] = {}
+    rest = []
+    for need in sorted(needs, key=lambda need: len(need.expr.free_symbols)):
+        names = sorted(str(symbol) for symbol in need.expr.free_symbols)
+        about = {name: found.get(name, dims[name]) for name in names}
+        raised = _raised(need.expr, about) if not need.by_user and _is_of_edges(need.expr) else None
+        if raised is None:
+            rest.append(need)
+        else:
+            found.update(raised)
+    return found, rest
+
+
+def names_at_edge(needs: Sequence[Need]) -> frozenset[str]:
+    """The named dims of which torch, or this package, has asked for more than is promised."""
+    asked = [need.expr.free_symbols for need in needs if not need.by_user]
+    return frozenset(str(symbol) for symbol in set().union(*asked))
+
+
+def _is_of_edges(fact: Any) -> bool:
+    """Whether a fact is about sizes that are 0 or 1, or others."""
+    from sympy.core.relational import Relational
+    from torch.utils._sympy.functions import Max
+
+    if not isinstance(fact, Relational):
+        return False
+    return fact.has(Max) or not {0, 1}.isdisjoint((fact.lhs, fact.rhs))
+
+
+def _raised(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
+    """The dims, with the lowest least size for which a fact holds; None: there is none near."""
+    for low in range(2, _FAR):
+        if any(dim.max is not None and dim.max < low for dim in dims.values()):
+            return None
+        raised = {name: replace(dim, min=max(low, dim.min or 0)) for name, dim in dims.items()}
+        if _holds(fact, raised):
+            return {name: dim for name, dim in raised.items() if (dims[name].min or 2) < low}
+    return None
+
+
+def _holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
+    """Whether a fact holds for all sizes that the dims allow, as far as can be seen."""
+    from sympy import Eq, Ge, Gt, Ne, expand
+    from torch.utils._sympy.functions import Max
+
+    fact = fact.replace(Max, lambda *sizes: _largest(sizes, dims))
+    match fact:
+        case Eq():
+            return bool(expand(fact.lhs - fact.rhs) == 0)
+        case Ne():
+            difference = fact.lhs - fact.rhs
+            return least(difference, dims) > 0 or least(-difference, dims) > 0
+        case Gt() | Ge():
+            return least(fact.lhs - fact.rhs, dims) >= isinstance(fact, Gt)
+        case _:
+            return bool(fact == True)  # noqa: E712 - sympy has a true of its own
+
+
+def _largest(sizes: Sequence[Any], dims: Mapping[str, Dim]) -> Any:
+    """The largest of some sizes, where it can be seen which that is."""
+    from torch.utils._sympy.functions import Max
+
+    for one in sizes:
+        if all(one is other or least(one - other, dims) >= 0 for other in sizes):
+            return one
+    return Max(*sizes)
