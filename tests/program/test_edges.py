@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tsfunc import Dim, MetaTensorType, functional_call, grad, load, specialize, vmap
-from tsfunc.bridge.symbols import Symbols, least
+from tsfunc.bridge.bounds import least
+from tsfunc.bridge.symbols import Symbols
 from tsfunc.errors import ConstraintViolation
 
 IMAGES = {"x": MetaTensorType(["n", 1, "h", "w"])}

@@ -382,28 +382,6 @@ def python_text(expr: Any) -> str:
     return str(PythonPrinter().doprint(expr)) if expr.has(Function, Max, Min) else str(expr)
 
 
-def least(expr: Any, dims: Mapping[str, Dim]) -> float:
-    """A number that an expression in the names of dims is not below, for sizes that they allow."""
-    from sympy import Symbol
-    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
-
-    steps, ranges = {}, {}
-    for symbol in expr.free_symbols:
-        dim = dims[str(symbol)]
-        step = dim.multiple_of or 1
-        number = Symbol(f"_{symbol}", integer=True, positive=True)
-        steps[symbol] = step * number
-        most = _ENDLESS if dim.max is None else dim.max // step
-        ranges[number] = ValueRanges(-(-(dim.min or 0) // step), most)
-    try:
-        return float(bound_sympy(expr.xreplace(steps), ranges).lower)
-    except Exception:  # it has functions for which there are no bounds
-        return -math.inf
-
-
-_ENDLESS = 1 << 40
-
-
 def moduli(expr: Any) -> list[int]:
     """The numbers by which an expression divides a symbol, to look at the remainder."""
     from torch.utils._sympy.functions import Mod

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tsfunc.bridge.symbols import Need, least
+from tsfunc.bridge.bounds import has_maximum, holds
+from tsfunc.bridge.symbols import Need
 from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
 
@@ -67,11 +68,10 @@ def names_at_edge(needs: Sequence[Need]) -> frozenset[str]:
 def _is_of_edges(fact: Any) -> bool:
     """Whether a fact is about sizes that are 0 or 1, or others."""
     from sympy.core.relational import Relational
-    from torch.utils._sympy.functions import Max
 
     if not isinstance(fact, Relational):
         return False
-    return fact.has(Max) or not {0, 1}.isdisjoint((fact.lhs, fact.rhs))
+    return has_maximum(fact) or not {0, 1}.isdisjoint((fact.lhs, fact.rhs))
 
 
 def _raised(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
@@ -80,34 +80,6 @@ def _raised(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
         if any(dim.max is not None and dim.max < low for dim in dims.values()):
             return None
         raised = {name: replace(dim, min=max(low, dim.min or 0)) for name, dim in dims.items()}
-        if _holds(fact, raised):
+        if holds(fact, raised):
             return {name: dim for name, dim in raised.items() if (dims[name].min or 2) < low}
     return None
-
-
-def _holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
-    """Whether a fact holds for all sizes that the dims allow, as far as can be seen."""
-    from sympy import Eq, Ge, Gt, Ne, expand
-    from torch.utils._sympy.functions import Max
-
-    fact = fact.replace(Max, lambda *sizes: _largest(sizes, dims))
-    match fact:
-        case Eq():
-            return bool(expand(fact.lhs - fact.rhs) == 0)
-        case Ne():
-            difference = fact.lhs - fact.rhs
-            return least(difference, dims) > 0 or least(-difference, dims) > 0
-        case Gt() | Ge():
-            return least(fact.lhs - fact.rhs, dims) >= isinstance(fact, Gt)
-        case _:
-            return bool(fact == True)  # noqa: E712 - sympy has a true of its own
-
-
-def _largest(sizes: Sequence[Any], dims: Mapping[str, Dim]) -> Any:
-    """The largest of some sizes, where it can be seen which that is."""
-    from torch.utils._sympy.functions import Max
-
-    for one in sizes:
-        if all(one is other or least(one - other, dims) >= 0 for other in sizes):
-            return one
-    return Max(*sizes)

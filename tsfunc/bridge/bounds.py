@@ -1,0 +1,71 @@
+"""What holds of expressions in the names of dims, for all sizes that these allow.
+
+Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``Max`` of sizes, and
+``bound_sympy``, which works out between which numbers an expression is. They import sympy, which
+takes half a second, so they are imported where they are first asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tsfunc.types import Dim
+
+
+def least(expr: Any, dims: Mapping[str, Dim]) -> float:
+    """A number that an expression in the names of dims is not below, for sizes that they allow."""
+    from sympy import Symbol
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    steps, ranges = {}, {}
+    for symbol in expr.free_symbols:
+        dim = dims[str(symbol)]
+        step = dim.multiple_of or 1
+        number = Symbol(f"_{symbol}", integer=True, positive=True)
+        steps[symbol] = step * number
+        most = _ENDLESS if dim.max is None else dim.max // step
+        ranges[number] = ValueRanges(-(-(dim.min or 0) // step), most)
+    try:
+        return float(bound_sympy(expr.xreplace(steps), ranges).lower)
+    except Exception:  # it has functions for which there are no bounds
+        return -math.inf
+
+
+_ENDLESS = 1 << 40
+
+
+def has_maximum(fact: Any) -> bool:
+    """Whether a fact is about the largest of some sizes."""
+    from torch.utils._sympy.functions import Max
+
+    return bool(fact.has(Max))
+
+
+def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
+    """Whether a fact holds for all sizes that the dims allow, as far as can be seen."""
+    from sympy import Eq, Ge, Gt, Ne, expand
+    from torch.utils._sympy.functions import Max
+
+    fact = fact.replace(Max, lambda *sizes: _largest(sizes, dims))
+    match fact:
+        case Eq():
+            return bool(expand(fact.lhs - fact.rhs) == 0)
+        case Ne():
+            difference = fact.lhs - fact.rhs
+            return least(difference, dims) > 0 or least(-difference, dims) > 0
+        case Gt() | Ge():
+            return least(fact.lhs - fact.rhs, dims) >= isinstance(fact, Gt)
+        case _:
+            return bool(fact == True)  # noqa: E712 - sympy has a true of its own
+
+
+def _largest(sizes: Sequence[Any], dims: Mapping[str, Dim]) -> Any:
+    """The largest of some sizes, where it can be seen which that is."""
+    from torch.utils._sympy.functions import Max
+
+    for one in sizes:
+        if all(one is other or least(one - other, dims) >= 0 for other in sizes):
+            return one
+    return Max(*sizes)
