@@ -422,3 +422,27 @@ def test_programs_of_mapped_functions_keep_their_derivatives(cls: Any, wrap: Any
     same(program(lambda x: tsfunc.jvp(vmap(made), (x,), (W,))[1])(x), pushed)
     same(tsfunc.jvp(program(vmap(made)), (x,), (W,))[1], pushed)
     same(program(vmap(vmap(made)))(X), vmap(vmap(f))(X))
+
+
+class Through(torch.autograd.Function):
+    """Returns its argument, with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.saved_tensors[0].cos()
+
+
+def test_a_function_that_returns_its_argument() -> None:
+    f, x = Through.apply, X[0]
+    for found in (
+        tsfunc.vmap(tsfunc.grad(f))(x),
+        tsfunc.grad(lambda x: tsfunc.vmap(f)(x).sum())(x),
+        tsfunc.specialize(tsfunc.vmap(tsfunc.grad(f)))(x),
+        tsfunc.jvp(tsfunc.vmap(f), (x,), (torch.ones_like(x),))[1],
+    ):
+        same(found, x.cos())

@@ -161,16 +161,6 @@ def trace_of(args: Sequence[Any]) -> TraceLevel | None:
     return None
 
 
-def unaliased(result: Any, operands: Sequence[Any]) -> Any:
-    """A result of a ``forward`` that is no argument, nor a view of one.
-
-    Of a view torch has the tangent be one too.
-    """
-    with DisableTorchFunctionSubclass():
-        fresh = not result._is_view() and not any(result is x for x in operands)
-    return result if fresh else result.detach()
-
-
 def _lifted(arg: Any, level: TracerLevel) -> Any:
     if isinstance(arg, torch.Tensor) and not (
         isinstance(arg, Tracer) and arg.dispatch_level is level

@@ -89,6 +89,16 @@ def results_of_rule(
     return pytrees.unflatten(tree, rewrapped(leaves, dims, values, args, level))
 
 
+def unaliased(result: Any, operands: Sequence[Any]) -> Any:
+    """A result of a ``forward`` that is no argument, nor a view of one.
+
+    Of a view torch has the tangent be one too.
+    """
+    with DisableTorchFunctionSubclass():
+        fresh = not result._is_view() and not any(result is x for x in operands)
+    return result if fresh else result.detach()
+
+
 class Context:
     """What the class' own methods see as ``ctx``."""
 
@@ -195,7 +205,11 @@ class MappedFunction:
             self.results = len(tracers)
             self._keep(ctx, level, values, tracers)
             self.out_dims = [dim_of(x, level) for x in tracers]
+            written = [value_of(x, level) for x in ctx.dirty]
             results = [value_of(x, level) for x in tracers]
+            for i, x in enumerate(results[: self.results]):
+                if isinstance(x, torch.Tensor) and not any(x is one for one in written):
+                    results[i] = unaliased(x, values)
             by = any(
                 dim is not None and isinstance(x, torch.Tensor) and differentiable(x)
                 for x, dim in zip(values, self.dims, strict=True)

@@ -22,7 +22,8 @@ from torch.autograd import Function
 
 from tsfunc import pytrees
 from tsfunc.bridge.autograd import differentiates_here, is_perturbed, outside_graph
-from tsfunc.bridge.custom_function import trace_of, unaliased
+from tsfunc.bridge.custom_function import trace_of
+from tsfunc.bridge.mapped_function import unaliased
 from tsfunc.bridge.seen_as import seen_as
 from tsfunc.bridge.tracer import seen_here
 from tsfunc.bridge.tracing import SYMBOLIC

@@ -28,22 +28,17 @@ class Linear:
         count: how many tensors ``x`` is.
         product: ``A x``.
         solve: ``x``; what else it returns comes after that.
-        transposed: the solution of the transposed equation, None where nobody gave it.
+        transposed: the solution of the transposed equation.
     """
 
     what: str
     count: int
     product: Closed
     solve: Closed
-    transposed: Closed | None
+    transposed: Closed
 
     def adjoint(self, ct: Values, closed: Values) -> Values:
         """The cotangent of the right-hand side, from that of the solution."""
-        if self.transposed is None:
-            raise TypeError(
-                f"{self.what}: reverse mode needs the solution of the transposed equation. Give "
-                f"transpose_solve, or symmetric=True where matvec is its own transpose."
-            )
 
         def product(values: Values, closed: Values) -> Values:
             return transpose(lambda *v: tuple(self.product(v, closed)), values)

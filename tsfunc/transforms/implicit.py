@@ -45,7 +45,8 @@ def linear_solve(
         b: a pytree of tensors.
         solve: takes ``matvec`` and ``b``, and returns the solution.
         transpose_solve: takes the transpose of ``matvec`` (for complex tensors the one without
-            conjugation) and a right-hand side, and returns the solution; for reverse mode.
+            conjugation) and a right-hand side, and returns the solution; for reverse mode. By
+            default the transpose's matrix is made and solved with.
         symmetric: whether ``matvec`` is its own transpose: then ``solve`` solves both.
         has_aux: whether ``solve`` and ``transpose_solve`` return a pair of the solution and
             anything else. That of ``solve`` is returned too, without derivatives.
@@ -55,8 +56,7 @@ def linear_solve(
         solution: by ``b``, and by all that ``matvec`` closes over.
 
     Raises:
-        TypeError: what ``matvec`` or a solver returns is not like ``b``; reverse mode without
-            ``transpose_solve``.
+        TypeError: what ``matvec`` or a solver returns is not like ``b``.
         DataDependentError: under ``vmap`` or in a program, a solver that looks at data, as a
             Python loop up to a tolerance does. Use ``tsfunc.while_loop``.
 
@@ -83,10 +83,13 @@ def linear_solve(
         given = unknown.leaves("the argument of the transposed matvec", values)
         return unknown.tree(transpose(lambda *x: tuple(product(*x)), given))
 
-    functions: list[Any] = [product, unknown.solver("solve", solve, matvec), None]
-    if transpose_solve is not None:
-        operator = matvec if symmetric else transposed
-        functions[2] = unknown.solver("transpose_solve", transpose_solve, operator)
+    operator = matvec if symmetric else transposed
+    other = transpose_solve or unknown.solved_densely
+    functions = [
+        product,
+        unknown.solver("solve", solve, matvec),
+        unknown.solver("transpose_solve", other, operator),
+    ]
     return unknown.result(Linear, functions)
 
 
@@ -216,18 +219,21 @@ class _Unknown:
         parts = zip(found.split(sizes), self.flat, strict=True)
         return self.tree([part.view(x.shape).to(x.dtype) for part, x in parts])
 
-    def result(self, kind: Any, functions: Sequence[Callable[..., Any] | None]) -> Any:
+    def solved_densely(self, operator: Callable[[Any], Any], given: Any) -> Any:
+        """As a solver of the user's, whose auxiliary part nobody sees."""
+        found = self.densely(operator, given)
+        return (found, None) if self.has_aux else found
+
+    def result(self, kind: Any, functions: Sequence[Callable[..., Any]]) -> Any:
         """What the second of an equation's functions, its solver, returns.
 
         What a solver of plain tensors does is nobody's business: it is called as it is.
         """
         plain = current_tracer_level() is None and innermost_level(self.flat) is None
         closed: dict[int, Any] = {}
-        parts: list[Closed | None] = []
+        parts: list[Closed] = []
         for i, function in enumerate(functions):
-            if function is None:
-                parts.append(None)
-            elif i and plain:
+            if i and plain:
                 parts.append(_as_it_is(function, self if i == 1 else None))
             else:
                 examples = [*self.flat, *self.flat] if kind is Root and i == 2 else self.flat
