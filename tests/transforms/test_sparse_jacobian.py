@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tsfunc
 from tests.transforms.support import same
-from tsfunc import jacobian_sparsity, sparse_jacobian
+from tsfunc import grad, jacobian_sparsity, jacrev, pytrees, sparse_jacobian
 from tsfunc.transforms.sparse_jacobian import colors
 
 X = torch.linspace(0.2, 1.7, 12, dtype=torch.float64)
@@ -142,13 +142,75 @@ def test_errors() -> None:
         sparse_jacobian(burgers, mode="both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layout must be"):
         sparse_jacobian(burgers, layout=torch.strided)
-    with pytest.raises(TypeError, match=r"must be one tensor, got list.*flatten"):
-        sparse_jacobian(lambda x: x[0])([X])
-    with pytest.raises(TypeError, match="to return one tensor, got tuple"):
-        sparse_jacobian(lambda x: (x, x))(X)
+    with pytest.raises(ValueError, match=r"differentiate by to only contain Tensors.*got .*float"):
+        sparse_jacobian(lambda x: x[0])([X, 2.0])
+    with pytest.raises(ValueError, match="must be of one type"):
+        sparse_jacobian(lambda x: x[0])([X.float(), X.double()])
+    with pytest.raises(ValueError, match="have no tensor"):
+        sparse_jacobian(lambda x: X)([])
+    with pytest.raises(RuntimeError, match="to return only tensors"):
+        sparse_jacobian(lambda x: (x, 2.0))(X)
+    with pytest.raises(ValueError, match="or have the structure of the result, a tensor for each"):
+        sparse_jacobian(lambda x: x[0] * x[1], sparsity=[X, X, X])([X, X])
     with pytest.raises(RuntimeError, match="complex"):
         sparse_jacobian(burgers)(X.to(torch.complex128))
     with pytest.raises(ValueError, match=r"sparsity must be of the output's shape.*\(3, 4\)"):
         sparse_jacobian(burgers, sparsity=torch.ones(3, 4))(X)
-    with pytest.raises(RuntimeError, match="argnums to be the position of one of the 1"):
+    with pytest.raises(RuntimeError, match="Got argnum=2, but only 1 positional inputs"):
         sparse_jacobian(burgers, argnums=2)(X)
+
+
+def coupled(state: Any, scale: Any) -> Any:
+    """Of a pytree and a matrix: a pytree."""
+    u, v = state["u"], state["v"]
+    return {"out": (u.roll(1) * scale - v, v[:2] ** 2)}
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse", None])
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])
+def test_pytrees_of_tensors_give_blocks(argnums: Any, mode: Any) -> None:
+    state = {"u": torch.rand(4), "v": torch.rand(4)}
+    args = state, torch.rand(3, 4)
+    want = jacrev(coupled, argnums)(*args)
+
+    def check(found: Any) -> None:
+        assert pytrees.structure_of(found) == pytrees.structure_of(want)
+        for block, dense in zip(pytrees.leaves_of(found), pytrees.leaves_of(want), strict=True):
+            assert block.layout is torch.sparse_coo
+            torch.testing.assert_close(block.to_dense(), dense)
+
+    check(sparse_jacobian(coupled, argnums, mode=mode)(*args))
+    pattern = jacobian_sparsity(coupled, argnums)(*args)
+    for block, dense in zip(pytrees.leaves_of(pattern), pytrees.leaves_of(want), strict=True):
+        assert block.dtype is torch.bool and not (dense != 0)[~block.to_dense()].any()
+    check(sparse_jacobian(coupled, argnums, mode=mode, sparsity=pattern)(*args))
+
+    def with_aux(*args: Any) -> Any:
+        return coupled(*args), "aux"
+
+    found, aux = sparse_jacobian(with_aux, argnums, has_aux=True, mode=mode)(*args)
+    assert aux == "aux"
+    check(found)
+    several = pytrees.leaves_of(pattern)
+    pytrees.leaves_of(jacobian_sparsity(with_aux, argnums, has_aux=True)(*args))
+    assert len(several) == len(pytrees.leaves_of(want))
+
+
+def test_all_blocks_together_are_colored() -> None:
+    calls = 0
+
+    def f(x: Any, y: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return x * y, x.flip(0) - y
+
+    x, y = torch.rand(50), torch.rand(50)
+    pattern = jacobian_sparsity(f, (0, 1))(x, y)
+    matrix = torch.cat([torch.cat([b.to_dense() for b in row], 1) for row in pattern])
+    calls = 0
+    blocks = sparse_jacobian(f, (0, 1), sparsity=matrix, chunk_size=1)(x, y)
+    assert 2 <= calls <= 4
+    torch.testing.assert_close(blocks[0][1].to_dense(), x.diag())
+    torch.testing.assert_close(blocks[1][0].to_dense(), torch.eye(50).flip(0))
+    grads = grad(lambda x: sparse_jacobian(f, (0, 1))(x, y)[0][1].values().sum())(x)
+    assert grads.tolist() == [1.0] * 50

@@ -15,12 +15,14 @@ from typing import Any, Literal
 
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.program.dependence import dependence
-from tsfunc.transforms.arguments import like, refuse_complex, with_chosen
+from tsfunc.transforms.arguments import Argnums, like
 from tsfunc.transforms.closures import converted
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.sparse_blocks import Blocks, Outline, blocks_of, joined_pattern
 from tsfunc.transforms.vmap import vmap
 
 API = "sparse_jacobian"
@@ -29,21 +31,25 @@ Mode = Literal["forward", "reverse"] | None
 
 def sparse_jacobian(
     func: Callable[..., Any],
-    argnums: int = 0,
+    argnums: Argnums = 0,
     *,
-    sparsity: torch.Tensor | None = None,
+    has_aux: bool = False,
+    sparsity: Any = None,
     mode: Mode = None,
     layout: torch.layout = torch.sparse_coo,
     chunk_size: int | None = None,
-) -> Callable[..., torch.Tensor]:
+) -> Callable[..., Any]:
     """The Jacobian as a sparse tensor, by one derivative for each color of its columns or rows.
 
     Args:
-        func: takes a real tensor as one of its arguments, and returns a real tensor.
-        argnums: which positional argument that is.
+        func: takes pytrees of real tensors, and returns one; with ``has_aux`` a tuple of that and
+            anything else.
+        argnums: which positional arguments to differentiate by: an int, or a tuple of them.
+        has_aux: whether ``func`` returns an auxiliary part.
         sparsity: where the Jacobian may be other than zero: a tensor, dense or sparse, of the
-            output's shape and then the argument's, or a matrix of their numbers of entries. By
-            default :func:`jacobian_sparsity` finds it, anew at each call.
+            output's shape and then the argument's, or a matrix of their numbers of entries; of
+            several tensors a tensor for each block, or one matrix of all. By default
+            :func:`jacobian_sparsity` finds it, anew at each call.
         mode: "forward" for a pushforward for each color of the columns, "reverse" for a pullback
             for each color of the rows; None takes the one with fewer colors.
         layout: ``torch.sparse_coo``, for a result of the output's shape and then the argument's;
@@ -51,12 +57,16 @@ def sparse_jacobian(
         chunk_size: how many colors are evaluated at a time, all by default.
 
     Returns:
-        A function of the same arguments. Its values are differentiable as those of ``jacfwd``.
+        A function of the same arguments that returns the Jacobian, of several tensors a block for
+        each in the structure of ``jacrev``; with ``has_aux`` ``(jacobian, aux)``. Its values are
+        differentiable as those of ``jacfwd``. All blocks together are colored. Of several tensors
+        ``func`` runs once more, for what it returns.
 
     Raises:
-        ValueError: ``sparsity``, ``mode`` or ``layout`` is none of these.
-        TypeError: the argument, or what ``func`` returns, is no tensor.
-        RuntimeError: the argument or the output is not real.
+        ValueError: ``sparsity``, ``mode`` or ``layout`` is none of these; an argument to
+            differentiate by is no tensor; those are of several types.
+        RuntimeError: ``argnums`` name no argument; an argument or the output is not real, or
+            what ``func`` returns is no tensor.
 
     Example:
         >>> import torch
@@ -77,31 +87,45 @@ def sparse_jacobian(
 
     @like(func)
     @outside_dynamo
-    def jacobian(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x, of_x = _of_argument(func, argnums, args, kwargs)
-        pairs = _pairs(func, argnums, sparsity, args, kwargs)
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        blocks = blocks_of(API, func, argnums, has_aux, args, kwargs)
+        pairs, values = entries(blocks)
+
+        def block(row: int, column: int, out: Outline, x: torch.Tensor) -> torch.Tensor:
+            own, places = blocks.within(pairs, row, column, out, x)
+            found = values[own.to(values.device)].to(out.dtype)
+            return _laid_out(places, found, out.shape, x.shape, layout)
+
+        found = blocks.of_each(block)
+        return (found, func(*args, **kwargs)[1]) if has_aux else found
+
+    def entries(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+        """The places and the values of what may be other than zero."""
+        pairs = pattern_of(blocks) if sparsity is None else _given(blocks, sparsity)
         columns, rows = colors(pairs), colors(pairs.flip(0))
         forward = mode == "forward" or (mode is None and _count(columns) <= _count(rows))
-        if forward:
-            shape, values = _by_columns(of_x, x, pairs, columns, chunk_size)
-        else:
-            shape, values = _by_rows(of_x, x, pairs, rows, chunk_size)
-        return _laid_out(pairs, values, shape, x.shape, layout)
+        by, chosen = (_by_columns, columns) if forward else (_by_rows, rows)
+        return pairs, by(blocks.function, blocks.vector, pairs, chosen, chunk_size)[1]
 
     return jacobian
 
 
-def jacobian_sparsity(func: Callable[..., Any], argnums: int = 0) -> Callable[..., torch.Tensor]:
-    """Where a function's Jacobian may be other than zero, whatever the values of its argument.
+def jacobian_sparsity(
+    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Where a function's Jacobian may be other than zero, whatever the values of its arguments.
 
     Args:
-        func: takes a real tensor as one of its arguments, and returns a real tensor.
-        argnums: which positional argument that is.
+        func: takes pytrees of real tensors, and returns one; with ``has_aux`` a tuple of that and
+            anything else.
+        argnums: which positional arguments to differentiate by: an int, or a tuple of them.
+        has_aux: whether ``func`` returns an auxiliary part, which is left out.
 
     Returns:
         A function of the same arguments that returns a sparse tensor of bools, of the output's
-        shape and then the argument's. Of operators whose pattern is not known, and of functions
-        that write into tensors, it takes all entries to be other than zero.
+        shape and then the argument's; of several tensors one for each block. Of operators whose
+        pattern is not known, and of functions that write into tensors, it takes all entries to be
+        other than zero.
 
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
@@ -116,63 +140,40 @@ def jacobian_sparsity(func: Callable[..., Any], argnums: int = 0) -> Callable[..
 
     @like(func)
     @outside_dynamo
-    def pattern(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x, of_x = _of_argument(func, argnums, args, kwargs)
-        shape: list[int] = []
+    def pattern(*args: Any, **kwargs: Any) -> Any:
+        blocks = blocks_of(API, func, argnums, has_aux, args, kwargs)
+        pairs = pattern_of(blocks)
 
-        def one(x: torch.Tensor) -> torch.Tensor:
-            out = _one_tensor(of_x(x))
-            shape[:] = out.shape
-            return out
+        def block(row: int, column: int, out: Outline, x: torch.Tensor) -> torch.Tensor:
+            own, places = blocks.within(pairs, row, column, out, x)
+            return _coo(places, own[own], out.shape, x.shape)
 
-        found = converted(API, one, [x])
-        any_values = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)
-        with torch.no_grad():
-            pairs = dependence(found.graph, [any_values, *found.closed])
-        true = torch.ones(pairs.shape[1], dtype=torch.bool)
-        return _coo(pairs, true, shape, x.shape)
+        return blocks.of_each(block)
 
     return pattern
 
 
-def _of_argument(
-    func: Callable[..., Any], argnums: int, args: Sequence[Any], kwargs: Any
-) -> tuple[torch.Tensor, Callable[[Any], Any]]:
-    """The argument to differentiate by, and the function of it."""
-    if not isinstance(argnums, int) or not -len(args) <= argnums < len(args):
-        raise RuntimeError(
-            f"{API}: expected argnums to be the position of one of the {len(args)} positional "
-            f"arguments, got {argnums!r}."
-        )
-    place = argnums % len(args)
-    x = args[place]
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(
-            f"{API}: the argument to differentiate by must be one tensor, got "
-            f"{type(x).__name__}. For a pytree flatten it to a tensor inside of a function."
-        )
-    refuse_complex(API, "inputs", [x])
-    return x, lambda new: func(*with_chosen(args, place, new), **kwargs)
-
-
-def _one_tensor(out: Any) -> torch.Tensor:
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(
-            f"{API}: expected the function to return one tensor, got {type(out).__name__}."
-        )
-    refuse_complex(API, "outputs", [out])
-    return out
-
-
-def _pairs(
-    func: Callable[..., Any], argnums: int, sparsity: Any, args: Sequence[Any], kwargs: Any
-) -> torch.Tensor:
+def pattern_of(blocks: Blocks) -> torch.Tensor:
     """The numbers of the rows and columns of the entries that may be other than zero."""
-    if sparsity is None:
-        sparsity = jacobian_sparsity(func, argnums)(*args, **kwargs)
+    x = blocks.vector
+    found = converted(API, blocks.function, [x])
+    any_values = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype)
+    with torch.no_grad():
+        return dependence(found.graph, [any_values, *found.closed])
+
+
+def _given(blocks: Blocks, sparsity: Any) -> torch.Tensor:
+    """The numbers of the rows and columns that a given pattern has entries in."""
+    tensors = blocks.inputs[0]
+    one = len(tensors) == 1
+    if not one:
+        sparsity = joined_pattern(API, blocks, sparsity)
+    elif not isinstance(sparsity, torch.Tensor):
+        leaves = pytrees.leaves_of(sparsity)
+        sparsity = leaves[0] if len(leaves) == 1 else joined_pattern(API, blocks, sparsity)
     if not isinstance(sparsity, torch.Tensor):
         raise ValueError(f"{API}: sparsity must be a tensor, got {type(sparsity).__name__}.")
-    x = args[argnums % len(args)]
+    x = tensors[0] if one else blocks.vector
     found = sparsity.to_dense() if sparsity.layout is not torch.sparse_coo else sparsity
     if found.layout is not torch.sparse_coo:
         found = found.to_sparse()
@@ -250,11 +251,12 @@ def _by_columns(
 ) -> tuple[Sequence[int], torch.Tensor]:  # fmt: skip
     """The output's shape, and the entries of the Jacobian, from its products with the seeds."""
     if not chosen:
-        out = _one_tensor(func(x))
+        out = func(x)
         return out.shape, out.new_zeros(0)
 
     def push(seed: torch.Tensor) -> torch.Tensor:
-        return _one_tensor(jvp(func, (x,), (seed,))[1])
+        pushed: torch.Tensor = jvp(func, (x,), (seed,))[1]
+        return pushed
 
     pushed = vmap(push, chunk_size=chunk_size)(_seeds(chosen, x))
     at = _colors_of(pairs[1], chosen) * pushed[0].numel() + pairs[0]
@@ -266,7 +268,7 @@ def _by_rows(
     chunk_size: int | None,
 ) -> tuple[Sequence[int], torch.Tensor]:  # fmt: skip
     """As :func:`_by_columns`, from the seeds' products with the Jacobian."""
-    out, pull = vjp(lambda x: _one_tensor(func(x)), x)
+    out, pull = vjp(func, x)
     if not chosen:
         return out.shape, out.new_zeros(0)
     (pulled,) = vmap(pull, chunk_size=chunk_size)(_seeds(chosen, out))

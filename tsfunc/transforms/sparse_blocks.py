@@ -1,0 +1,134 @@
+"""Sparse Jacobians of functions of several tensors: that of a vector, taken apart into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.transforms.arguments import (
+    Argnums,
+    chosen_arguments,
+    flatten_output,
+    flatten_tensors,
+    refuse_complex,
+    split_aux,
+    with_chosen,
+)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of a result's tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(eq=False)
+class Blocks:
+    """A call of a function of tensors, as one of the vector of their entries.
+
+    Attributes:
+        vector: the entries of the arguments to differentiate by.
+        function: takes such a vector and returns that of the results' entries.
+        inputs: those arguments' tensors, and their structure.
+        outputs: the results' tensors and their structure, known when the function has run.
+    """
+
+    vector: torch.Tensor
+    function: Callable[[torch.Tensor], torch.Tensor]
+    inputs: tuple[Sequence[torch.Tensor], Any]
+    outputs: tuple[Sequence[Outline], Any] = ((), None)
+
+    def of_each(self, block: Callable[[int, int, Outline, torch.Tensor], Any]) -> Any:
+        """What a function makes of each block, in the structure that ``jacrev`` gives.
+
+        Args:
+            block: takes the numbers of the block's first row and column, the result and the
+                argument.
+        """
+        tensors, spec = self.inputs
+        rows, row = [], 0
+        for out in self.outputs[0]:
+            parts, column = [], 0
+            for x in tensors:
+                parts.append(block(row, column, out, x))
+                column += x.numel()
+            rows.append(pytrees.unflatten(spec, parts))
+            row += out.numel()
+        return pytrees.unflatten(self.outputs[1], rows)
+
+    def within(
+        self, pairs: torch.Tensor, row: int, column: int, out: Outline, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which entries are of a block, and their places in it."""
+        rows, columns = pairs[0] - row, pairs[1] - column
+        own = (rows >= 0) & (rows < out.numel()) & (columns >= 0) & (columns < x.numel())
+        return own, torch.stack([rows[own], columns[own]])
+
+
+def blocks_of(
+    api: str, func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: Any, kwargs: Any
+) -> Blocks:
+    """A call as one of a vector."""
+    tensors, spec = flatten_tensors(
+        api, "the arguments to differentiate by", chosen_arguments(api, args, argnums)
+    )
+    if not tensors:
+        raise ValueError(f"{api}: the arguments to differentiate by have no tensor.")
+    refuse_complex(api, "inputs", tensors)
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"{api}: the arguments to differentiate by must be of one type, got "
+            f"{', '.join(sorted(map(str, dtypes)))}."
+        )
+    sizes = [x.numel() for x in tensors]
+
+    def function(vector: torch.Tensor) -> torch.Tensor:
+        parts = zip(vector.split(sizes), tensors, strict=True)
+        values = [part.view(x.shape) for part, x in parts]
+        given = with_chosen(args, argnums, pytrees.unflatten(spec, values))
+        out, _ = split_aux(api, func(*given, **kwargs), has_aux)
+        leaves, out_spec = flatten_output(api, out)
+        refuse_complex(api, "outputs", leaves)
+        blocks.outputs = [Outline(x.shape, x.dtype) for x in leaves], out_spec
+        return torch.cat([x.reshape(-1) for x in leaves])
+
+    blocks = Blocks(torch.cat([x.reshape(-1) for x in tensors]), function, (tensors, spec))
+    return blocks
+
+
+def joined_pattern(api: str, blocks: Blocks, sparsity: Any) -> torch.Tensor:
+    """A pattern given as a matrix, or as blocks in the structure of the result, as a matrix.
+
+    For blocks the function is called once, for the shapes of what it returns.
+    """
+    if isinstance(sparsity, torch.Tensor):
+        return sparsity
+    with torch.no_grad():
+        blocks.function(blocks.vector)
+    leaves, spec = pytrees.flatten(sparsity)
+    expected, structure = pytrees.flatten(blocks.of_each(lambda row, column, out, x: None))
+    if spec != structure:
+        raise ValueError(
+            f"{api}: sparsity must be a matrix of the numbers of entries, or have the structure of "
+            f"the result, a tensor for each of {len(expected)} blocks; got "
+            f"{spec}."
+        )
+    width = len(blocks.inputs[0])
+    rows = []
+    for i, out in enumerate(blocks.outputs[0]):
+        parts = [
+            leaf.to_dense().reshape(out.numel(), x.numel())
+            for leaf, x in zip(leaves[i * width :], blocks.inputs[0], strict=False)
+        ]
+        rows.append(torch.cat(parts, 1))
+    return torch.cat(rows)
