@@ -17,21 +17,16 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tsfunc import pytrees
 from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.control_flow import (
-    Body,
-    ControlFlow,
-    TracedBody,
-    call,
-    common,
-    operands_of,
-)
+from tsfunc.bridge.control_flow import Body, ControlFlow
+from tsfunc.bridge.control_flow_calls import call
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.kept import KeptResults, Policy, policy_of
 from tsfunc.bridge.random_states import devices_of, drawing_from, states_of
+from tsfunc.bridge.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.tracer import NO_KWARGS, seen_here
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
-from tsfunc.transforms.control.operators import Operator
+from tsfunc.transforms.control.derived import Operator
 from tsfunc.transforms.control.programs import filled
 
 

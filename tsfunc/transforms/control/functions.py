@@ -13,12 +13,13 @@ from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel
 from tsfunc.bridge.bodies import Layer, Wrapping, arranged, needed_layers, peeled
 from tsfunc.bridge.collectives import named_axes
-from tsfunc.bridge.control_flow import TracedBody, call, common
+from tsfunc.bridge.control_flow_calls import call
 from tsfunc.bridge.custom_function import on_trace, torch_apply
 from tsfunc.bridge.mapped_function import differentiable
+from tsfunc.bridge.traced_bodies import TracedBody, common
 from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel
 from tsfunc.transforms.arguments import with_places
-from tsfunc.transforms.control.operators import Operator
+from tsfunc.transforms.control.derived import Operator
 from tsfunc.transforms.control.programs import as_traced, filled
 from tsfunc.transforms.vmap import vmap
 

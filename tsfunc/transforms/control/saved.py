@@ -20,13 +20,10 @@ from tsfunc.program.files.control import (
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.operators import NUMBER, TENSOR
 from tsfunc.transforms.control.arguments import Batching
+from tsfunc.transforms.control.derived import Mapped, Operator, Pullback, Pushforward
 from tsfunc.transforms.control.operators import (
     AssociativeScan,
     Checkpoint,
-    Mapped,
-    Operator,
-    Pullback,
-    Pushforward,
     Scan,
     Switch,
     While,

@@ -1,0 +1,115 @@
+"""What control flow of a program is under transforms: its derivatives, batches and repetitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.control_flow import ControlFlow, random_state
+from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.control.choice import read
+from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.vmap import vmap
+
+
+class Operator(ControlFlow):
+    """Control flow of a program; its derivatives are operators of a program too."""
+
+    def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
+        return Pullback(self, count, by, of)
+
+    def pushforward(self, count: int, by: Sequence[int]) -> ControlFlow:
+        return Pushforward(self, count, by)
+
+    def mapped(self, batched: Sequence[bool]) -> ControlFlow:
+        return Mapped(self, batched)
+
+    def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
+        return Replayed(self, count, devices)
+
+
+class Pullback(Operator):
+    """The pullback of an operator: see ``ControlFlow.pullback``, whose arguments it keeps."""
+
+    def __init__(self, of_op: Operator, count: int, by: Sequence[int], of: Sequence[int]) -> None:
+        super().__init__(f"{of_op.name}_pullback", of_op.bodies)
+        self.op, self.count, self.by, self.of = of_op, count, tuple(by), tuple(of)
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        inputs = operands[: self.count]
+        cotangents = operands[self.count : self.count + len(self.of)]
+        numbers = operands[self.count + len(self.of) :]
+
+        def run(*chosen: Any) -> tuple[Any, ...]:
+            found = self.op(*with_places(inputs, self.by, chosen), *numbers)
+            return tuple(found[j] for j in self.of)
+
+        _, pull = vjp(run, *(inputs[i] for i in self.by))
+        pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
+        return pulled
+
+
+class Mapped(Operator):
+    """An operator for a batch of calls: see ``ControlFlow.mapped``."""
+
+    def __init__(self, of_op: Operator, batched: Sequence[bool]) -> None:
+        super().__init__(f"{of_op.name}_mapped", of_op.bodies)
+        self.op, self.batched = of_op, tuple(batched)
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        dims = [0 if batched else None for batched in self.batched]
+        dims += [None] * (len(operands) - len(dims))
+        every = vmap(self.op, in_dims=tuple(dims), randomness="same")
+        found: tuple[Any, ...] = every(*operands)
+        return found
+
+
+class Replayed(Operator):
+    """An operator with earlier random numbers: see ``ControlFlow.replayed``."""
+
+    def __init__(self, of_op: Operator, count: int, devices: Sequence[torch.device]) -> None:
+        super().__init__(of_op.name, of_op.bodies)
+        self.op, self.count, self.devices = of_op, count, tuple(devices)
+
+    @property
+    def random(self) -> bool:
+        return False  # it draws what was drawn before
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        stop = self.count + len(self.devices)
+        now = [random_state(device) for device in self.devices]
+        try:
+            self._set(operands[self.count : stop])
+            return self.op(*operands[: self.count], *operands[stop:])
+        finally:
+            self._set(now)
+
+    def _set(self, states: Sequence[Any]) -> None:
+        for device, state in zip(self.devices, states, strict=True):
+            if device.type == "cpu":
+                torch.set_rng_state(read(state))
+            else:
+                torch.get_device_module(device).set_rng_state(read(state), device)
+
+
+class Pushforward(Operator):
+    """The pushforward of an operator: see ``ControlFlow.pushforward``."""
+
+    def __init__(self, of_op: Operator, count: int, by: Sequence[int]) -> None:
+        super().__init__(f"{of_op.name}_pushforward", of_op.bodies)
+        self.op, self.count, self.by = of_op, count, tuple(by)
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        inputs = operands[: self.count]
+        tangents = operands[self.count : self.count + len(self.by)]
+        numbers = operands[self.count + len(self.by) :]
+
+        def run(*chosen: Any) -> tuple[Any, ...]:
+            return self.op(*with_places(inputs, self.by, chosen), *numbers)
+
+        _, pushed = jvp(run, tuple(inputs[i] for i in self.by), tuple(tangents))
+        found: tuple[Any, ...] = pushed
+        return found
