@@ -37,22 +37,16 @@ _PARSED = (
     "with a list that is not batched Python asks the number for its value before anybody sees the "
     'call: refused, and under data_dependent="split" without its derivative'
 )
-_SPARSE = "torch has no kernel for a batch of such sparse matrices: a loop, with a warning"
 
 # Rows that are not right, in a mode or in all, and why.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("NumpyCatCustomOp", ""): _RULE,
-    ("NumpySplitCopyCustomOp", "vmap(grad)"): _RULE,
     ("NumpySplitCopyCustomOp", "vmap(jvp)"): _RULE,
-    ("NumpySplitCopyWithIntCustomOp", "vmap(grad)"): _RULE,
     ("NumpySplitCopyWithIntCustomOp", "vmap(jvp)"): _RULE,
     ("_foreach_add (inplace)", "grad(vmap)"): _PARSED,
     ("bernoulli", ""): _REFUSED,
     ("normal", ""): _REFUSED,
     ("normal.number_mean", ""): _REFUSED,
-    ("sparse.mm.reduce", "vmap(grad)"): _SPARSE,
-    ("to_sparse", "vmap(jvp)"): _SPARSE,
-    ("sparse.sampled_addmm", "vmap(grad)"): _SPARSE,
 }
 
 
