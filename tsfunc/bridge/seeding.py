@@ -7,10 +7,10 @@ functions have the generator that they seed; those are called by way of ``torch.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class _Watched:
 _watched = _Watched()
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_seeding(what: str) -> Iterator[None]:
     """Context manager: the user's code can't seed torch's default generator, or read its state.
 
@@ -64,7 +64,7 @@ def no_seeding(what: str) -> Iterator[None]:
 
 
 _HERE = Path(torch.__file__).parent
-_BETWEEN = frozenset(str(_HERE / name) for name in ("random.py", "_compile.py"))
+_BETWEEN = (*(str(_HERE / name) for name in ("random.py", "_compile.py")), contextlib.__file__)
 _DYNAMO = str(_HERE / "_dynamo")
 
 
