@@ -26,7 +26,7 @@ from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.lanes import Layout, is_recorded, takes_over
 from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
-from tsfunc.bridge.tracing import TraceLevel, TraceTracer, traced_as
+from tsfunc.bridge.tracing import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.dispatch.state import Level, tls, using
 
 
@@ -136,9 +136,11 @@ class BodyLevel(TraceLevel, StandIn):
         """A tensor as the surroundings of the body see it."""
         if isinstance(self.parent, BodyLevel):
             value = self.parent.into(value)
-        if isinstance(value, Tracer) and value.dispatch_level.depth < self.depth:
-            return self.parent.lift(value)  # of a level outside of the trace
         inner, wrapping = peeled(value)
+        # While a kernel runs, the levels that are active are those outside of its own.
+        own = isinstance(inner, TraceTracer) and inner.dispatch_level.root is self.root
+        if isinstance(value, Tracer) and not own and not is_traced(value):
+            return self.parent.lift(value)  # of a level outside of the trace
         if not isinstance(inner, TraceTracer) and (not wrapping.layers or _any_recorded(value)):
             return wrapping.around(self.parent.lift(inner))
         return value
