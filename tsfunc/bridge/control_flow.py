@@ -97,10 +97,30 @@ class ControlFlow:
     def in_torch(self, writer: Any, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Writes the operator as torch's own (``program.torch_operators``); its results.
 
+        By default what torch traces of :meth:`torch_form`.
+
         Raises:
             NoTorchOperator: torch has none.
         """
-        raise NoTorchOperator(self.name)
+        found: list[torch.fx.Node] = writer.traced(self, operands)
+        return found
+
+    def torch_form(self, writer: Any, operands: Sequence[Any]) -> Callable[..., Any]:
+        """A function that does the same by torch's own operators.
+
+        By default a module of what :meth:`in_torch` writes.
+
+        Args:
+            writer: makes the module.
+            operands: nodes like what it is called with.
+
+        Raises:
+            NoTorchOperator: torch has none.
+        """
+        if type(self).in_torch is ControlFlow.in_torch:
+            raise NoTorchOperator(self.name)
+        found: Callable[..., Any] = writer.module(self, operands)
+        return found
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
         """The operator without what nobody uses; None for one of which that is not known.

@@ -42,7 +42,7 @@ def exported(program: Program) -> torch.export.ExportedProgram:
     if form is None:
         raise ExportError(f"{program.name}: there is no record of what the program was made for.")
     graph = in_torch_operators(
-        graph_module(program.name, program.graph, program.lifted, as_inputs=True)
+        graph_module(program.name, program.graph, program.lifted, as_inputs=True), exact=False
     )
     problem = next(_problems(program, form, graph), None)
     if problem is not None:
@@ -196,7 +196,8 @@ def _module(
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             flat, _ = pytrees.flatten((args, kwargs))
             given = [flat[i] if i < len(flat) else _at(self, replaced[i]) for i in program.inputs]
-            found = graph.forward(*given, *(_at(self, place) for place in places))
+            given += [_at(self, p).clone() if p in copied else _at(self, p) for p in places]
+            found = graph.forward(*given)
             count = program.out_tree.num_leaves
             results, values = list(found[:count]), found[count:]
             _assign(self, program, results, values)
@@ -210,6 +211,10 @@ def _module(
     if program.state.module is not None:
         _give_state(root, program.state.module)
     replaced, places = program.state.inputs, _places_of_lifted(program, root)
+    # torch's loops take no constants.
+    known = {name for named in (root.named_parameters, root.named_buffers)
+             for name, _ in named(remove_duplicate=False)}  # fmt: skip
+    copied = set(places) - known if any(graph.children()) else set()
     return root
 
 

@@ -4,10 +4,13 @@ A program's own operators (``bridge/control_flow``) run as Python does, step by 
 vmapped and differentiated as the user's calls are. torch.export, inductor and other tools of torch
 know its operators instead: ``cond``, ``while_loop``, ``scan``, ``map_impl``, ``associative_scan``,
 whose bodies are submodules. Each kind of control flow writes itself so (``ControlFlow.in_torch``).
+Derivatives and batches of control flow are what torch traces of its own derivatives and batches of
+these (``ControlFlow.torch_form``).
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,21 +18,26 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.control_flow import Body, ControlFlow, NoTorchOperator
-from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates
+from tsfunc.bridge.operators import TorchOperator, operator_of
+from tsfunc.bridge.torch_tracing import traced_by_torch
 
 # What writes a block: given its inputs, it returns its results; one that is no list for one value.
 Write = Callable[["Writer", list[torch.fx.Node]], "Sequence[torch.fx.Node] | torch.fx.Node"]
 
 
-def in_torch_operators(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torch.fx.GraphModule:
     """The module with torch's operators in the place of a program's, wherever torch has one.
 
-    What it has none for (the derivative of a loop, an ``autograd.Function``) stays as it is:
-    :func:`left_over` names it.
+    What it has none for stays as it is: :func:`left_over` names it.
+
+    Args:
+        module: has the graph.
+        exact: whether an ``autograd.Function`` of what requires grad stays too, so that the module
+            has the derivative that it brings; else what its forward calls comes in its place.
     """
     graph = module.graph
-    writer = Writer(module, graph)
+    writer = Writer(module, graph, exact)
     for node in list(graph.nodes):
         if not isinstance(node.target, ControlFlow):
             continue
@@ -49,8 +57,18 @@ def in_torch_operators(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             user.replace_all_uses_with(found)
             graph.erase_node(user)
         graph.erase_node(node)
+    _drop_states(graph)
     module.recompile()
     return module
+
+
+def _drop_states(graph: torch.fx.Graph) -> None:
+    """Drops the states of random generators that nobody uses any more."""
+    for node in graph.nodes:
+        if isinstance(node.target, RandomStates) and not any(user.users for user in node.users):
+            for user in list(node.users):
+                graph.erase_node(user)
+            graph.erase_node(node)
 
 
 def left_over(module: torch.fx.GraphModule) -> list[str]:
@@ -64,10 +82,11 @@ class Writer:
     Attributes:
         root: the module.
         graph: its graph.
+        exact: see :func:`in_torch_operators`.
     """
 
-    def __init__(self, root: torch.nn.Module, graph: torch.fx.Graph) -> None:
-        self.root, self.graph = root, graph
+    def __init__(self, root: torch.nn.Module, graph: torch.fx.Graph, exact: bool = True) -> None:
+        self.root, self.graph, self.exact = root, graph, exact
 
     def call(self, target: Any, *args: Any) -> torch.fx.Node:
         return self.graph.call_function(target, args)
@@ -114,14 +133,22 @@ class Writer:
             inputs.append(graph.placeholder(f"x{i}"))
             if isinstance(node, torch.fx.Node) and "val" in node.meta:
                 inputs[-1].meta["val"] = node.meta["val"]
-        inner = Writer(root, graph)
+        inner = Writer(root, graph, self.exact)
         results = write(inner, inputs)
         if isinstance(results, torch.fx.Node):
             graph.output(results)
         else:
             graph.output(inner.apart(results))
-        at = f"{name}_{sum(1 for _ in self.root.children())}"
-        self.root.add_module(at, torch.fx.GraphModule(root, graph, name))
+        return self._part(name, torch.fx.GraphModule(root, graph, name))
+
+    def _part(self, name: str, part: Any) -> torch.fx.Node:
+        """A submodule, or a tensor, that the graph refers to; the node that stands for it."""
+        taken = {*dict(self.root.named_children()), *dict(self.root.named_buffers())}
+        at = next(each for i in itertools.count() if (each := f"{name}_{i}") not in taken)
+        if isinstance(part, torch.nn.Module):
+            self.root.add_module(at, part)
+        else:
+            self.root.register_buffer(at, part)
         return self.graph.get_attr(at)
 
     def apart(self, results: Sequence[torch.fx.Node]) -> tuple[torch.fx.Node, ...]:
@@ -138,7 +165,9 @@ class Writer:
         places = iter(body.inputs)
         for node in body.graph.nodes:
             if node.op == "placeholder":
-                values[node] = operands[next(places)]
+                values[node] = given = operands[next(places)]
+                if isinstance(given, torch.fx.Node) and "val" in node.meta:
+                    given.meta.setdefault("val", node.meta["val"])
             elif node.op == "output":
                 return [values[each] for each in node.args[0]]
             elif isinstance(node.target, ControlFlow):
@@ -146,10 +175,84 @@ class Writer:
             elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
                 values[node] = values[node.args[0]][node.args[1]]
             elif node.meta.get("no_grad"):
-                raise NoTorchOperator(f"{body.name} with a part that is not differentiated")
+                # A body has no grad modes: what is computed of cut tensors is not differentiated.
+                cut = {each: self._cut(values[each]) for each in node.all_input_nodes}
+                values[node] = self.graph.node_copy(node, cut.__getitem__)
             else:
                 values[node] = self.graph.node_copy(node, values.__getitem__)
         raise AssertionError(f"{body.name} returns nothing")
+
+    def _cut(self, node: Any) -> Any:
+        """A tensor without autograd's graph."""
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return node
+        made = self.call(torch.ops.aten.detach.default, node)
+        made.meta["val"] = node.meta["val"]
+        made.meta["op"] = operator_of(torch.ops.aten.detach.default)
+        return made
+
+    def module(self, op: ControlFlow, operands: Sequence[Any]) -> torch.fx.GraphModule:
+        """A module that is called with an operator's operands, and does what it does."""
+        root, graph = torch.nn.Module(), torch.fx.Graph()
+        inputs = []
+        for i, operand in enumerate(operands):
+            inputs.append(graph.placeholder(f"x{i}"))
+            if isinstance(operand, torch.fx.Node):
+                inputs[-1].meta = dict(operand.meta)
+        graph.output(tuple(op.in_torch(Writer(root, graph, self.exact), inputs)))
+        return torch.fx.GraphModule(root, graph, op.name)
+
+    def traced(self, op: ControlFlow, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        """Writes what torch traces of an operator's form for it; its results.
+
+        Raises:
+            NoTorchOperator: it has none, or torch can't trace it.
+        """
+        module = self.trace_of(op, op.torch_form(self, operands), operands)
+        values: dict[torch.fx.Node, Any] = {}
+        given = iter(operands)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                name = str(node.target)
+                values[node] = self._part(name, getattr(module, name))
+            elif node.op == "output":
+                return [values[each] for each in node.args[0]]
+            else:
+                values[node] = self.graph.node_copy(node, values.__getitem__)
+        raise AssertionError(f"{op.name} returns nothing")
+
+    def trace_of(
+        self, op: ControlFlow, form: Callable[..., Any], operands: Sequence[Any]
+    ) -> torch.fx.GraphModule:
+        """What torch traces of an operator's form.
+
+        Raises:
+            NoTorchOperator: it can't.
+        """
+        try:
+            return traced_by_torch(form, [_value_of(operand) for operand in operands])
+        except Exception as error:  # torch's, of what its control flow can't do
+            raise NoTorchOperator(f"{op.name}: {error}") from error
+
+
+def one_of(node: Any, dim: int | None) -> Any:
+    """A node like one of the slices of a tensor along its first dim, if it has some."""
+    if dim is None or not isinstance(node, torch.fx.Node):
+        return node
+    made = torch.fx.Graph().placeholder("x")
+    made.meta["val"] = node.meta["val"].select(dim, 0)
+    return made
+
+
+def _value_of(operand: Any) -> Any:
+    """What a node stands for: a fake tensor, or a number."""
+    if not isinstance(operand, torch.fx.Node):
+        return operand
+    if "val" not in operand.meta and "number" not in operand.meta:
+        raise NoTorchOperator(f"%{operand.name}, of which nothing is known")
+    return operand.meta.get("val", operand.meta.get("number"))
 
 
 def _root(node: torch.fx.Node) -> torch.fx.Node:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tsfunc import pytrees
@@ -24,6 +25,7 @@ from tsfunc.bridge.kept import KeptResults, Policy, policy_of
 from tsfunc.bridge.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.tracer import NO_KWARGS, seen_here
+from tsfunc.program.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
 from tsfunc.transforms.control.derived import Operator
@@ -148,6 +150,9 @@ class _Checkpoint(Operator):
         )
         return found
 
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        return writer.inline(self.bodies[0], operands)
+
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
         """Runs the body and pulls back through it at once: there is nothing to keep meanwhile."""
         return _Once(self.name, self.bodies).pullback(count, by, of)
@@ -158,6 +163,9 @@ class _Once(Operator):
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         return self.bodies[0](*operands)
+
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        return writer.inline(self.bodies[0], operands)
 
 
 def _record(

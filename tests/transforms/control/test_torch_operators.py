@@ -176,8 +176,95 @@ def test_the_module_has_gradients_by_torchs_own_rules(key: str) -> None:
         torch.testing.assert_close(found, torch.autograd.grad(pytrees.leaves_of(f(y))[-1].sum(), y))
 
 
-def test_a_derivative_has_no_operator_of_torch() -> None:
-    s, module, expected = _program(grad(lambda x: scan(lambda c, r: (c * r, None), ONE, x)[0]), X)
-    torch.testing.assert_close(list(module(X)), expected)
-    with pytest.raises(ExportError, match="scan_pullback, which torch has no operator"):
-        s.to_exported_program()
+class Tripled(torch.autograd.Function):
+    """A function that brings another derivative than that of what its forward does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, ct: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        found: torch.Tensor = 3 * ct * x
+        return found
+
+
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = Tripled.apply(x)  # type: ignore[no-untyped-call]
+    return found.sum()
+
+
+def _chosen(x: torch.Tensor) -> Any:
+    def quiet(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x.sin()
+        return (x * y).sum()
+
+    return cond(x.sum() > 0, quiet, lambda x: x.cos().sum(), x)
+
+
+def _scanned(x: torch.Tensor) -> Any:
+    return scan(lambda c, r: (c * r.sin(), c), x.sum(), x)[0]
+
+
+def _looped(x: torch.Tensor) -> Any:
+    return while_loop(lambda x: x.sum() < 10, lambda x: x * x.sin() + 2, x).sum()
+
+
+DERIVATIVES: dict[str, Callable[..., Any]] = {
+    "grad of a choice, with a part that is not differentiated": grad(_chosen),
+    "grad of a scan": grad(_scanned),
+    "vmap(grad) of a scan": lambda x: vmap(grad(_scanned))(x.outer(W)),
+    "jvp of a scan": lambda x: tsfunc.jvp(_scanned, (x,), (W.sum() * x,)),
+    "grad of a loop": grad(_looped),
+    "vmap of a choice": vmap(lambda x: cond(x > 0, torch.sin, torch.cos, x)),
+    "grad of an autograd.Function": grad(tripled),
+    "vmap(grad) of one": vmap(grad(tripled)),
+    "grad of a checkpoint": grad(lambda x: tsfunc.checkpoint(lambda x: x.sin().cos())(x).sum()),
+}
+
+
+QUICK = ("grad of a scan", "grad of an autograd.Function", "grad of a checkpoint")
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        pytest.param(f, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, f in DERIVATIVES.items()
+    ],
+)
+def test_derivatives_and_batches_are_written_in_torchs_operators(f: Callable[..., Any]) -> None:
+    s = specialize(f, {"x": MetaTensorType(["n"])})
+    y = torch.tensor([1.0, 0.5, -2.5, 0.25, 0.0])
+    expected = [s(X), s(X.abs())]
+    exported = s.to_exported_program().module()
+    for x, want in zip((X, X.abs()), expected, strict=True):
+        torch.testing.assert_close(exported(x), want)
+        torch.testing.assert_close(s.graph_module(x), tuple(pytrees.leaves_of(want)))
+    if f is not DERIVATIVES["vmap(grad) of a scan"] and f is not DERIVATIVES["jvp of a scan"]:
+        torch.testing.assert_close(exported(y), s(y))
+
+
+def test_a_backend_takes_derivatives_of_control_flow() -> None:
+    f = specialize(grad(_scanned), backend="aot_eager")
+    torch.testing.assert_close(f(X), grad(_scanned)(X))
+
+
+def test_a_function_keeps_its_derivative() -> None:
+    """Where it may be differentiated: an exported program has what it calls in its place."""
+    f = specialize(tripled)
+    x = X.clone().requires_grad_()
+    f(x)
+    torch.autograd.backward(f.graph_module(x))
+    torch.testing.assert_close(x.grad, 3 * X)
+    torch.testing.assert_close(f.to_exported_program().module()(x), (X * X).sum())
+
+
+def test_what_torch_can_not_differentiate() -> None:
+    f = specialize(lambda x: tsfunc.jvp(_chosen, (x,), (x,))[1])
+    torch.testing.assert_close(f(X), tsfunc.jvp(_chosen, (X,), (X,))[1])
+    with pytest.raises(ExportError, match="cond_pushforward, which torch has no operator"):
+        f.to_exported_program()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tsfunc.bridge.control_flow import ControlFlow, random_state
+from tsfunc.bridge.control_flow import ControlFlow, NoTorchOperator, random_state
+from tsfunc.bridge.torch_tracing import draws, pulled_back, pushed_forward
+from tsfunc.program.torch_operators import Writer, one_of
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.choice import read
 from tsfunc.transforms.forward import jvp
@@ -51,6 +53,22 @@ class Pullback(Operator):
         pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
         return pulled
 
+    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        stop = self.count + len(self.of)
+        inner = self.op.torch_form(writer, [*operands[: self.count], *operands[stop:]])
+
+        def run(*given: Any) -> tuple[Any, ...]:
+            inputs, numbers = given[: self.count], given[stop:]
+
+            def of_chosen(*chosen: Any) -> tuple[Any, ...]:
+                found = inner(*with_places(inputs, self.by, chosen), *numbers)
+                return tuple(found[j] for j in self.of)
+
+            cotangents = given[self.count : stop]
+            return pulled_back(of_chosen, [inputs[i] for i in self.by], cotangents)
+
+        return run
+
 
 class Mapped(Operator):
     """An operator for a batch of calls: see ``ControlFlow.mapped``."""
@@ -65,6 +83,12 @@ class Mapped(Operator):
         every = vmap(self.op, in_dims=tuple(dims), randomness="same")
         found: tuple[Any, ...] = every(*operands)
         return found
+
+    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        dims = [0 if batched else None for batched in self.batched]
+        dims += [None] * (len(operands) - len(dims))
+        ones = [one_of(x, dim) for x, dim in zip(operands, dims, strict=True)]
+        return torch.vmap(self.op.torch_form(writer, ones), tuple(dims), randomness="same")
 
 
 class Replayed(Operator):
@@ -86,6 +110,15 @@ class Replayed(Operator):
             return self.op(*operands[: self.count], *operands[stop:])
         finally:
             self._set(now)
+
+    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        """The operator as it is, if it turns out to draw nothing."""
+        stop = self.count + len(self.devices)
+        rest = [*operands[: self.count], *operands[stop:]]
+        form = self.op.torch_form(writer, rest)
+        if draws(writer.trace_of(self, form, rest)):
+            raise NoTorchOperator(self.name)
+        return lambda *given: form(*given[: self.count], *given[stop:])
 
     def _set(self, states: Sequence[Any]) -> None:
         for device, state in zip(self.devices, states, strict=True):
@@ -113,3 +146,18 @@ class Pushforward(Operator):
         _, pushed = jvp(run, tuple(inputs[i] for i in self.by), tuple(tangents))
         found: tuple[Any, ...] = pushed
         return found
+
+    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        stop = self.count + len(self.by)
+        inner = self.op.torch_form(writer, [*operands[: self.count], *operands[stop:]])
+
+        def run(*given: Any) -> tuple[Any, ...]:
+            inputs, numbers = given[: self.count], given[stop:]
+
+            def of_chosen(*chosen: Any) -> tuple[Any, ...]:
+                return tuple(inner(*with_places(inputs, self.by, chosen), *numbers))
+
+            tangents = given[self.count : stop]
+            return pushed_forward(of_chosen, [inputs[i] for i in self.by], tangents)
+
+        return run

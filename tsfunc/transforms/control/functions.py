@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel
 from tsfunc.bridge.bodies import Layer, Wrapping, arranged, needed_layers, peeled
 from tsfunc.bridge.collectives import named_axes
+from tsfunc.bridge.control_flow import NoTorchOperator
 from tsfunc.bridge.control_flow_calls import call
 from tsfunc.bridge.custom_function import on_trace, torch_apply
 from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.bridge.traced_bodies import TracedBody, common
 from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel
+from tsfunc.program.torch_operators import Writer
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.derived import Operator
 from tsfunc.transforms.control.programs import as_traced, filled
@@ -81,6 +84,13 @@ class FunctionCall(Operator):
                 axis_size=mapped.axis_size,
             )
         return run(*tensors)
+
+    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        """The call itself, of which torch traces the operators, past the derivative it brings."""
+        nodes = [x for x in operands if isinstance(x, torch.fx.Node)]
+        if writer.exact and any(node.meta.get("requires_grad") for node in nodes):
+            raise NoTorchOperator(self.name)
+        return self
 
 
 def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> Any:
