@@ -229,3 +229,40 @@ def test_the_module_itself_is_mapped() -> None:
     same(vmap(net, in_dims=1, out_dims=1)(x), net(x))
     same(vmap(net.forward)(x), net(x))
     same(vmap(net)(x, **{}), net(x))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+class TestRecurrentModulesCalledAsFunctions:
+    """After torch's own ``functional_call`` they go on with the weights of the call."""
+
+    def test_the_module_is_as_it_was(self, kind: Any) -> None:
+        module, x = kind(3, 4), torch.randn(5, 3)
+        before = module(x)[0]
+        weights, lists = list(module._flat_weights), module._flat_weight_refs
+        functional_call(module, {n: 2 * p for n, p in module.named_parameters()}, (x,))
+        assert all(a is b for a, b in zip(weights, module._flat_weights, strict=True))
+        assert module._flat_weight_refs is lists
+        assert torch.equal(module(x)[0], before)
+
+    def test_also_after_an_exception(self, kind: Any) -> None:
+        module, x = kind(3, 4), torch.randn(5, 3)
+        before = module(x)[0]
+        state = {n: 2 * p for n, p in module.named_parameters()}
+        with pytest.raises((RuntimeError, ValueError), match="input"):
+            functional_call(module, state, (torch.randn(5, 9),))
+        assert torch.equal(module(x)[0], before)
+
+    def test_programs_of_per_example_gradients(self, kind: Any) -> None:
+        module, x = kind(3, 4), torch.randn(2, 5, 3)
+        state = dict(module.named_parameters())
+
+        def loss(state: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(module, state, (x,))[0].sum()  # type: ignore[no-any-return]
+
+        gradients = vmap(tsfunc.grad(loss), (None, 0))
+        found = tsfunc.specialize(gradients)(state, x)
+        for i in range(2):
+            same(
+                [g[i] for g in found.values()],
+                list(torch.autograd.grad(module(x[i])[0].sum(), list(module.parameters()))),
+            )

@@ -21,11 +21,11 @@ what is asserted (``torch._check``, and operators of their arguments) becomes a 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
@@ -434,7 +434,8 @@ def _environment_class() -> Any:
 
 def asking_frame() -> FrameType:
     """The frame that asks a symbolic number for its value, by a test or in a call."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
+    assert frame is not None
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_ANSWERING):
         frame = frame.f_back
     return frame
