@@ -138,6 +138,13 @@ class TestContainers:
         data = (tmp_path / "f.tsf").read_bytes()
         refused(tmp_path, edited(data, entry, lambda d: change(d) and None), match)
 
+    def test_arguments_that_no_call_has(self, good: bytes, tmp_path: Path) -> None:
+        def change(document: Any) -> None:
+            form = document["calls"][-1]["form"]
+            form["arguments"] = {"tuple": [*form["arguments"]["tuple"], {"dict": []}]}
+
+        refused(tmp_path, edited(good, FUNCTION, change), "structure of positional and keyword")
+
     def test_no_such_file(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             load(tmp_path / "f.tsf")

@@ -243,6 +243,8 @@ class FormReader:
             "arguments", "leaves", "dims", "settings"
         )
         tree = self._trees.decode(arguments)
+        if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
+            arguments.expected("the structure of positional and keyword arguments")
         bounds = {name: _read_dim(text, name) for name, text in dims.mapping().items()}
         leaves: list[Any] = []
         inputs = []
