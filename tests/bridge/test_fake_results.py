@@ -97,3 +97,69 @@ class TestQuestionsThatDecide:
         f = specialize(lambda x: len(x.chunk(5)) + x, {"x": Meta(["n"])})
         with pytest.raises(ConstraintViolation):
             f(r(6))
+
+
+class TestShapesThatAreWrittenDown:
+    """Those of ``shape_rules`` and ``result_rules``; the operator database has the rest of them."""
+
+    @pytest.mark.parametrize(
+        "index",
+        [slice(5), slice(-5, None), slice(None, -5), slice(1, -1), slice(2, None, 3), slice(3, 1)],
+        ids=str,
+    )
+    def test_slices_are_as_long_as_there_is_room(self, index: slice) -> None:
+        calls = [(r(n, 2),) for n in (5, 8, 2, 3, 20)]
+        check(lambda x: (x[index], x[index].shape[0]), {"x": ["n", 2]}, *calls)
+
+    def test_slices_by_sizes(self) -> None:
+        def halves(x: Tensor) -> Tensor:
+            half = x.shape[0] // 2
+            return torch.cat([x[half:], x[:half]])
+
+        program = check(halves, {"x": ["n"]}, (r(8),), (r(5),), (r(2),))
+        assert "float32[n]" in program
+
+    def test_numbers_in_indices(self) -> None:
+        check(lambda x: x[2] + x[-1, 0], {"x": ["n", 4]}, (r(3, 4),), (r(9, 4),))
+
+    def test_what_is_written_into(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            y = x.clone()
+            y[:3] = 1.0
+            y[-1] = 2.0
+            return y
+
+        check(f, {"x": ["n", 2]}, (r(5, 2),), (r(2, 2),), (r(9, 2),))
+
+    @pytest.mark.parametrize("offset", [0, 2, -1])
+    def test_diagonals(self, offset: int) -> None:
+        check(lambda x: x.diagonal(offset), {"x": ["n", "m"]}, (r(4, 6),), (r(6, 4),), (r(2, 9),))
+
+    def test_windows(self) -> None:
+        check(lambda x: x.unfold(0, 3, 2), {"x": ["n"]}, (r(9),), (r(4),), (r(3),))
+
+    def test_plain_ints_of_schemas(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            return x * torch.linspace(0, 1, x.shape[0]) + torch.tensor(x.shape[0])
+
+        check(f, {"x": ["n"]}, (r(5),), (r(2),), (r(9),))
+
+    @pytest.mark.parametrize("mode", ["nearest", "linear"])
+    def test_interpolation_by_factors(self, mode: str) -> None:
+        def f(x: Tensor) -> Tensor:
+            return F.interpolate(x, scale_factor=1.7, mode=mode)
+
+        check(f, {"x": ["n", "c", "l"]}, (r(2, 3, 4),), (r(3, 2, 7),))
+
+    def test_least_squares(self) -> None:
+        def f(a: Tensor, b: Tensor) -> Tensor:
+            return torch.linalg.lstsq(a, b).solution
+
+        check(f, {"a": ["n", "m"], "b": ["n", "k"]}, (r(7, 3), r(7, 2)), (r(9, 4), r(9, 3)))
+
+    def test_what_is_resized(self) -> None:
+        def f(x: Tensor) -> tuple[Tensor, int]:
+            y = x.clone().resize_(x.shape[1], 2).fill_(1.0)
+            return y, y.shape[0]
+
+        check(f, {"x": ["n", "m"]}, (r(4, 3),), (r(6, 5),))

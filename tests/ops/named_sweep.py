@@ -9,24 +9,46 @@ three other sizes, and where a named size is 0 or 1; and if sizes of 2 or more n
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from tests.ops.database import Case, Results, Row
+from tests.ops.database import FUNCTION, Case, Results, Row, rows
 from tests.ops.named_dims import Named, Shapes, answer, inputs_at, named, named_by_size
-from tests.ops.sweep import UNDEFINED, Outcome, Verdict, compare, shapes_differ
+from tests.ops.sweep import Outcome, Verdict, compare, shapes_differ
 from tsfunc import specialize
 from tsfunc.errors import ConstraintViolation, DataDependentError
 from tsfunc.program.passes.effects import is_random
 
+# Entries whose values are not defined, where they are larger than before.
+_UNDEFINED = re.compile("empty|resize_")
 NAMED_APART, NAMED_BY_SIZE = "names apart", "names by size"
 WAYS: dict[str, Callable[[Case, str], Named | None]] = {
     NAMED_APART: named,
     NAMED_BY_SIZE: named_by_size,
 }
+
+
+@functools.cache
+def entries() -> tuple[Row, ...]:
+    """The entries of the database that take strided tensors: their functions alone, once each."""
+    return tuple(
+        row
+        for row in rows()
+        if row.variant == FUNCTION
+        and row.dtypes
+        and row.name == row.entry
+        and not row.name.startswith(("_foreach", "extra.", "Numpy"))
+    )
+
+
+def type_of(row: Row) -> torch.dtype:
+    """The type that an entry is tried in."""
+    wanted = (torch.float32, torch.complex64, torch.int64)
+    return next((d for d in wanted if d in row.dtypes), min(row.dtypes, key=str))
 
 
 def sweep(
@@ -79,7 +101,7 @@ def _at(func: Any, found: Named, shapes: Shapes, entry: str) -> tuple[Verdict, s
         return Verdict.FAIL, f"{type(error).__name__}: {error}"
     # A seed that is set inside of a function is not set by its program.
     drawn = any(is_random(node) for node in func.program.graph.nodes)
-    difference = (shapes_differ if drawn or UNDEFINED.search(entry) else compare)(got, want)
+    difference = (shapes_differ if drawn or _UNDEFINED.search(entry) else compare)(got, want)
     if difference:
         return Verdict.WRONG, difference
     programs = func.cache_info().programs

@@ -9,7 +9,7 @@ known.
 Private names used here (torch 2.11 to 2.13): ``statically_known_true`` says whether something
 follows from the bounds of the symbols, and asks nothing; ``SymInt.node`` with its ``shape_env``,
 whose ``is_unbacked_symint`` tells the symbols that no call gives; ``FakeTensor.fake_mode`` is what
-works results out.
+works results out. ``_DisableTorchDispatch`` has C++ treat tensors of other classes as any.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
 from tsfunc.bridge.questions import unasked
 from tsfunc.ops.dims import wrap as wrap_dim
@@ -132,6 +133,30 @@ def _copied(rule: Callable[..., Any]) -> Callable[..., Any]:
 shape_rule("slice_copy.Tensor")(_copied(slice_of))
 shape_rule("diagonal_copy")(_copied(diagonal_of))
 shape_rule("unfold_copy")(_copied(unfold_of))
+
+
+def has_symbols_in(sizes: Sequence[Any]) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+@shape_rule("resize_")
+def resize(x: Any, size: Sequence[Any], memory_format: Any = None) -> Any:
+    """The tensor itself, with other sizes, which C++ does for sizes that are numbers alone."""
+    if memory_format is not None or not has_symbols_in([*x.shape, *size]):
+        return NotImplemented
+    take_sizes(x, new_like(x, size))
+    return x
+
+
+@shape_rule("resize_as_")
+def resize_as(x: Any, the_template: Any, memory_format: Any = None) -> Any:
+    return resize(x, the_template.shape, memory_format)
+
+
+def take_sizes(x: torch.Tensor, other: torch.Tensor) -> None:
+    """Has a tensor without storage look like another one."""
+    with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+        x.data = other
 
 
 def is_of_data(size: torch.SymInt) -> bool:

@@ -36,6 +36,7 @@ from tsfunc.bridge.methods import refuse_storage
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.plain_ints import has_symbols, past_the_parser
 from tsfunc.bridge.questions import unasked
+from tsfunc.bridge.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.symbols import Symbols, asking_frame, size_node, symbols_in
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import (
@@ -348,6 +349,9 @@ def _record_results(
         first = args[0] if own else level.lift(args[0])
         first.tracks = first.tracks or tracks
         node.meta["val"], node.meta["requires_grad"] = first.value, first.tracks
+        if op.reshapes and has_symbols_in([*first.shape, *first.value.shape]):
+            take_sizes(first, TraceTracer.make(first.value, level))
+            return args[0]
         return written(op, args, kwargs)
     if isinstance(results, torch.Tensor):
         return traced_as(results, node, level, tracks)

@@ -1,0 +1,106 @@
+"""Sweeps the operator database with names for sizes, and writes ``docs/coverage_named.md``.
+
+    python -m tools.named                          every entry, with names found in both ways
+    python -m tools.named --match cat --most 9     entries by a pattern, nine samples of each
+    python -m tools.named --report                 the page alone, of what was found
+
+Each entry runs in a process that may crash. Results go to ``build/named.jsonl``, which is gone on
+with where it exists; ``--anew FAIL,WRONG,DATA`` does entries with these verdicts again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.ops.named_exceptions import EXCEPTIONS
+from tests.ops.named_sweep import WAYS, entries, type_of
+from tests.ops.sweep import Verdict
+from tools.coverage import ROOT, share
+from tools.sweeping import Result, Task, forget, read, run
+
+PAGE = ROOT / "docs" / "coverage_named.md"
+FILE = ROOT / "build" / "named.jsonl"
+COLUMNS = ("OK", "DATA", "FAIL", "WRONG", "NONE")
+
+HEAD = """\
+# The operator database as programs for all sizes
+
+Each entry of PyTorch's operator test database as a function of the tensors of a sample,
+specialized with a name for each size that may change:
+`specialize(f, {"x0": Meta(["d0", "d1"]), ...})`. Which sizes an operator lets change is found by
+asking it, and so is which go together:
+
+- *names apart*: a name for each size that may change by itself, a common one for those that may
+  only change together;
+- *names by size*: a name for all sizes that are equal in the sample, 0 and 1 too.
+
+What can't change stays a number: the sizes of a `reshape` to numbers, and those that decide how
+many tensors there are.
+
+An entry is right if, for each of its samples tried, the program that is traced for the sample
+agrees with the operator there, at three other sizes, and with each named size 0 and 1 where the
+operator takes that; and if one program does for all sizes of 2 or more. Random entries are compared
+by shapes. One sample that is not so makes the entry the worst that it was.
+`tests/ops/named_dims.py` and `named_sweep.py` do it; `python -m tools.named` does it again and
+writes this page.
+"""
+
+
+def page(results: Sequence[Result], note: str = "") -> str:
+    """The page for these results; the note says what was tried."""
+    lines = [HEAD]
+    if note:
+        lines += [note, ""]
+    lines += ["| names | right | refused | failing | wrong | nothing to name | share |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for way in WAYS:
+        chosen = [result for result in results if result.mode == way]
+        if chosen:
+            counts = Counter(result.verdict for result in chosen)
+            cells = " | ".join(f"{counts[verdict]:,}" for verdict in COLUMNS)
+            lines.append(f"| {way} | {cells} | {share(chosen):.2f} % |")
+    lines += ["", "## What is not right, and why", "", "| entry | why |", "|---|---|"]
+    lines += [f"| `{name}` | {why} |" for name, why in sorted(EXCEPTIONS.items())]
+    lines += [f"| `{name}` | **not explained**: {said} |" for name, said in _unexplained(results)]
+    return "\n".join(lines) + "\n"
+
+
+def _unexplained(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
+    for result in results:
+        right = result.verdict in (Verdict.OK.name, Verdict.NONE.name)
+        if not right and result.row not in EXCEPTIONS:
+            said = result.messages[0][2][:160] if result.messages else "the process ended"
+            yield result.row, said.replace("|", "\\|").replace("\n", " ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.named", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--most", type=int, default=4, help="samples of an entry")
+    parser.add_argument("--match", default="", help="entries whose names have this pattern")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--file", type=Path, default=FILE)
+    parser.add_argument("--anew", default="", help="verdicts whose entries are done again")
+    parser.add_argument("--note", default="", help="a sentence for the page: what was tried")
+    parser.add_argument("--report", action="store_true", help="write the page alone")
+    options = parser.parse_args()
+    if not options.report:
+        if options.anew:
+            forget(options.file, options.anew.split(","))
+        tasks = [
+            Task(row.name, str(type_of(row)).removeprefix("torch."), way, options.most)
+            for way in options.ways.split(",")
+            for row in entries()
+            if re.search(options.match, row.name)
+        ]
+        run(tasks, options.file, options.workers)
+    PAGE.write_text(page(read(options.file), options.note))
+
+
+if __name__ == "__main__":
+    main()
