@@ -153,7 +153,8 @@ class TestShapesThatAreWrittenDown:
 
     def test_least_squares(self) -> None:
         def f(a: Tensor, b: Tensor) -> Tensor:
-            return torch.linalg.lstsq(a, b).solution
+            solution: Tensor = torch.linalg.lstsq(a, b).solution
+            return solution
 
         check(f, {"a": ["n", "m"], "b": ["n", "k"]}, (r(7, 3), r(7, 2)), (r(9, 4), r(9, 3)))
 

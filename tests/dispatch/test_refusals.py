@@ -1,0 +1,126 @@
+"""Which tests of a function are checks, read off its bytecode."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tsfunc.dispatch.refusals import refused_value
+
+
+class Asked:
+    """An object that notes, where it is tested, for which value the test raises."""
+
+    def __init__(self, value: bool) -> None:
+        self.value = value
+        self.refused: bool | None = None
+
+    def __bool__(self) -> bool:
+        self.refused = refused_value(sys._getframe(1))
+        return self.value
+
+
+# Where a trace begins, what is around it can catch nothing: pytest does catch what tests raise.
+_SCOPE: dict[str, Any] = {"__name__": "tsfunc.program.here"}
+exec("def trace(func, x): return func(x)", _SCOPE)
+TRACE = _SCOPE["trace"]
+
+
+def raises(x: Asked) -> int:
+    if x:
+        raise ValueError("a message")
+    return 1
+
+
+def raises_unless(x: Asked) -> int:
+    if not x:
+        message = f"{x!r} is wrong"
+        raise ValueError(message)
+    return 1
+
+
+def raises_else(x: Asked) -> int:
+    if x:
+        found = 1
+    else:
+        raise ValueError
+    return found
+
+
+def one_of_several(x: Asked) -> int:
+    if x or len(str(x)) > 1000:
+        raise ValueError
+    return 1
+
+
+def chooses(x: Asked) -> int:
+    return 1 if x else 2
+
+
+def changes_something_first(x: Asked) -> int:
+    if x:
+        x.seen = True  # type: ignore[attr-defined]
+        raise ValueError
+    return 1
+
+
+def raises_perhaps(x: Asked) -> int:
+    if x:
+        if len(str(x)) > 1000:
+            raise ValueError
+        return 3
+    return 1
+
+
+def raises_both_ways(x: Asked) -> int:
+    if x:
+        raise ValueError
+    raise TypeError
+
+
+def is_caught(x: Asked) -> int:
+    try:
+        if x:
+            raise ValueError
+    except ValueError:
+        return 2
+    return 1
+
+
+def is_caught_outside(x: Asked) -> int:
+    try:
+        return raises(x)
+    except ValueError:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("func", "value", "refused"),
+    [
+        (raises, False, True),
+        (raises_unless, True, False),
+        (raises_else, True, False),
+        (one_of_several, False, True),
+        (chooses, True, None),
+        (changes_something_first, False, None),
+        (raises_perhaps, False, None),
+        (is_caught, False, None),
+        (is_caught_outside, False, None),
+    ],
+)
+def test_the_value_that_raises(
+    func: Callable[[Asked], int], value: bool, refused: bool | None
+) -> None:
+    asked = Asked(value)
+    TRACE(func, asked)
+    assert asked.refused == refused
+
+
+def test_where_both_sides_raise_it_is_a_choice() -> None:
+    asked = Asked(True)
+    with pytest.raises(ValueError):
+        TRACE(raises_both_ways, asked)
+    assert asked.refused is None
