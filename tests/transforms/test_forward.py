@@ -123,6 +123,19 @@ def test_a_tangent_by_the_pullback_has_the_graph_of_what_is_outside_alone() -> N
         assert float(torch.autograd.grad(found, w)[0]) == want
 
 
+def test_an_operator_that_another_ones_kernel_calls() -> None:
+    """The inverse of a hermitian matrix calls its eigenvectors below autograd."""
+    x, t = torch.randn(2, 3, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+
+    def f(x: Tensor) -> Tensor:
+        out: Tensor = torch.linalg.pinv(x + x.mT, hermitian=True).sin().sum()
+        return out
+
+    want = torch.stack([torch.autograd.functional.hvp(f, one, t)[1] for one in x])
+    same(torch.stack([tsfunc.hvp(f, (one,), (t,)) for one in x]), want)
+    same(tsfunc.vmap(lambda x: tsfunc.hvp(f, (x,), (t,)))(x), want)
+
+
 @torch.library.custom_op("tsfunc_tests::cubed", mutates_args=())
 def cubed(x: Tensor) -> Tensor:
     return x**3

@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge.operators import overload_of
-from tsfunc.bridge.torch_state import RANDOM_KEY_NAME, after
+from tsfunc.bridge.torch_state import RANDOM_KEY_NAME, after, below_autograd
 
 _LISTS = [
     f"_foreach_{name}{end}.{kind}"
@@ -90,7 +90,8 @@ def _kernel(overload: Any, concerns: Callable[[Any, Any], bool]) -> Callable[...
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0 and concerns(args, kwargs):
+        pushing = forward_ad._current_level >= 0 and not below_autograd()
+        if pushing and concerns(args, kwargs):
             _refuse_tangents(overload.name(), (args, kwargs))
         return overload.redispatch(keys & rest, *args, **kwargs)
 

@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from tsfunc.bridge import autograd
 from tsfunc.bridge.factories import on_first_level
 from tsfunc.bridge.operators import overload_of
-from tsfunc.bridge.torch_state import RANDOM_KEY_NAME, after
+from tsfunc.bridge.torch_state import RANDOM_KEY_NAME, after, below_autograd
 from tsfunc.bridge.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.ops.written_out import WRITTEN_OUT
 
@@ -62,7 +62,9 @@ def _kernel(overload: Any, written_out: Callable[..., Any] | None) -> Callable[.
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        twice = forward_ad._current_level >= 0 and _differentiated_twice((*args, *kwargs.values()))
+        # Below autograd, where another operator's kernel calls it, there are no tangents to read.
+        pushing = forward_ad._current_level >= 0 and not below_autograd()
+        twice = pushing and _differentiated_twice((*args, *kwargs.values()))
         if twice and written_out is not None:
             out = written_out(*args, **kwargs)
             if out is not NotImplemented:
