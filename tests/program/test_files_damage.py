@@ -129,7 +129,6 @@ class TestContainers:
             (FUNCTION, lambda d: d["state"][0].update(value={"tensor": "t9"}), "no tensor 't9'"),
             ("format.json", lambda d: d.update(version=1), "there is no 'state'"),
         ],
-        ids=str,
     )
     def test_state(self, entry: str, change: Any, match: str, tmp_path: Path) -> None:
         f = specialize(Running())
