@@ -27,6 +27,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd import Function
 
 from tsfunc import pytrees
+from tsfunc.bridge.attributes import of_the_value
 from tsfunc.bridge.autograd import outside_graph
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
@@ -502,7 +503,7 @@ def takes_over(func: Any) -> bool:
     """
     if tls.state.running is not None or func == _REQUIRES_GRAD:
         return False
-    return METHODS.get(func) is not metadata
+    return METHODS.get(func) not in (metadata, of_the_value)
 
 
 _REQUIRES_GRAD: Final = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
