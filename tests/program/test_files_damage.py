@@ -144,6 +144,14 @@ class TestContainers:
 
         refused(tmp_path, edited(good, FUNCTION, change), "structure of positional and keyword")
 
+    def test_descriptors_between_which_a_call_can_not_choose(
+        self, good: bytes, tmp_path: Path
+    ) -> None:
+        def change(document: Any) -> None:
+            document["descriptors"] = 2 * document["descriptors"][:1]
+
+        refused(tmp_path, edited(good, FUNCTION, change), "descriptors are those of no function")
+
     def test_no_such_file(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             load(tmp_path / "f.tsf")

@@ -6,7 +6,8 @@ while a level is active the call is made as it is, and its operator, such as
 ``transforms/control/torch_forms`` says.
 
 Private names used here (torch 2.13): ``torch._higher_order_ops.utils._hop_compile_and_call`` is
-what torch's functions compile and call an operator by.
+what torch's functions compile and call an operator by. Without it (it was seen in 2.13 alone) they
+go to Dynamo inside of our transforms too, and only the operators themselves are ours.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def _given_to_ours(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def take_over() -> None:
     """Has torch's functions ask whether a level is active, before they compile anything."""
     utils: Any = torch._higher_order_ops.utils
-    utils._hop_compile_and_call = _given_to_ours(utils._hop_compile_and_call)
+    compiled = getattr(utils, "_hop_compile_and_call", None)
+    if compiled is not None:
+        utils._hop_compile_and_call = _given_to_ours(compiled)
 
 
 take_over()

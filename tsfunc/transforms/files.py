@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tsfunc.errors import DescriptorViolation
+from tsfunc.errors import DescriptorError, DescriptorViolation, FileFormatError
 from tsfunc.program.cache import Entry
 from tsfunc.program.entering import opening_lines
 from tsfunc.program.reach import Facts
@@ -117,7 +117,12 @@ def _read(
 
     missing.__name__ = missing.__qualname__ = saved.name
     missing.__signature__ = saved.signature  # type: ignore[attr-defined]
-    loaded = LoadedFunction(missing, saved.descriptors, saved.limit, "freeze")
+    try:
+        loaded = LoadedFunction(missing, saved.descriptors, saved.limit, "freeze")
+    except DescriptorError as error:  # each is well formed, but they do not go together
+        raise FileFormatError(
+            f"{what}: entry 'function.json': its descriptors are those of no function: {error}"
+        ) from None
     loaded.saved_state = saved.state
     loaded.cache.entries = tuple(_entry(answer) for answer in saved.answers)
     return loaded
