@@ -189,8 +189,7 @@ class TestMistakes:
     def test_what_backends_have_no_place_for(self) -> None:
         either = grad(lambda x: cond(x.sum() > 0, torch.sin, torch.cos, x).sum())
         f = specialize(either, backend=Recording())
-        with pytest.raises(ExportError, match=r"has no place for cond_pullback, which torch has"):
-            f(torch.ones(2))
+        torch.testing.assert_close(f(torch.ones(2)), either(torch.ones(2)))
         model = torch.nn.Linear(2, 2)
         model.count = 0  # type: ignore[assignment]
 

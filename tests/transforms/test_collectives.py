@@ -178,8 +178,8 @@ def test_what_does_not_fit_is_refused() -> None:
         over(lambda x: tsfunc.all_to_all(x, "i", 0, 0, tiled=True))(X)
     with pytest.raises(ValueError, match=r"a tensor of shape \(3,\) has no dim 2"):
         over(lambda x: tsfunc.all_gather(x, "i", axis=2))(X)
-    with pytest.raises(TypeError, match="all_gather: expected tensors, got int"):
-        over(lambda x: tsfunc.all_gather(1, "i"))(X)
+    with pytest.raises(TypeError, match=r"all_gather: expected tensors.*got str"):
+        over(lambda x: tsfunc.all_gather("1", "i"))(X)
     with pytest.raises(ValueError, match=r"chunk_size= runs some examples at a time"):
         over(torch.sin, chunk_size=2)
     with pytest.raises(ValueError, match=r"data_dependent=.split. runs some examples"):

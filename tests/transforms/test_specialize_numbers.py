@@ -201,3 +201,21 @@ def test_inside_of_other_transforms() -> None:
         torch.testing.assert_close(grad(s)(X, k), k * torch.cos(X * k))
         torch.testing.assert_close(vmap(s, (0, None))(X, k), torch.sin(X * k))
     assert s.cache_info().programs <= 2
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, k: x.unfold(0, k, 1).square().sum(),
+        lambda x, k: x.outer(x).diagonal(k).square().sum(),
+        lambda x, k: (torch.ops.aten.narrow(x, 0, 0, k) * x[:k]).sum(),
+        lambda x, k: (torch.ops.aten.mul(x, x) * k).sum(),
+    ],
+    ids=["unfold", "diagonal", "packet of an operator", "packet without numbers"],
+)
+def test_derivatives_of_calls_past_the_parser(f: Any) -> None:
+    """They were zero: autograd was gone past, too."""
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    program = specialize(grad(f), {"k": int})
+    for k in (2, 3):
+        torch.testing.assert_close(program(x, k), grad(f)(x, k))

@@ -369,6 +369,10 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
     return (level, values, dims) if batched else None
 
 
+def _is_strided(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.layout is _strided
+
+
 def hot_call(
     rule: Rule, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> Any:
@@ -392,9 +396,9 @@ def hot_call(
     except BatchChanged:
         return NotImplemented  # C++ brings the tracers here again
     except Exception:
-        if level.batch_size != 0:
+        if level.batch_size != 0 and all(_is_strided(value) for value in values):
             raise
-        return NotImplemented  # NOTE [no examples]
+        return NotImplemented  # NOTE [no examples]; a sparse batch has rules of its own
     finally:
         tls.state = state
     if out is NotImplemented:

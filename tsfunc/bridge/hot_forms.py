@@ -55,7 +55,7 @@ def over_dims(rule: Rule) -> Rule:
             over = (over,)
         elif over is not None and not (type(over) in _SEVERAL and _all_ints(over)):
             return NotImplemented
-        if type(keep) is not bool:
+        if type(keep) is not bool or found[0].layout is not torch.strided:
             return NotImplemented
         return rule(op, level, dims, (found[0], over, keep), NO_KWARGS)
 

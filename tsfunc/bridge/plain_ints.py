@@ -23,7 +23,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.bridge.operators import operator_of, overload_for
-from tsfunc.bridge.tracer import TracerLevel, innermost_level
+from tsfunc.bridge.tracer import MARKED, TracerLevel, innermost_level
 from tsfunc.dispatch import current_levels
 
 _NUMBERS = torch.SymInt | torch.SymFloat
@@ -63,15 +63,23 @@ def past_the_parser(
 
 def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     op = operator_of(overload)
-    if innermost_level((*args, *kwargs.values())) is not None:
+    level = innermost_level((*args, *kwargs.values()))
+    if level is not None and (level.autograd or _any_marked((*args, *kwargs.values()))):
+        return NotImplemented  # autograd, and what sees calls of marked tracers, is on the way
+    if level is not None:
         out = op.call(tuple(args), kwargs, True)
         made = getattr(torch.return_types, overload._schema.name.removeprefix("aten::"), None)
         return out if made is None else made(out)
     name = overload._schema.name.removeprefix("aten::")
-    for level in reversed(current_levels()):
-        if isinstance(level, TracerLevel) and level.sees_factory(name, op.random):
-            return op.run_at(level, tuple(args), kwargs)
+    for each in reversed(current_levels()):
+        if isinstance(each, TracerLevel) and each.sees_factory(name, op.random):
+            return op.run_at(each, tuple(args), kwargs)
     return NotImplemented
+
+
+def _any_marked(values: Sequence[Any]) -> bool:
+    items = (x for value in values for x in (value if type(value) in (list, tuple) else (value,)))
+    return any(type(x) in MARKED for x in items)
 
 
 @functools.cache

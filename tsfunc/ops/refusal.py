@@ -24,7 +24,7 @@ def refused(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     The error is of torch's type; the shapes that the examples have are added to its message.
     """
-    padded = [*dims, *[None] * (len(args) - len(dims))]
+    padded = [*dims, *[None] * (len(args) - len(dims))][: len(args)]
     examples = [_example(arg, at) for arg, at in zip(args, padded, strict=True)]
     try:
         op(*examples, **kwargs)
