@@ -144,8 +144,9 @@ METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
 METHODS[_T.backward] = _refuse_backward
 METHODS[torch.autograd.backward] = _refuse_backward
 
-# The methods among these that do not need a tensor's data.
-LOOKS = frozenset({metadata, of_the_value, _show, _require_grad, _refuse_backward, _make_dual})
+# The methods among these that ask what a tensor is, and those that do not need its data.
+OF_TYPES = frozenset({metadata, of_the_value})
+LOOKS = OF_TYPES | {_show, _require_grad, _refuse_backward, _make_dual}
 
 
 def _property(name: str) -> property:

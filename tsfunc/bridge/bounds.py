@@ -14,21 +14,34 @@ from typing import Any
 from tsfunc.types import Dim
 
 
+def in_steps(expr: Any, dims: Mapping[str, Dim]) -> Any:
+    """An expression in the names of dims, written in what their sizes are multiples of."""
+    return expr.xreplace(
+        {
+            symbol: (dims[str(symbol)].multiple_of or 1) * _number_of_steps(symbol)
+            for symbol in expr.free_symbols
+        }
+    )
+
+
+def _number_of_steps(symbol: Any) -> Any:
+    from sympy import Symbol
+
+    return Symbol(f"_{symbol}", integer=True, positive=True)
+
+
 def least(expr: Any, dims: Mapping[str, Dim]) -> float:
     """A number that an expression in the names of dims is not below, for sizes that they allow."""
-    from sympy import Symbol
     from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-    steps, ranges = {}, {}
+    ranges = {}
     for symbol in expr.free_symbols:
         dim = dims[str(symbol)]
         step = dim.multiple_of or 1
-        number = Symbol(f"_{symbol}", integer=True, positive=True)
-        steps[symbol] = step * number
         most = _ENDLESS if dim.max is None else dim.max // step
-        ranges[number] = ValueRanges(-(-(dim.min or 0) // step), most)
+        ranges[_number_of_steps(symbol)] = ValueRanges(-(-(dim.min or 0) // step), most)
     try:
-        return float(bound_sympy(expr.xreplace(steps), ranges).lower)
+        return float(bound_sympy(in_steps(expr, dims), ranges).lower)
     except Exception:  # it has functions for which there are no bounds
         return -math.inf
 

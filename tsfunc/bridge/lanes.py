@@ -27,7 +27,7 @@ from torch._C import DisableTorchFunction
 from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.attributes import of_the_value
+from tsfunc.bridge.attributes import OF_TYPES
 from tsfunc.bridge.autograd import outside_graph
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
@@ -39,7 +39,6 @@ from tsfunc.bridge.tracer import (
     StandIn,
     Tracer,
     TracerLevel,
-    metadata,
     seen_here,
     settle,
 )
@@ -503,7 +502,7 @@ def takes_over(func: Any) -> bool:
     """
     if tls.state.running is not None or func == _REQUIRES_GRAD:
         return False
-    return METHODS.get(func) not in (metadata, of_the_value)
+    return METHODS.get(func) not in OF_TYPES
 
 
 _REQUIRES_GRAD: Final = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]

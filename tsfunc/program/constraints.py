@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tsfunc.bridge.bounds import in_steps
 from tsfunc.bridge.symbols import Need, moduli, python_text
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation, DescriptorError
@@ -94,7 +95,7 @@ def _is_promised(fact: Any, dims: Mapping[str, Dim]) -> bool:
                 _holds(fact, dict(zip(names, each, strict=True)))
                 for each in itertools.product(*every)
             )
-    return bool(_in_steps(fact, dims) == True)  # noqa: E712 - sympy has a true of its own
+    return bool(in_steps(fact, dims) == True)  # noqa: E712 - sympy has a true of its own
 
 
 def _sizes_of(dim: Dim) -> Sequence[int] | None:
@@ -103,19 +104,6 @@ def _sizes_of(dim: Dim) -> Sequence[int] | None:
     if dim.max is None or dim.max - low >= _MANY:
         return dim.one_of  # None where all within the bounds are allowed
     return [size for size in range(low, dim.max + 1) if dim.admits(size)]
-
-
-def _in_steps(fact: Any, dims: Mapping[str, Dim]) -> Any:
-    """A fact about sizes, written in what they are multiples of."""
-    from sympy import Symbol
-
-    return fact.xreplace(
-        {
-            symbol: (dims[str(symbol)].multiple_of or 1)
-            * Symbol(f"_{symbol}", integer=True, positive=True)
-            for symbol in fact.free_symbols
-        }
-    )
 
 
 def _holds(fact: Any, sizes: Mapping[str, int]) -> bool:

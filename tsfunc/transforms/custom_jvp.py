@@ -62,15 +62,8 @@ class custom_jvp(Rule):
 
     what = "custom_jvp"
 
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        nondiff_argnums: int | Sequence[int] = (),
-        nondiff_argnames: str | Sequence[str] = (),
-    ) -> None:
-        super().__init__(func, nondiff_argnums, nondiff_argnames)
-        self.rule: Callable[..., Any] | None = None
-        self.symbolic_zeros = False
+    rule: Callable[..., Any] | None = None
+    symbolic_zeros = False
 
     def defjvp(self, rule: Callable[..., Any], symbolic_zeros: bool = False) -> Callable[..., Any]:
         """Gives the rule; can be used as a decorator.
