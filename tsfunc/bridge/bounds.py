@@ -7,11 +7,51 @@ takes half a second, so they are imported where they are first asked for.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.types import Dim
+
+_MANY = 4096  # sizes that are tried one by one
+
+
+def smallest(dim: Dim) -> int:
+    """The least size of a named dim in a program: 0 and 1 have programs of their own."""
+    return max(2, dim.min or 0)
+
+
+def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
+    """Whether a fact holds for all sizes that the dims allow, as far as can be seen.
+
+    Where the sizes are few, each is tried; else it is seen from what they are multiples of, or
+    from the bounds of what is compared.
+    """
+    names = sorted(str(symbol) for symbol in fact.free_symbols)
+    ranges = [_few_sizes(dims[name]) for name in names]
+    every: list[Sequence[int]] = [sizes for sizes in ranges if sizes is not None]
+    if len(every) == len(names) and math.prod(map(len, every)) <= _MANY:
+        combinations = itertools.product(*every)
+        return all(holds_at(fact, dict(zip(names, each, strict=True))) for each in combinations)
+    return _is_true(in_steps(fact, dims)) or _holds_by_bounds(fact, dims)
+
+
+def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:
+    """Whether a fact holds at some sizes."""
+    return bool(fact.subs({symbol: sizes[str(symbol)] for symbol in fact.free_symbols}))
+
+
+def _few_sizes(dim: Dim) -> Sequence[int] | None:
+    """The sizes that a dim allows, if they are few."""
+    low = smallest(dim)
+    if dim.max is None or dim.max - low >= _MANY:
+        return dim.one_of  # None where all within the bounds are allowed
+    return [size for size in range(low, dim.max + 1) if dim.admits(size)]
+
+
+def _is_true(fact: Any) -> bool:
+    return bool(fact == True)  # noqa: E712 - sympy has a true of its own
 
 
 def in_steps(expr: Any, dims: Mapping[str, Dim]) -> Any:
@@ -39,7 +79,7 @@ def least(expr: Any, dims: Mapping[str, Dim]) -> float:
         dim = dims[str(symbol)]
         step = dim.multiple_of or 1
         most = _ENDLESS if dim.max is None else dim.max // step
-        ranges[_number_of_steps(symbol)] = ValueRanges(-(-(dim.min or 0) // step), most)
+        ranges[_number_of_steps(symbol)] = ValueRanges(-(-smallest(dim) // step), most)
     try:
         return float(bound_sympy(in_steps(expr, dims), ranges).lower)
     except Exception:  # it has functions for which there are no bounds
@@ -56,8 +96,7 @@ def has_maximum(fact: Any) -> bool:
     return bool(fact.has(Max))
 
 
-def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
-    """Whether a fact holds for all sizes that the dims allow, as far as can be seen."""
+def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
     from sympy import Eq, Ge, Gt, Ne, expand
     from torch.utils._sympy.functions import Max
 
@@ -71,7 +110,7 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
         case Gt() | Ge():
             return least(fact.lhs - fact.rhs, dims) >= isinstance(fact, Gt)
         case _:
-            return bool(fact == True)  # noqa: E712 - sympy has a true of its own
+            return _is_true(fact)
 
 
 def _largest(sizes: Sequence[Any], dims: Mapping[str, Dim]) -> Any:

@@ -6,12 +6,10 @@ does not, the error shows the user's line that asked, and the descriptors for wh
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tsfunc.bridge.bounds import in_steps
+from tsfunc.bridge.bounds import holds, holds_at, smallest
 from tsfunc.bridge.symbols import Need, moduli, python_text
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation, DescriptorError
@@ -50,7 +48,7 @@ def check_needs(
         ConstraintViolation: it has.
         AtTheEdge: that may be so for the sizes of the call alone.
     """
-    unmet = [need for need in needs if not _is_promised(need.expr, dims)]
+    unmet = [need for need in needs if not holds(need.expr, dims)]
     if not unmet:
         return {}
     raised, rest = away_from(unmet, dims)
@@ -79,35 +77,6 @@ def _refusal(
         f"because the function asks for more than they promise:\n{lines}"
         f"{_advice(unmet, dims, sizes, described)}"
     )
-
-
-# --- what is promised
-
-
-def _is_promised(fact: Any, dims: Mapping[str, Dim]) -> bool:
-    """Whether a fact holds for all sizes that the dims allow (0 and 1 have their own traces)."""
-    names = sorted(str(symbol) for symbol in fact.free_symbols)
-    ranges = [_sizes_of(dims[name]) for name in names]
-    if all(sizes is not None for sizes in ranges):
-        every: list[Sequence[int]] = [sizes for sizes in ranges if sizes is not None]
-        if math.prod(map(len, every)) <= _MANY:
-            return all(
-                _holds(fact, dict(zip(names, each, strict=True)))
-                for each in itertools.product(*every)
-            )
-    return bool(in_steps(fact, dims) == True)  # noqa: E712 - sympy has a true of its own
-
-
-def _sizes_of(dim: Dim) -> Sequence[int] | None:
-    """The sizes that a dim allows, if they are few."""
-    low = max(2, dim.min or 0)
-    if dim.max is None or dim.max - low >= _MANY:
-        return dim.one_of  # None where all within the bounds are allowed
-    return [size for size in range(low, dim.max + 1) if dim.admits(size)]
-
-
-def _holds(fact: Any, sizes: Mapping[str, int]) -> bool:
-    return bool(fact.subs({symbol: sizes[str(symbol)] for symbol in fact.free_symbols}))
 
 
 # --- what would hold
@@ -159,9 +128,9 @@ def _bounded(fact: Any, dim: Dim, size: int) -> DimSpec:
     """A dim of which a fact about it alone holds, with the size of the call among those allowed."""
     from sympy import Eq, Ne
 
-    if not (dim.admits(size) and size >= 2 and _holds(fact, {dim.name: size})):
+    if not (dim.admits(size) and size >= 2 and holds_at(fact, {dim.name: size})):
         size = next(
-            (n for n in range(2, _MANY) if dim.admits(n) and _holds(fact, {dim.name: n})), 0
+            (n for n in range(2, _MANY) if dim.admits(n) and holds_at(fact, {dim.name: n})), 0
         )
         if not size:
             return None
@@ -170,35 +139,35 @@ def _bounded(fact: Any, dim: Dim, size: int) -> DimSpec:
             mended = dim.meet(candidate) if isinstance(candidate, Dim) else candidate
         except DescriptorError:
             continue
-        if isinstance(mended, int) or (mended.admits(size) and _is_promised_of(fact, mended)):
+        if isinstance(mended, int) or (mended.admits(size) and _seems_promised(fact, mended)):
             return mended
     return None
 
 
-def _is_promised_of(fact: Any, dim: Dim) -> bool:
+def _seems_promised(fact: Any, dim: Dim) -> bool:
     """Whether a fact holds for the sizes that a dim allows, as far as trying shows."""
-    if _is_promised(fact, {dim.name: dim}):
+    if holds(fact, {dim.name: dim}):
         return True
     step = dim.multiple_of or 1
-    low = max(2, dim.min or 0)
+    low = smallest(dim)
     low += -low % step
     most = _MOST if dim.max is None else dim.max
     tried = {*range(low, min(low + 64 * step, most + 1), step), most - most % step}
-    return all(_holds(fact, {dim.name: n}) for n in tried if dim.admits(n))
+    return all(holds_at(fact, {dim.name: n}) for n in tried if dim.admits(n))
 
 
 def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Dim | int]:
     name = dim.name
 
-    def holds(n: int) -> bool:
-        return _holds(fact, {name: n})
+    def at(n: int) -> bool:
+        return holds_at(fact, {name: n})
 
     if isinstance(fact, eq):
         yield from [Dim(name, multiple_of=step) for step in moduli(fact)]
-        if not holds(size + 1) and not holds(size - 1) and not moduli(fact):
+        if not at(size + 1) and not at(size - 1) and not moduli(fact):
             yield size
-    low = _boundary(holds, size, 2)
-    high = _boundary(holds, size, _MOST)
+    low = _boundary(at, size, 2)
+    high = _boundary(at, size, _MOST)
     yield Dim(name, min=low if low > 2 else None, max=high if high < _MOST else None)
     if isinstance(fact, ne):
         yield Dim(name, min=size)
