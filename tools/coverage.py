@@ -1,28 +1,30 @@
-"""Sweeps the operator database and writes ``docs/coverage.md``.
+"""Sweeps the operator database; writes ``docs/coverage.md`` and ``coverage_derivatives.md``.
 
     python -m tools.coverage                                   float32, vmap and vmap(vmap)
     python -m tools.coverage --dtypes all --most 4             every type, four samples of each row
+    python -m tools.coverage --modes derivatives --dtypes all  vmap(grad), grad(vmap), vmap(jvp)
     python -m tools.coverage --modes "vmap(grad)" --match add  one mode, rows by a pattern
-    python -m tools.coverage --report                          the page alone, of what was found
+    python -m tools.coverage --report                          the pages alone, of what was found
 
 Each row runs in a process that may crash. Results go to ``build/coverage.jsonl``, which is gone on
-with where it exists; ``--anew FAIL,WRONG`` does rows with these verdicts again.
+with where it exists; ``--anew FAIL,WRONG`` does rows with these verdicts again. A page is written
+if there are results for it.
 """
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ops.database import VARIANTS
 from tests.ops.exceptions import exception_of
 from tests.ops.sweep import Verdict
-from tools.sweeping import MODES, PLAIN, Result, Task, forget, read, run, tasks_of
+from tools import sweeping
+from tools.sweeping import DERIVATIVES, MODES, PLAIN, Result, tasks_of
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "coverage.md"
 FILE = ROOT / "build" / "coverage.jsonl"
 
 GROUPS = {
@@ -37,7 +39,17 @@ GROUPS = {
 RIGHT = (Verdict.OK.name, Verdict.SPLIT.name)
 COLUMNS = ("OK", "SPLIT", "LOOP", "DATA", "FAIL", "WRONG", "NONE")
 
-HEAD = """\
+_VERDICTS = """\
+- **right**: as above.
+- **split**: what decides a size or a Python value, such as `nonzero`: right with
+  `data_dependent="split"`, an error that says so else.
+- **loop**: right, but example by example.
+- **refused**: neither right nor an error by mistake: the value decides.
+- **failing**, **wrong**: what they say.
+- **nothing**: torch itself refuses all samples, or there is nothing to compare. Not counted.
+"""
+
+_PLAIN = """\
 # The operator database under the transforms
 
 PyTorch tests its operators with a database: `op_db` of
@@ -57,32 +69,81 @@ example's strides are those that it has in the batch, as under torch.vmap. Rando
 compared by shapes, and by whether examples draw alike (`"same"`) or not (`"different"`).
 
 `python -m tools.coverage` does this again and writes this page.
+"""
 
-- **right**: as above.
-- **split**: what decides a size or a Python value, such as `nonzero`: right with
-  `data_dependent="split"`, an error that says so else.
-- **loop**: right, but example by example.
-- **refused**: neither right nor an error by mistake: the value decides.
-- **failing**, **wrong**: what they say.
-- **nothing**: torch itself refuses all samples, or they have no tensor to batch. Not counted.
+_DERIVATIVE = """\
+# Derivatives of the operator database under the transforms
+
+As [coverage.md](coverage.md), for the modes `vmap(grad)`, `grad(vmap)` and `vmap(jvp)`: those rows
+that torch can differentiate on the CPU, in-place variants among them. Ours is held to torch's own
+autograd of one example after another, on plain tensors: the gradient of the sum of all results that
+have a derivative, each number with a weight of its own; values and tangents for `vmap(jvp)`, found
+by the pullback's pullback where torch has no forward formula, or its tests know none: of custom
+operators, products of `scatter_reduce`, `_foreach_maximum` and its like torch's forward mode gives
+a wrong tangent or none without a word, and `tsfunc.jvp` the right one. Each choice of batched
+tensors is tried, with the batch dim first, last and anywhere.
+
+What draws random numbers draws the same ones on both sides (`randomness="same"`). Where examples
+draw from distributions of their own, `"same"` is refused in torch.func's words, as PyTorch's tests
+ask; there `"different"` is tried, and what does not depend on the numbers compared.
+
+`python -m tools.coverage --modes derivatives --variants function,inplace --most 2` does this again
+and writes this page; `tests/ops/test_database_derivatives.py` has a sample of it, and all of it in
+slow tests.
+"""
+
+_HIGHER = """
+## Higher derivatives
+
+`hessian`, `jacfwd(jacrev)`, `jacrev(jacfwd)`, `jvp(vjp)`, `hvp` and Jacobians of `hvp` under
+`vmap`, and `grad` and `jvp` of `vmap(grad)`, of one sample of each row in float64, were held to
+nested plain autograd. No operator loops. What differs:
+
+- The third derivative of `layer_norm` by triple backward is torch's own, and wrong; by `hvp` it is
+  right.
+- Jacobians by reverse mode of `hvp` through norms and standard deviations raise, as in torch: their
+  formulas write in place what is to be differentiated. By forward mode they are right. `glu` and
+  `to_sparse` have no further derivative in torch.
+- `max_unpool3d` and `as_strided_scatter` where places come twice, a row of `_safe_softmax` that is
+  masked as a whole, and `linalg.norm` at zero differ from torch's double backward under some of
+  these.
 """
 
 
-def page(results: Sequence[Result], note: str = "") -> str:
-    """The page for these results; the note says what was tried."""
-    parts = [HEAD, _samples(results, note)]
-    for mode in MODES:
-        chosen = [r for r in results if r.mode == mode]
+@dataclass(frozen=True)
+class Page:
+    """A page of the docs: of which modes it is, and what it says before and after their tables."""
+
+    path: Path
+    modes: tuple[str, ...]
+    head: str
+    tail: str = ""
+
+
+PAGES = (
+    Page(ROOT / "docs" / "coverage.md", PLAIN, _PLAIN),
+    Page(ROOT / "docs" / "coverage_derivatives.md", DERIVATIVES, _DERIVATIVE, _HIGHER),
+)
+
+
+def page(form: Page, results: Sequence[Result], note: str = "") -> str:
+    """The text of a page for these results; the note says what was tried."""
+    own = [result for result in results if result.mode in form.modes]
+    parts = [f"{form.head}\n{_VERDICTS}", _samples(own, note)]
+    for mode in form.modes:
+        chosen = [result for result in own if result.mode == mode]
         if chosen:
             parts.append(_table(mode, chosen))
-    parts.append(_exceptions(results))
-    return "\n".join(parts).rstrip() + "\n"
+    parts.append(_exceptions(own))
+    return "\n".join([*parts, form.tail]).rstrip() + "\n"
 
 
 def _samples(results: Sequence[Result], note: str) -> str:
-    counts = Counter(sum(r.counts.values()) > 0 for r in results)
-    batches = sum(sum(r.counts.values()) for r in results)
-    said = f"{counts[True]:,} rows of a type and mode, {batches:,} batches compared. {note}"
+    compared = sum(sum(result.counts.values()) > 0 for result in results)
+    batches = sum(sum(result.counts.values()) for result in results)
+    most = {result.most for result in results if result.most is not None}
+    tried = f" At most {max(most)} samples of a row." if len(most) == 1 else ""
+    said = f"{compared:,} rows of a type and mode, {batches:,} batches compared.{tried} {note}"
     return f"\n{said.strip()}\n"
 
 
@@ -139,36 +200,25 @@ def _said(result: Result) -> str:
     return short.replace("|", "\\|").replace("\n", " ")
 
 
-def _tasks(options: argparse.Namespace) -> Iterator[Task]:
-    dtypes = None if options.dtypes == "all" else options.dtypes.split(",")
-    for task in tasks_of(options.modes.split(","), dtypes, options.most):
-        if re.search(options.match, task.row):
-            yield task
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.coverage", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--modes", default=",".join(PLAIN), help=f"of {', '.join(MODES)}")
+    parser = sweeping.parser("python -m tools.coverage", __doc__, FILE, most=6)
+    groups = {"plain": PLAIN, "derivatives": DERIVATIVES}
+    parser.add_argument(
+        "--modes", default="plain", help=f"plain, derivatives, or of {', '.join(MODES)}"
+    )
     parser.add_argument("--dtypes", default="float32", help="names with commas, or all")
-    parser.add_argument("--most", type=int, default=6, help="samples of a row")
-    parser.add_argument("--match", default="", help="rows whose names have this pattern")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--file", type=Path, default=FILE)
-    parser.add_argument("--anew", default="", help="verdicts whose rows are done again")
-    parser.add_argument("--note", default="", help="a sentence for the page: what was tried")
-    parser.add_argument("--report", action="store_true", help="write the page alone")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="names with commas")
     options = parser.parse_args()
-    if not options.report:
-        if options.anew:
-            forget(options.file, options.anew.split(","))
-        run(_tasks(options), options.file, options.workers)
-    results = read(options.file)
-    PAGE.write_text(page(results, options.note))
-    for mode in MODES:
-        chosen = [r for r in results if r.mode == mode]
-        if chosen:
-            print(f"{mode}: {share(chosen):.2f} % of {len(chosen):,} rows")
+    modes = groups.get(options.modes) or options.modes.split(",")
+    dtypes = None if options.dtypes == "all" else options.dtypes.split(",")
+    tasks = tasks_of(modes, dtypes, options.most, options.variants.split(","))
+    results = sweeping.results_of(tasks, options)
+    for form in PAGES:
+        if any(result.mode in form.modes for result in results):
+            form.path.write_text(page(form, results, options.note))
+    for mode in dict.fromkeys(result.mode for result in results):
+        chosen = [result for result in results if result.mode == mode]
+        print(f"{mode}: {share(chosen):.2f} % of {len(chosen):,} rows")
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ with where it exists; ``--anew FAIL,WRONG,DATA`` does entries with these verdict
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from tests.ops.named_exceptions import EXCEPTIONS
 from tests.ops.named_sweep import WAYS, entries, type_of
 from tests.ops.sweep import Verdict
+from tools import sweeping
 from tools.coverage import ROOT, share
-from tools.sweeping import Result, Task, forget, read, run
+from tools.sweeping import Result, Task
 
 PAGE = ROOT / "docs" / "coverage_named.md"
 FILE = ROOT / "build" / "named.jsonl"
@@ -78,28 +76,15 @@ def _unexplained(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.named", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = sweeping.parser("python -m tools.named", __doc__, FILE, most=4)
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--most", type=int, default=4, help="samples of an entry")
-    parser.add_argument("--match", default="", help="entries whose names have this pattern")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--file", type=Path, default=FILE)
-    parser.add_argument("--anew", default="", help="verdicts whose entries are done again")
-    parser.add_argument("--note", default="", help="a sentence for the page: what was tried")
-    parser.add_argument("--report", action="store_true", help="write the page alone")
     options = parser.parse_args()
-    if not options.report:
-        if options.anew:
-            forget(options.file, options.anew.split(","))
-        tasks = [
-            Task(row.name, str(type_of(row)).removeprefix("torch."), way, options.most)
-            for way in options.ways.split(",")
-            for row in entries()
-            if re.search(options.match, row.name)
-        ]
-        run(tasks, options.file, options.workers)
-    PAGE.write_text(page(read(options.file), options.note))
+    tasks = (
+        Task(row.name, str(type_of(row)).removeprefix("torch."), way, options.most)
+        for way in options.ways.split(",")
+        for row in entries()
+    )
+    PAGE.write_text(page(sweeping.results_of(tasks, options), options.note))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ A file that exists is gone on with: its tasks are not done again.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -26,11 +28,12 @@ from typing import IO, Any
 import torch
 
 from tests.ops import derivative_sweep, derivatives, named_sweep
-from tests.ops.database import Row, rows
+from tests.ops.database import VARIANTS, Row, rows
 from tests.ops.sweep import VMAP, VMAP_VMAP, Mode, Outcome, Verdict, sweep
 
 MODES = {mode.name: mode for mode in (VMAP, VMAP_VMAP, *derivatives.MODES, *derivatives.FURTHER)}
 PLAIN = (VMAP.name, VMAP_VMAP.name)  # the modes without derivatives
+DERIVATIVES = tuple(mode.name for mode in derivatives.MODES)
 NAMED = tuple(named_sweep.WAYS)  # of specialize, with names for sizes
 KEPT = 3  # messages of each kind that are kept of a task
 LIMIT = 300  # seconds for a task
@@ -59,6 +62,7 @@ class Result:
         verdict: the worst of all batches'.
         counts: how many batches had each verdict.
         messages: of each verdict but OK some: the verdict, the batch, and what was said.
+        most: how many samples of the row were tried at most; None for all.
     """
 
     row: str
@@ -68,6 +72,7 @@ class Result:
     counts: dict[str, int] = field(default_factory=dict)
     messages: list[tuple[str, str, str]] = field(default_factory=list)
     seconds: float = 0.0
+    most: int | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -75,12 +80,15 @@ class Result:
 
 
 def tasks_of(
-    modes: Iterable[str], dtypes: Iterable[str] | None = None, most: int | None = None
+    modes: Iterable[str],
+    dtypes: Iterable[str] | None = None,
+    most: int | None = None,
+    variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Task]:
-    """Every row in the types given, by default all that it lists."""
+    """Every row of these variants in the types given, by default all that it lists."""
     wanted = None if dtypes is None else set(dtypes)
     for mode in modes:
-        for row in rows():
+        for row in (row for row in rows() if row.variant in variants):
             for dtype in sorted(str(d).removeprefix("torch.") for d in _types(row, mode)):
                 if wanted is None or dtype in wanted:
                     yield Task(row.name, dtype, mode, most)
@@ -107,7 +115,7 @@ def run_task(task: Task) -> Result:
                 some.append((outcome.verdict.name, outcome.what[:300], outcome.message[:600]))
     messages = [message for verdict in sorted(kept, reverse=True) for message in kept[verdict]]
     seconds = round(time.monotonic() - start, 2)
-    return Result(*task.key, worst.name, dict(counts), messages, seconds)
+    return Result(*task.key, worst.name, dict(counts), messages, seconds, task.most)
 
 
 def _outcomes(row: Row, task: Task) -> Iterator[Outcome]:
@@ -221,3 +229,28 @@ def run(tasks: Iterable[Task], path: Path, workers: int = 2) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+
+
+def parser(prog: str, description: str | None, file: Path, most: int) -> argparse.ArgumentParser:
+    """The options that every sweep has; ``file`` and ``most`` are what they are by default."""
+    options = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--most", type=int, default=most, help="samples of a row")
+    options.add_argument("--match", default="", help="rows whose names have this pattern")
+    options.add_argument("--workers", type=int, default=2)
+    options.add_argument("--file", type=Path, default=file)
+    options.add_argument("--anew", default="", help="verdicts whose rows are done again")
+    options.add_argument("--note", default="", help="a sentence for the page: what was tried")
+    options.add_argument("--report", action="store_true", help="write the page alone")
+    return options
+
+
+def results_of(tasks: Iterable[Task], options: argparse.Namespace) -> list[Result]:
+    """What is in the file when those tasks are done that the options want."""
+    if not options.report:
+        if options.anew:
+            forget(options.file, options.anew.split(","))
+        wanted = (task for task in tasks if re.search(options.match, task.row))
+        run(wanted, options.file, options.workers)
+    return read(options.file)

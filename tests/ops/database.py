@@ -43,7 +43,8 @@ FOREACH = (
 )
 Results = tuple[Tensor, ...]
 
-FUNCTION, METHOD, INPLACE, OPERATOR, OUT = "function", "method", "inplace", "operator", "out"
+VARIANTS = ("function", "method", "inplace", "operator", "out")
+FUNCTION, METHOD, INPLACE, OPERATOR, OUT = VARIANTS
 
 
 @dataclass(frozen=True)

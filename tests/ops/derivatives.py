@@ -7,6 +7,7 @@ one example at a time, on plain tensors.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.ops.sweep import Mode, Run
 
 Function = Callable[..., Results]
 SPLIT = {"data_dependent": "split"}
+DIFFERENT = "different"
 
 
 class NotDifferentiable(Exception):
@@ -113,10 +115,10 @@ def our_grad(f: Callable[..., Tensor], places: Sequence[int]) -> Function:
 def gradient_mode(levels: int) -> Mode:
     """``vmap(grad)``, vmap nested so many times."""
 
-    def run(**options: Any) -> Run:
+    def run(randomness: str = "same", **options: Any) -> Run:
         def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
             gradient = our_grad(scalar(case.call), case.differentiable)
-            out: Results = mapped(gradient, batch, "same", **options)(*inputs)
+            out: Results = mapped(gradient, batch, randomness, **options)(*inputs)
             return out
 
         return ours
@@ -126,10 +128,18 @@ def gradient_mode(levels: int) -> Mode:
         return out
 
     name = "vmap(grad)" if levels == 1 else "vmap(vmap(grad))"
-    return Mode(name, levels, run(), plain, run(**SPLIT), writes=False)
+    return _with_drawn(Mode(name, levels, run(), plain, run(**SPLIT), writes=False), run(DIFFERENT))
 
 
-def _of_batch(f: Function, batch: Batch, *, ours: bool, **options: Any) -> Callable[..., Tensor]:
+def _with_drawn(mode: Mode, ours: Run) -> Mode:
+    """With a mode for draws from distributions that differ from example to example."""
+    drawn = Mode(f"{mode.name}, {DIFFERENT}", mode.levels, ours, mode.plain, writes=False)
+    return dataclasses.replace(mode, drawn=(drawn,))
+
+
+def _of_batch(
+    f: Function, batch: Batch, *, ours: bool, randomness: str = "same", **options: Any
+) -> Callable[..., Tensor]:
     """The sum over the batch of the weighted results of its examples."""
 
     def own(*example: Tensor) -> Results:
@@ -137,7 +147,7 @@ def _of_batch(f: Function, batch: Batch, *, ours: bool, **options: Any) -> Calla
         return f(*[x.clone() for x in example])
 
     def whole(*inputs: Tensor) -> Tensor:
-        call = mapped(f, batch, "same", **options) if ours else looped(own, batch, alias=True)
+        call = mapped(f, batch, randomness, **options) if ours else looped(own, batch, alias=True)
         outs = [x for x in call(*inputs) if has_derivative(x)]
         if not outs:
             raise NotDifferentiable("no result has a derivative")
@@ -333,10 +343,10 @@ def _with_tangents(case: Case, batch: Batch, inputs: Sequence[Tensor], which: st
 def forward_mode(which: str) -> Mode:
     """``vmap(jvp)``, with "both" batched or only the "primals" or the "tangents"."""
 
-    def run(**options: Any) -> Run:
+    def run(randomness: str = "same", **options: Any) -> Run:
         def ours(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
             both, given = _with_tangents(case, batch, inputs, which)
-            out: Results = mapped(_jvp(case, ours=True), both, "same", **options)(*given)
+            out: Results = mapped(_jvp(case, ours=True), both, randomness, **options)(*given)
             return out
 
         return ours
@@ -347,7 +357,7 @@ def forward_mode(which: str) -> Mode:
         return out
 
     name = "vmap(jvp)" if which == "both" else f"vmap(jvp), {which}"
-    return Mode(name, 1, run(), plain, run(**SPLIT), writes=False)
+    return _with_drawn(Mode(name, 1, run(), plain, run(**SPLIT), writes=False), run(DIFFERENT))
 
 
 def _jvp_of_vmap(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
@@ -415,8 +425,9 @@ def _loop_of_vjp(case: Case, batch: Batch, inputs: Sequence[Tensor]) -> Results:
 
 
 VMAP_GRAD = gradient_mode(1)
-GRAD_VMAP = Mode(
-    "grad(vmap)", 1, _grad_of_vmap(), _grad_of_loop, _grad_of_vmap(**SPLIT), writes=False
+GRAD_VMAP = _with_drawn(
+    Mode("grad(vmap)", 1, _grad_of_vmap(), _grad_of_loop, _grad_of_vmap(**SPLIT), writes=False),
+    _grad_of_vmap(randomness=DIFFERENT),
 )
 VMAP_JVP = forward_mode("both")
 VMAP_JVP_PRIMALS = forward_mode("primals")

@@ -1,6 +1,7 @@
 """Rows of the operator database that are not right under vmap, by name, and why.
 
-What is listed here fails under torch.vmap too, or is impossible; ``docs/coverage.md`` shows it.
+What is listed here fails under torch.vmap too, or is impossible; ``docs/coverage.md`` and
+``docs/coverage_derivatives.md`` show it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ class Exempt:
     dtypes: tuple[str, ...] = ()
 
 
+_ONE = "the rule that the database registers for it takes one argument, the operator has two"
 _REFUSES = "the rule that the database registers for it raises: its size depends on the data"
+_BY_CAT = f"its tangent is found by `NumpyCatCustomOp`: {_ONE}"
 _INTEGERS = tuple("uint8 int8 int16 int32 int64 uint16 uint32 uint64 bool".split())
 
 EXCEPTIONS: dict[str, Exempt] = {
-    "NumpyCatCustomOp": Exempt(
-        "the rule that the database registers for it takes one argument, the operator has two"
+    "NumpyCatCustomOp": Exempt(_ONE),
+    "NumpySplitCopyCustomOp": Exempt(_BY_CAT, modes=("vmap(jvp)",)),
+    "NumpySplitCopyWithIntCustomOp": Exempt(_BY_CAT, modes=("vmap(jvp)",)),
+    "_foreach_add (inplace)": Exempt(
+        "beside a list that is not batched Python asks a batched number for its value before "
+        'anybody sees the call: refused; under `data_dependent="split"` without its derivative',
+        modes=("grad(vmap)",),
     ),
     "NumpyNMSCustomOp": Exempt(_REFUSES),
     "NumpyNonzeroCustomOp": Exempt(_REFUSES),

@@ -21,6 +21,7 @@ from tests.ops.derivatives import (
     torch_pushed,
     torch_pushed_by_pulling,
 )
+from tests.ops.exceptions import exception_of
 from tests.ops.sweep import Mode, Verdict
 
 ROWS = [
@@ -31,27 +32,9 @@ ROWS = [
 OTHERS = (torch.float32, torch.complex128, torch.complex64, torch.bfloat16)
 RIGHT = (Verdict.OK, Verdict.SPLIT, Verdict.NONE)
 
-_RULE = "the rule that the database registers for it takes one argument, the operator has two"
-_REFUSED = "randomness='same' refuses a distribution of each example's own, as torch.func does"
-_PARSED = (
-    "with a list that is not batched Python asks the number for its value before anybody sees the "
-    'call: refused, and under data_dependent="split" without its derivative'
-)
-
-# Rows that are not right, in a mode or in all, and why.
-EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("NumpyCatCustomOp", ""): _RULE,
-    ("NumpySplitCopyCustomOp", "vmap(jvp)"): _RULE,
-    ("NumpySplitCopyWithIntCustomOp", "vmap(jvp)"): _RULE,
-    ("_foreach_add (inplace)", "grad(vmap)"): _PARSED,
-    ("bernoulli", ""): _REFUSED,
-    ("normal", ""): _REFUSED,
-    ("normal.number_mean", ""): _REFUSED,
-}
-
 
 def is_right(row: Row, dtype: torch.dtype, mode: Mode, most: int) -> None:
-    if EXCEPTIONS.keys() & {(row.name, mode.name), (row.name, "")}:
+    if exception_of(row.name, str(dtype).removeprefix("torch."), mode.name) is not None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
