@@ -12,7 +12,7 @@ from typing import Any
 
 from tsfunc.errors import DescriptorError
 from tsfunc.types.compiled import CompiledDescriptors
-from tsfunc.types.descriptor_lattice import (
+from tsfunc.types.descriptor_facts import (
     class_of,
     elements_of,
     fits_class,

@@ -9,7 +9,7 @@ from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.types.checks import compile_check
-from tsfunc.types.descriptor_lattice import class_of
+from tsfunc.types.descriptor_facts import class_of
 from tsfunc.types.descriptors import Anything, Descriptor, OneOf, governing, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.meta import MetaTensorType

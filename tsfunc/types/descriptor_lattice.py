@@ -23,6 +23,19 @@ from typing import Any, TypeAlias
 import torch
 
 from tsfunc.errors import DescriptorError
+from tsfunc.types.descriptor_facts import (
+    SINGLE,
+    class_of,
+    dims_in,
+    elements_of,
+    entries_of,
+    fits_class,
+    items_of,
+    keys_of,
+    map_metas,
+    meta_of,
+    names_of,
+)
 from tsfunc.types.descriptors import (
     Anything,
     Descriptor,
@@ -40,7 +53,6 @@ from tsfunc.types.descriptors import (
 )
 from tsfunc.types.dims import DimForm
 from tsfunc.types.grammar import assert_never
-from tsfunc.types.inference import names_of_class, primitive_of
 from tsfunc.types.lattice import (
     common_class,
     describes_less,
@@ -82,7 +94,7 @@ def is_below(narrower: Descriptor, wider: Descriptor, sizes: Instance) -> bool:
         case DictOf(key, item):
             if isinstance(narrower, DictOf):
                 return is_below(narrower.key, key, sizes) and is_below(narrower.item, item, sizes)
-            keys = [Value(entry) for entry in _entries(narrower, dict)]
+            keys = [Value(entry) for entry in entries_of(narrower, dict)]
             items = elements_of(narrower, dict)
             return _all_below(keys, key, sizes) and _all_below(items, item, sizes)
         case Nested(kind, entries, children):
@@ -107,86 +119,6 @@ def _is_below_for(narrower: Descriptor, wider: Descriptor, sizes: Instance) -> b
         return False
     sizes.adopt(trial)
     return True
-
-
-def meta_of(descriptor: Descriptor) -> MetaTensorType | None:
-    """What a descriptor promises of a tensor; None if it promises none."""
-    match descriptor:
-        case MetaTensorType():
-            return descriptor
-        case TensorOf(meta=meta):
-            return meta
-        case Value(value) if isinstance(value, torch.Tensor):
-            return MetaTensorType.of(value)
-        case InstanceOf(cls) if issubclass(cls, torch.Tensor):
-            return MetaTensorType()
-        case _:
-            return None
-
-
-def class_of(descriptor: Descriptor) -> type | None:
-    """The class of all values that keep a descriptor; None if there is no one class."""
-    match descriptor:
-        case MetaTensorType():
-            return torch.Tensor
-        case TensorOf(cls) | InstanceOf(cls) | FieldsOf(cls):
-            return cls
-        case Value(value):
-            return type(value)
-        case ListOf():
-            return list
-        case TupleOf() | NamedOf():
-            return tuple
-        case DictOf():
-            return dict
-        case Nested(kind):
-            return kind
-        case Anything() | OfType() | OneOf():
-            return None
-        case _:
-            assert_never(descriptor)
-
-
-_SINGLE = (int, float, str)
-
-
-def fits_class(descriptor: Descriptor, cls: type) -> bool:
-    """Whether what keeps a descriptor is of a class.
-
-    In the language a bool is no int, and nor is the member of an enum.
-    """
-    own = class_of(descriptor)
-    if own is None or not issubclass(own, cls):
-        return False
-    if cls not in _SINGLE or own is cls:
-        return True
-    primitive = primitive_of(descriptor.value) if isinstance(descriptor, Value) else None
-    return str(primitive) == cls.__name__
-
-
-def elements_of(descriptor: Descriptor, kind: type) -> Sequence[Descriptor] | None:
-    """What the elements of a container of a kind are; None if it is none."""
-    match descriptor:
-        case ListOf(element) | TupleOf(element) if class_of(descriptor) is kind:
-            return (element,)
-        case Nested(own, _, children) if issubclass(own, kind):
-            return children
-        case NamedOf(_, children) if kind is tuple:
-            return children
-        case _:
-            return None
-
-
-def _entries(descriptor: Descriptor, kind: type) -> Sequence[Any]:
-    fits = isinstance(descriptor, Nested) and issubclass(descriptor.kind, kind)
-    return descriptor.entries if isinstance(descriptor, Nested) and fits else ()
-
-
-def names_of(descriptor: Descriptor) -> tuple[str, ...] | None:
-    """The names of a named tuple's elements."""
-    if isinstance(descriptor, NamedOf):
-        return descriptor.names
-    return names_of_class(descriptor.kind) if isinstance(descriptor, Nested) else None
 
 
 def _all_below(narrower: Iterable[Descriptor] | None, wider: Descriptor, sizes: Instance) -> bool:
@@ -266,18 +198,6 @@ def join_pairs(
     for pair in pairs:
         _join(*pair, count)
     return [_join(*pair, sizes.size) for pair in pairs]
-
-
-def dims_in(descriptor: Descriptor) -> list[DimForm]:
-    """All sizes that a descriptor speaks of."""
-    found: list[DimForm] = []
-
-    def add(meta: MetaTensorType) -> MetaTensorType:
-        found.extend(meta.sizes)
-        return meta
-
-    map_metas(descriptor, add)
-    return found
 
 
 def _join(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
@@ -378,26 +298,13 @@ def _join_containers(left: Descriptor, right: Descriptor, size: Sizes) -> Descri
                 return Nested(tuple, tuple(range(len(joined))), joined)
             return made(_together([*ones], [*others], size))
     if class_of(left) is dict and class_of(right) is dict:
-        keys = _together(_keys(left), _keys(right), size)
+        keys = _together(keys_of(left), keys_of(right), size)
         return DictOf(keys, _together(items_of(left), items_of(right), size))
     return _join_classes(left, right)
 
 
 def _is_fixed(*descriptors: Descriptor) -> bool:
     return not any(isinstance(each, TupleOf) for each in descriptors)
-
-
-def _keys(descriptor: Descriptor) -> list[Descriptor]:
-    if isinstance(descriptor, DictOf):
-        return [descriptor.key]
-    return [Value(entry) for entry in _entries(descriptor, dict)]
-
-
-def items_of(descriptor: Descriptor) -> list[Descriptor]:
-    """What the values of a dict are."""
-    if isinstance(descriptor, DictOf):
-        return [descriptor.item]
-    return list(descriptor.children) if isinstance(descriptor, Nested) else []
 
 
 def _together(ones: list[Descriptor], others: list[Descriptor], size: Sizes) -> Descriptor:
@@ -421,7 +328,7 @@ def _join_classes(left: Descriptor, right: Descriptor) -> Descriptor:
         return left
     if one is None or other is None:
         return Anything()
-    for cls in _SINGLE:
+    for cls in SINGLE:
         if fits_class(left, cls) or fits_class(right, cls):
             return (
                 InstanceOf(cls) if fits_class(left, cls) and fits_class(right, cls) else Anything()
@@ -430,33 +337,3 @@ def _join_classes(left: Descriptor, right: Descriptor) -> Descriptor:
         return InstanceOf(one)
     found = common_class(one, other)
     return Anything() if found is None else InstanceOf(found)
-
-
-# --- all tensors of a descriptor
-
-
-def map_metas(
-    descriptor: Descriptor, func: Callable[[MetaTensorType], MetaTensorType]
-) -> Descriptor:
-    """A descriptor with each description of a tensor in it replaced."""
-    match descriptor:
-        case MetaTensorType():
-            return func(descriptor)
-        case TensorOf(cls, meta):
-            return TensorOf(cls, func(meta))
-        case Anything() | InstanceOf() | OfType() | Value():
-            return descriptor
-        case ListOf(element) | TupleOf(element):
-            return type(descriptor)(map_metas(element, func))
-        case DictOf(key, item):
-            return DictOf(key, map_metas(item, func))
-        case OneOf(alternatives):
-            return OneOf(tuple(map_metas(each, func) for each in alternatives))
-        case Nested(kind, entries, children):
-            return Nested(kind, entries, tuple(map_metas(each, func) for each in children))
-        case NamedOf(names, children):
-            return NamedOf(names, tuple(map_metas(each, func) for each in children))
-        case FieldsOf(cls, names, children):
-            return FieldsOf(cls, names, tuple(map_metas(each, func) for each in children))
-        case _:
-            assert_never(descriptor)

@@ -16,7 +16,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError
-from tsfunc.types.descriptor_lattice import dims_in, is_below, join_pairs, map_metas
+from tsfunc.types.descriptor_facts import dims_in, map_metas
+from tsfunc.types.descriptor_lattice import is_below, join_pairs
 from tsfunc.types.descriptor_text import parse_descriptor
 from tsfunc.types.descriptors import Anything, Descriptor, InstanceOf, Value
 from tsfunc.types.dims import Dim, DimExpr, DimForm, parse_dim, spell_dim

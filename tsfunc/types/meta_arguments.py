@@ -1,0 +1,227 @@
+"""Reads the arguments of `MetaTensorType`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import EllipsisType
+from typing import Any, TypeAlias
+
+import torch
+
+from tsfunc.errors import DescriptorError
+from tsfunc.types.dims import Dim, DimExpr, DimSpec, parse_dim, spell_dim
+
+_PYTHON_DTYPES: dict[object, torch.dtype] = {
+    float: torch.float64,
+    int: torch.int64,
+    bool: torch.bool,
+    complex: torch.complex128,
+}
+"""The dtypes that torch's own factories give to Python's number types."""
+
+_FIELDS: tuple[str, ...] = (
+    "dtype", "rank", "shape", "device", "requires_grad", "layout", "strides", "memory_format",
+)  # fmt: skip
+
+FORMAT_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+"""The ranks that memory formats are of."""
+
+Shape: TypeAlias = tuple["DimSpec | EllipsisType", ...]
+
+
+def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of each attribute, in one form.
+
+    Raises:
+        DescriptorError: an argument could not describe any tensor.
+    """
+    given = _by_name(args, kwargs)
+    shape = _shape(given.get("shape"), given.get("rank"))
+    values = {
+        "dtype": _dtype(given.get("dtype")),
+        "rank": None if shape is None or ... in shape else len(shape),
+        "shape": shape,
+        "device": _device(given.get("device")),
+        "requires_grad": _flag(given.get("requires_grad")),
+        "layout": _layout(given.get("layout")),
+        "strides": _strides(given.get("strides")),
+        "memory_format": _memory_format(given.get("memory_format")),
+    }
+    _require_one_memory(values)
+    return values
+
+
+def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments by name, positional ones read in either of its two orders."""
+    shape_first = bool(args) and isinstance(args[0], list | tuple)
+    order = ("shape",) if shape_first else _FIELDS
+    if len(args) > len(order):
+        raise DescriptorError(
+            f"MetaTensorType takes {len(order)} positional argument(s) "
+            f"({', '.join(order)}), got {len(args)}; give the others by name"
+        )
+    given = dict(zip(order, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in _FIELDS:
+            raise DescriptorError(
+                f"MetaTensorType has no attribute {name!r}; it has {', '.join(_FIELDS)}"
+            )
+        if name in given:
+            raise DescriptorError(f"MetaTensorType got {name!r} twice: {given[name]!r}, {value!r}")
+        given[name] = value
+    return given
+
+
+def _dtype(dtype: object) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    for python_type, meaning in _PYTHON_DTYPES.items():
+        if dtype is python_type:
+            return meaning
+    hint = "; for the description of a tensor write MetaTensorType.of(tensor)"
+    raise DescriptorError(
+        "MetaTensorType(dtype=...): expected a torch.dtype, float, int, bool, complex or None, "
+        f"got {dtype!r}{hint if isinstance(dtype, torch.Tensor) else ''}"
+    )
+
+
+def _shape(shape: object, rank: object) -> Shape | None:
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
+        raise DescriptorError(
+            f"MetaTensorType(rank=...): expected a non-negative int or None, got {rank!r}"
+        )
+    if shape is None:
+        return None if rank is None else (None,) * rank
+    if not isinstance(shape, list | tuple):
+        raise DescriptorError(
+            "MetaTensorType(shape=...): expected a list or tuple of dims, "
+            f"got {shape!r} of type {type(shape).__name__}"
+        )
+    leading = bool(shape) and shape[0] in _ANY_DIMS
+    found = tuple(_dim(spec, axis) for axis, spec in enumerate(shape) if axis or not leading)
+    if rank is None:
+        return found if not leading else (..., *found) if found else None
+    if len(found) > rank or (len(found) < rank and not leading):
+        least = "at least " if leading else ""
+        raise DescriptorError(
+            f"MetaTensorType(rank={rank}, shape={list(shape)!r}): the shape has {least}"
+            f"{len(found)} dim(s), so the rank must be {least}{len(found)}; leave the rank out, it "
+            f"follows"
+        )
+    return (None,) * (rank - len(found)) + found
+
+
+_ANY_DIMS = (..., "...")
+
+
+def _strides(strides: object) -> tuple[int | str | None, ...] | None:
+    if strides is None:
+        return None
+    if not isinstance(strides, list | tuple):
+        raise DescriptorError(
+            "MetaTensorType(strides=...): expected a list or tuple of strides, "
+            f"got {strides!r} of type {type(strides).__name__}"
+        )
+    found = tuple(_stride(each, axis) for axis, each in enumerate(strides))
+    return None if all(each is None for each in found) else found
+
+
+def _stride(written: object, axis: int) -> int | str | None:
+    try:
+        form = parse_dim(written)
+    except DescriptorError as error:
+        raise DescriptorError(f"MetaTensorType(strides=...): stride {axis}: {error}") from None
+    if not isinstance(form, Dim):
+        return form.text if isinstance(form, DimExpr) else form
+    if form.is_bounded:
+        raise DescriptorError(
+            f"MetaTensorType(strides=...): stride {axis}: the bounds of {form!r} belong to the "
+            f"shape that has this size; write its name, {form.name!r}"
+        )
+    return form.name
+
+
+def _memory_format(memory_format: object) -> torch.memory_format | None:
+    if memory_format is None:
+        return None
+    if isinstance(memory_format, torch.memory_format) and memory_format in _MEMORY_FORMATS:
+        return memory_format
+    raise DescriptorError(
+        "MetaTensorType(memory_format=...): expected torch.contiguous_format, "
+        f"torch.channels_last, torch.channels_last_3d or None, got {memory_format!r}"
+    )
+
+
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def _require_one_memory(known: Mapping[str, Any]) -> None:
+    """Strides and memory format fit the shape, and are those of a strided tensor."""
+    shape, strides, memory_format = known["shape"], known["strides"], known["memory_format"]
+    name = "strides" if strides is not None else "memory_format"
+    given = known[name]
+    if given is None:
+        return
+    if known["layout"] not in (None, torch.strided):
+        raise DescriptorError(
+            f"MetaTensorType(layout={known['layout']}, {name}={given!r}): only strided tensors "
+            f"have {name.replace('_', ' ')}"
+        )
+    wanted = len(strides) if strides is not None else FORMAT_RANKS.get(memory_format)
+    least = 0 if shape is None else len(shape) - (... in shape)
+    most = None if shape is None or ... in shape else least
+    formats = FORMAT_RANKS.get(memory_format, wanted)
+    if wanted is None or (wanted == formats and least <= wanted and most in (None, wanted)):
+        return
+    sizes = "" if shape is None else f"shape={list(shape)!r}, "
+    raise DescriptorError(
+        f"MetaTensorType({sizes}{name}={given!r}): {name.replace('_', ' ')} of rank {wanted} can't "
+        f"be those of a tensor of rank {least if wanted == formats else formats}"
+    )
+
+
+def _dim(spec: object, axis: int) -> DimSpec:
+    if spec is ... or spec == "...":
+        raise DescriptorError(
+            f"MetaTensorType(shape=...): dim {axis}: `...` stands for the dims before all others; "
+            f"write None for one dim that is not known"
+        )
+    try:
+        return spell_dim(parse_dim(spec))
+    except DescriptorError as error:
+        raise DescriptorError(f"MetaTensorType(shape=...): dim {axis}: {error}") from None
+
+
+def _device(device: object) -> torch.device | None:
+    if device is None:
+        return None
+    if not isinstance(device, str | torch.device):
+        raise DescriptorError(
+            f"MetaTensorType(device=...): expected a torch.device, its name or None, got {device!r}"
+        )
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise DescriptorError(
+            f"MetaTensorType(device=...): torch knows no device {device!r}; "
+            "write for example 'cpu', 'cuda' or 'cuda:1'"
+        ) from None
+    # There is one CPU: tensors on "cpu:0" say that they are on "cpu".
+    return torch.device(found.type) if found.type in ("cpu", "meta") else found
+
+
+def _flag(requires_grad: object) -> bool | None:
+    if requires_grad is None or isinstance(requires_grad, bool):
+        return requires_grad
+    raise DescriptorError(
+        f"MetaTensorType(requires_grad=...): expected True, False or None, got {requires_grad!r}"
+    )
+
+
+def _layout(layout: object) -> torch.layout | None:
+    if layout is None or isinstance(layout, torch.layout):
+        return layout
+    raise DescriptorError(
+        "MetaTensorType(layout=...): expected a torch.layout such as torch.strided or None, "
+        f"got {layout!r}"
+    )
