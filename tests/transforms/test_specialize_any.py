@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Dict, NamedTuple  # noqa: UP035
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tsfunc import MetaTensorType, grad, specialize, vmap
+from tsfunc import MetaTensorType, grad, scan, specialize, vmap, while_loop
 from tsfunc.errors import TypeCheckError
 
 X = torch.tensor([1.0, -2.0])
@@ -207,3 +208,10 @@ def test_what_takes_whatever_comes_is_not_asked_for_types() -> None:
         return args[0] + kwargs["y"]
 
     assert specialize(f)(X, y=X).equal(2 * X)
+
+
+def test_functions_of_the_library_take_any_pytree() -> None:
+    doubled = specialize(partial(while_loop, lambda x: x.sum() < 8, lambda x: 2 * x))
+    assert doubled(X.abs()).tolist() == [4, 8]
+    total = specialize(partial(scan, lambda c, row: (c + row, None)))
+    assert total(torch.zeros(2), torch.ones(3, 2))[0].tolist() == [3, 3]

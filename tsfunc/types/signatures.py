@@ -28,6 +28,7 @@ from tsfunc.types.grammar import (
 from tsfunc.types.inference import of_value
 
 _EMPTY = inspect.Parameter.empty
+_OURS = __name__.partition(".")[0]
 _ONE, _MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -168,10 +169,12 @@ def annotated_types(func: Any) -> dict[str, TSType]:
     """The types of the parameters of a function that have an annotation which is a type.
 
     ``*args`` and ``**kwargs`` are left out: ``Any`` there is what functions write that pass on
-    whatever comes.
+    whatever comes. So are functions of this library, which take any pytree.
     """
     target = func.forward if isinstance(func, torch.nn.Module) else func
     inner = _function(target)
+    if (getattr(inner, "__module__", None) or "").partition(".")[0] == _OURS:
+        return {}
     scope = _scope(inner, _owner(inner))
     found: dict[str, TSType] = {}
     for name, parameter in signature_of(target).parameters.items():

@@ -147,6 +147,18 @@ def test_the_bounds_of_a_fori_loop_may_differ_from_example_to_example() -> None:
     torch.testing.assert_close(specialize(vmap(grad(f)))(x, n), gradients)
 
 
+@pytest.mark.parametrize("run", [lambda f: f, specialize], ids=["eager", "specialize"])
+@pytest.mark.parametrize("upper", [-2, 0, torch.tensor(0)])
+def test_a_range_without_numbers_makes_no_step(run: Any, upper: Any) -> None:
+    def f(x: torch.Tensor) -> Any:
+        return fori_loop(0, upper, lambda i, c: c + x[i], x.sum())
+
+    x = torch.ones(3)
+    assert run(f)(x) == 3
+    assert run(grad(f))(x).tolist() == [1, 1, 1]
+    assert run(vmap(f))(x.expand(2, 3)).tolist() == [3, 3]
+
+
 def test_a_program_has_one_node_for_a_loop() -> None:
     s = specialize(lambda x: while_loop(lambda c: c.sum() < 100, lambda c: c * 2, x))
     torch.testing.assert_close(s(torch.ones(2)), torch.full((2,), 64.0))

@@ -156,8 +156,20 @@ def test_what_can_not_be_scanned_is_refused() -> None:
         scan(step, 0, torch.ones(()))
     with pytest.raises(TypeError, match="expected tensors to go along, got float"):
         scan(step, 0, 1.5)
-    with pytest.raises(TypeError, match="must return a pair"):
-        scan(lambda c, x: c, torch.ones(3), torch.ones(2))
+    no_pairs: list[tuple[Any, str]] = [
+        (lambda c, x: c, r"f32\[3\]"),
+        (lambda c, x: (c, x, x), r"\(f32\[3\], f32\[\], f32\[\]\)"),
+        (lambda c, x: [c], r"\[f32\[3\]\]"),
+    ]
+    for f, got in no_pairs:
+        for run in (scan, specialize(scan)):
+            with pytest.raises(TypeError, match=f"must return a pair.*got {got}"):
+                run(f, torch.ones(3), torch.ones(2))
+    for unroll in (0, -1, 1.5):
+        with pytest.raises(
+            ValueError, match=f"unroll must be a bool or a positive int, got {unroll}"
+        ):
+            scan(step, 0, torch.ones(2), unroll=unroll)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"the carry that the function returns: f64\[\]"):
         scan(lambda c, x: (c.double(), x), torch.ones(()), torch.ones(2))
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):

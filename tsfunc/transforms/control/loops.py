@@ -149,6 +149,8 @@ def fori_loop(
     bounds: list[Any] = [_bound(value) for value in (lower, upper)]
     trace = current_trace()
     if trace is not None and _numbered(*bounds):
+        if all(isinstance(b, int) for b in bounds) and bounds[1] <= bounds[0]:
+            return init_val
         numbers = torch.arange(bounds[0], torch.sym_max(*bounds))
         return record_scan(
             "fori_loop", lambda carry, i: (body_fun(i, carry), None), init_val, numbers, None,

@@ -139,6 +139,19 @@ def check_carried(what: str, names: tuple[str, str], carries: tuple[Any, Any], a
     _check(what, names, carries, carry_faults, advice)
 
 
+def check_pair(what: str, found: Any) -> None:
+    """Checks that a step of a scan returns a carry and a result.
+
+    Raises:
+        TypeError: it does not.
+    """
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise TypeError(
+            f"{what}: the function must return a pair, the next carry and a result (None for no "
+            f"result), got {show(found)}."
+        )
+
+
 _Faults = Callable[[TSType, TSType, str], list[str]]
 
 

@@ -37,6 +37,7 @@ from tsfunc.transforms.control.outputs import (
     as_tensor,
     check_branches,
     check_carried,
+    check_pair,
     common_dtype,
     is_number,
     stacked_dim,
@@ -246,6 +247,7 @@ def record_scan(
     while True:
         inputs = carry.inputs()
         body = TracedBody(trace, run, [*inputs, *slices])
+        check_pair(what, body.out)
         new, ys = body.out
         check_carried(what, ("the carry", "the carry that the function returns"),
                       (carry.given(inputs), new), advice)  # fmt: skip

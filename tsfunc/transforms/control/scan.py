@@ -19,6 +19,7 @@ from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
 from tsfunc.transforms.control.outputs import (
     check_carried,
+    check_pair,
     none_stacked,
     slice_like,
     stacked_dim,
@@ -42,7 +43,7 @@ def scan(
     xs: Any = None,
     length: int | None = None,
     reverse: bool = False,
-    unroll: int = 1,
+    unroll: int | bool = 1,
     *,
     dim: int = 0,
 ) -> tuple[Any, Any]:
@@ -55,7 +56,8 @@ def scan(
         xs: a pytree of tensors, which have the same size in ``dim``; or None.
         length: how many steps; needed where there is no tensor in ``xs``.
         reverse: whether to begin with the last slice. Results stand where their slices did.
-        unroll: in a program, how many steps one turn of its loop has; elsewhere of no effect.
+        unroll: taken as JAX takes it, a positive int or a bool, and of no effect: a step costs the
+            same in a longer turn of the loop.
         dim: the dim of ``xs`` to go along, and of the stacked results; a result of a step that
             has fewer dims is stacked along a new first dim.
 
@@ -63,7 +65,7 @@ def scan(
         The last carry, and the results, stacked.
 
     Raises:
-        ValueError: there is nothing to go along, or sizes differ.
+        ValueError: there is nothing to go along, or sizes differ; ``unroll`` is not positive.
         TypeError: ``f`` does not return a pair.
         TypeCheckError: the carry changes its type.
 
@@ -76,6 +78,8 @@ def scan(
     As ``jax.lax.scan``; ``dim`` is ``torch``'s, and so is the name ``combine_fn`` for ``f``.
     """
     check_callable("scan", f=f)
+    if not isinstance(unroll, int) or (unroll < 1 and unroll is not False):
+        raise ValueError(f"scan: unroll must be a bool or a positive int, got {unroll!r}.")
     if torch_records():
         last, ys = in_torch.scan(f, init, xs, length, reverse, dim)
         return last, ys
@@ -112,11 +116,7 @@ class Step:
     def __call__(self, carry: Any, x: Any) -> tuple[Any, Any]:
         found: Any = self.f(carry, x)
         if not self.checked:
-            if not isinstance(found, tuple | list) or len(found) != 2:
-                raise TypeError(
-                    f"{self.what}: the function must return a pair, the next carry and a result "
-                    f"(None for no result), got {type(found).__name__}."
-                )
+            check_pair(self.what, found)
             names = ("the carry", "the carry that the function returns")
             check_carried(self.what, names, (carry, found[0]), _ADVICE)
             self.checked = True
