@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import tsfunc
 from tests.transforms.support import same
 from tsfunc import vmap
-from tsfunc.errors import EscapedTracerError
 
 X = torch.linspace(0.05, 0.95, 42).view(7, 6)
 drawing = functools.partial(vmap, randomness="split")
@@ -345,17 +344,77 @@ def test_examples_that_run_by_themselves(func: Func) -> None:
     same(drawing(func, data_dependent="split")(x), whole)
 
 
-@pytest.mark.xfail(
-    raises=EscapedTracerError,
-    strict=True,
-    reason="lanes of the inner vmap within lanes of the outer one meet values of the whole outer "
-    "batch where both draw by themselves: the call is refused",
-)
-@pytest.mark.parametrize("func", [halve, coins, both])
+def chosen(x: Tensor) -> Tensor:
+    """Steps and draws in a scan, by a choice that is drawn."""
+
+    def step(carry: Tensor, _: Any) -> Any:
+        i = torch.randint(0, 3, ())
+        branches = [lambda c: c, lambda c: c + torch.rand(()), lambda c: c * torch.rand(2).sum()]
+        return tsfunc.switch(i, branches, carry), torch.rand(())
+
+    n = torch.randint(0, 4, ())
+    y = tsfunc.fori_loop(0, n, lambda i, c: c + nnf.dropout(torch.ones(3)).sum(), x)
+    last, drawn = tsfunc.scan(step, y, None, length=2)
+    return torch.stack([last, *drawn])
+
+
+def in_python(x: Tensor) -> Tensor:
+    while x > 0.5:
+        x = x * (0.5 + 0.4 * torch.rand(()))
+    if torch.rand(()) < 0.5:
+        x = x + torch.rand(())
+    return x + torch.rand(())
+
+
+@pytest.mark.parametrize("func", [halve, coins, both, chosen, in_python])
 def test_nested_examples_that_run_by_themselves(func: Func) -> None:
+    """Each example of both meets its own numbers, whichever others there are."""
+    split = functools.partial(drawing, data_dependent="split") if func is in_python else drawing
+    x = torch.linspace(0.2, 9, 12).view(3, 4)
     torch.manual_seed(9)
-    nested = drawing(drawing(func))(torch.linspace(0.2, 9, 12).view(3, 4))
-    assert len(nested.unique()) == nested.numel()
+    whole = split(split(func))(x)
+    assert len(whole.unique()) == whole.numel()
+    for outer, inner in ((None, 1), (1, None), (1, 1), (2, 3)):
+        torch.manual_seed(9)
+        same(split(split(func, chunk_size=inner), chunk_size=outer)(x), whole)
+    torch.manual_seed(9)
+    same(split(split(func))(x[:2, :3]), whole[:2, :3])
+
+
+def test_three_vmaps_of_examples_that_run_by_themselves() -> None:
+    x = torch.linspace(0.2, 9, 12).view(2, 3, 2)
+    torch.manual_seed(9)
+    whole = drawing(drawing(drawing(coins)))(x)
+    for sizes in ((1, None, None), (None, 1, None), (None, None, 1)):
+        nested: Func = coins
+        for size in reversed(sizes):
+            nested = drawing(nested, chunk_size=size)
+        torch.manual_seed(9)
+        same(nested(x), whole)
+
+
+@pytest.mark.parametrize("inner", ["same", "different", "split"])
+@pytest.mark.parametrize("outer", ["same", "different", "split"])
+def test_an_inner_vmap_draws_in_a_branch_of_the_outer(outer: str, inner: str) -> None:
+    """Its own operators draw for the outer examples that are in the branch."""
+
+    def func(x: Tensor, flag: Tensor) -> Tensor:
+        taken: Tensor = tsfunc.cond(flag, lambda x: nnf.dropout(x) + torch.rand(40), torch.neg, x)
+        return taken
+
+    x, flags = torch.ones(3, 4, 40), torch.tensor([True, False, True])
+    out = vmap(vmap(func, in_dims=(0, None), randomness=inner), randomness=outer)(x, flags)
+    same(out[1], -x[1])
+    drawn = out[::2]
+    assert bool((drawn == drawn[:1]).all()) is (outer == "same")
+    assert bool((drawn == drawn[:, :1]).all()) is (inner == "same")
+    torch.manual_seed(9)
+    whole = vmap(vmap(func, in_dims=(0, None), randomness=inner), randomness="split")(x, flags)
+    torch.manual_seed(9)
+    rows = vmap(vmap(func, in_dims=(0, None), randomness=inner), randomness="split", chunk_size=1)(
+        x, flags
+    )
+    same(whole, rows)
 
 
 def test_checkpoints_of_examples_that_run_by_themselves() -> None:

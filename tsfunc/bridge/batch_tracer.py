@@ -19,7 +19,7 @@ from torch._C import (
     _set_grad_enabled,
 )
 
-from tsfunc.bridge.courses import Course, Courses
+from tsfunc.bridge.courses import Courses, course_for, keys_in
 from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.questions import environment_of, unasked_of
@@ -117,16 +117,30 @@ class BatchLevel(TracerLevel):
 
     def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         """The key for the whole batch, or one for each example (NOTE [courses of draws])."""
-        if self.courses is None:
+        courses = self.whole.courses
+        if courses is None:
             return nonce
-        return self.course(generator).keys(nonce, None)
+        if generator not in courses:
+            courses[generator] = course_for(self.whole)
+        return keys_in(courses[generator], self, nonce)
 
-    def course(self, generator: torch.Generator | None) -> Course:
-        """What the examples have drawn from a generator."""
-        assert self.courses is not None
-        if generator not in self.courses:
-            self.courses[generator] = Course(self.batch_size)
-        return self.courses[generator]
+    @property
+    def whole(self) -> BatchLevel:
+        """The vmap's own level, for one that has some of its examples (``lanes``)."""
+        return self
+
+    @property
+    def call_size(self) -> int:
+        """How many examples the call has, of which the level may have some."""
+        return self.batch_size
+
+    def places(self) -> torch.Tensor:
+        """The numbers of its examples among those of the call, a tensor of outside of it."""
+        return torch.arange(self.batch_size, device="cpu")
+
+    def with_batch(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of outside, which has a first dim for the examples, as the level has it."""
+        return wrap(value, 0, self)
 
     def draws(self, generator: torch.Generator | None) -> None:
         """A random operator is about to draw from the generator, None being torch's own."""
@@ -155,6 +169,13 @@ class _Twin(BatchLevel):
 
     def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         return self.level.keys(nonce, generator)
+
+    @property
+    def call_size(self) -> int:
+        return self.level.whole.call_size
+
+    def places(self) -> torch.Tensor:
+        return self.level.places()
 
 
 class BatchTracer(Tracer):

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import torch
 
+from tsfunc.bridge.courses import CourseStates, vmaps_here
+
 
 class Generators:
     """Remembers where generators were when a vmapped call began."""
 
     def __init__(self) -> None:
+        self._courses = _CoursesOutside()
         self.drawn = 0
         self._most = -1
         self._began: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -36,20 +39,57 @@ class Generators:
     def rewind(self) -> None:
         """A part of the batch has been run, and another one is about to be."""
         self._note_end()
+        self._courses.rewind()
         for generator, state in self._began:
             generator.set_state(state)
 
     def finish(self) -> None:
         """All parts have been run."""
         self._note_end()
+        self._courses.finish()
         for generator, state in self._ended:
             generator.set_state(state)
 
     def _note_end(self) -> None:
+        self._courses.note_end()
         if self.drawn > self._most:
             self._most = self.drawn
             self._ended = [(generator, generator.get_state()) for generator, _ in self._began]
         self.drawn = 0
+
+
+class _CoursesOutside:
+    """How far examples of the vmaps outside have come, which draw for each part of this one."""
+
+    def __init__(self) -> None:
+        self._levels = [level.whole for level in vmaps_here()]
+        self._began = self._states()
+        self._ended = self._began
+
+    def _states(self) -> list[CourseStates]:
+        return [
+            {generator: course.state() for generator, course in (level.courses or {}).items()}
+            for level in self._levels
+        ]
+
+    def note_end(self) -> None:
+        """Of what each has drawn in one of the parts, the most is what it has drawn in the end."""
+        self._ended = [
+            {g: then[g].or_further(state) if g in then else state for g, state in now.items()}
+            | {g: state for g, state in then.items() if g not in now}
+            for then, now in zip(self._ended, self._states(), strict=True)
+        ]
+
+    def rewind(self) -> None:
+        for level, began in zip(self._levels, self._began, strict=True):
+            for generator, course in (level.courses or {}).items():
+                course.return_to(began.get(generator) or course.start())
+
+    def finish(self) -> None:
+        for level, ended in zip(self._levels, self._ended, strict=True):
+            for generator, state in ended.items():
+                assert level.courses is not None
+                level.courses[generator].return_to(state)
 
 
 def rewindable(randomness: str) -> Generators | None:

@@ -42,7 +42,7 @@ from tsfunc.bridge.tracer import (
     seen_here,
     settle,
 )
-from tsfunc.dispatch.state import tls, using
+from tsfunc.dispatch.state import Level, capturing, tls, using
 from tsfunc.ops.splitting import groups_of
 
 
@@ -64,27 +64,25 @@ class LaneLevel(BatchLevel, StandIn):
     Attributes:
         parent: the level that the examples are taken from.
         index: their numbers there, a tensor of outside of the level.
-        whole: the vmap's own level.
         alone: whether it is one lane, of which tensors are taken over as plain ones.
     """
 
-    __slots__ = ("_composed", "alone", "index", "parent", "whole")
+    __slots__ = ("_composed", "_whole", "alone", "index", "parent")
 
     def __init__(self, parent: BatchLevel, index: torch.Tensor, alone: bool = False) -> None:
         self.stand_in_for(parent)
         self.parent = parent
         self.index = index
-        self.whole: BatchLevel = parent.whole if isinstance(parent, LaneLevel) else parent
+        self._whole = parent.whole
         self.batch_size = index.shape[0]
-        old = parent.inner
-        self.inner = old.with_levels((*old.levels[:-1], self))
+        self.inner = parent.inner.with_levels((*parent.outer.levels, self))
         self._kernel_states = {}
         self.alone = alone and _serves_plain(parent)
         self._composed = {id(parent): index}
         self.kind = MadeTracer
         self.born = 0
         self.lifts_factories = 0
-        if self.whole.courses is None and self.whole.randomness == "split":
+        if parent.whole.courses is None and self.whole.randomness == "split":
             self.whole.courses = {}
         self.splitter = self if self.whole.splitter is not None else None
 
@@ -92,6 +90,10 @@ class LaneLevel(BatchLevel, StandIn):
     def alive(self) -> bool:  # type: ignore[override]
         """As long as the vmap: backward passes run after the body has."""
         return self.whole.alive
+
+    @property
+    def whole(self) -> BatchLevel:
+        return self._whole
 
     @property
     def root(self) -> TracerLevel:
@@ -119,11 +121,11 @@ class LaneLevel(BatchLevel, StandIn):
         return self.index if outer is None else outer.index_select(0, self.index)
 
     def examples(self, device: torch.device) -> torch.Tensor:
-        whole, numbers = self.whole.examples(device), self.numbers
-        return whole if numbers is None else whole.index_select(0, numbers.to(device))
+        return self.whole.examples(device)[self.index_in(self.whole).to(device)]
 
-    def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        return self.whole.course(generator).keys(nonce, self.numbers)
+    def places(self) -> torch.Tensor:
+        index = self.index_in(self.whole)
+        return self.whole.places().to(index.device)[index]
 
     def agree(self, answers: torch.Tensor) -> None:
         """Goes on where all lanes answer alike; else the vmap begins anew without some of them.
@@ -579,11 +581,20 @@ def _writes(func: Any) -> bool:
 def in_lanes(lanes: LaneLevel, what: str) -> Iterator[None]:
     """The block runs on the lanes alone."""
     state = tls.state
-    levels = tuple(
-        lanes if level.depth == lanes.depth and isinstance(level, BatchLevel) else level
-        for level in state.levels
-    )
-    with using(state.with_levels(levels, _TakingOver(lanes, what))):
+
+    def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
+        return tuple(
+            [
+                lanes if level.depth == lanes.depth and isinstance(level, BatchLevel) else level
+                for level in levels
+            ]
+        )
+
+    inside = [level for level in state.levels if level.depth > lanes.depth]
+    with (
+        capturing(inside, seen),
+        using(state.with_levels(seen(state.levels), _TakingOver(lanes, what))),
+    ):
         yield
 
 

@@ -64,8 +64,8 @@ class SplitLevel(BatchLevel):
         writes_arguments: whether the function was about to write into arguments that are not.
     """
 
-    __slots__ = ("_moves", "_past", "_picked", "asked", "copying", "generation", "lanes",
-                 "put_off", "writes_arguments", "written")  # fmt: skip
+    __slots__ = ("_call_size", "_moves", "_past", "_picked", "asked", "copying", "generation",
+                 "lanes", "put_off", "writes_arguments", "written")  # fmt: skip
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class SplitLevel(BatchLevel):
         super().__init__(len(lanes), randomness, name, strict, generators=generators)
         self.kind = SplitTracer
         self.lanes = lanes
+        self._call_size = int(lanes.max()) + 1 if len(lanes) else 0
         self.put_off: list[torch.Tensor] = []
         self.generation = 0
         self.asked = False
@@ -92,6 +93,13 @@ class SplitLevel(BatchLevel):
 
     def examples(self, device: torch.device) -> torch.Tensor:
         return self.lanes.to(device)
+
+    @property
+    def call_size(self) -> int:
+        return self._call_size
+
+    def places(self) -> torch.Tensor:
+        return self.lanes
 
     def agree(self, answers: torch.Tensor) -> torch.Tensor | None:
         """Goes on with the largest group of examples that answer alike.
@@ -113,8 +121,6 @@ class SplitLevel(BatchLevel):
         self.lanes = self.lanes[kept]
         self.generation += 1
         self.batch_size = len(kept)
-        for course in (self.courses or {}).values():
-            course.narrow(kept)
         return kept
 
     def twin(self, name: str) -> BatchLevel:

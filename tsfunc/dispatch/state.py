@@ -390,6 +390,36 @@ class Level:
             yield
 
 
+class capturing:
+    """Context manager: levels have captured other levels than those they were made in.
+
+    For the time in which others stand in the places of these (``bridge/lanes``): what the kernels
+    of the levels inside call is to meet them too, also where it has no values of theirs.
+
+    Args:
+        inside: the levels whose captured states change.
+        seen: the levels that are in the places of some.
+    """
+
+    __slots__ = ("_inside", "_previous", "_seen")
+
+    def __init__(
+        self, inside: Sequence[Level], seen: Callable[[Sequence[Level]], tuple[Level, ...]]
+    ) -> None:
+        self._inside, self._seen = inside, seen
+
+    def __enter__(self) -> None:
+        self._previous = [(x.outer, x.inner, x._kernel_states) for x in self._inside]
+        for level in self._inside:
+            level.outer = level.outer.with_levels(self._seen(level.outer.levels))
+            level.inner = level.inner.with_levels(self._seen(level.inner.levels))
+            level._kernel_states = {}
+
+    def __exit__(self, *exc: object) -> None:
+        for level, (outer, inner, kernels) in zip(self._inside, self._previous, strict=True):
+            level.outer, level.inner, level._kernel_states = outer, inner, kernels
+
+
 def outside_all_levels() -> AbstractContextManager[None]:
     """Context manager: no level is active, and nothing included or excluded."""
     return using(State(0, -1, (), recorder=tls.state.recorder))
