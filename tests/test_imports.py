@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+import tsfunc
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # A room is a folder or a file of tsfunc/; it imports itself and what stands before it here.
 ROOMS = (
+    "late",
     "rage",
     "errors",
     "pytrees",
@@ -34,6 +38,26 @@ PRIVATE_NAMES_ROOM = "bridge"
 LIGHT = {"tsfunc", "optree", "typing_extensions"}
 # Parts of torch that `import torch` leaves alone, and that take long to load.
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
+# Our own that a first vmap of grad has no use for: what specialize needs, control flow, the tools.
+UNUSED_BY_VMAP = (
+    "tsfunc.ops.catalogue.lookup",
+    "tsfunc.program",
+    "tsfunc.testing",
+    "tsfunc.transforms.control",
+    "tsfunc.transforms.explain",
+    "tsfunc.transforms.files",
+    "tsfunc.transforms.specialize",
+    "tsfunc.types.descriptors",
+    "tsfunc.types.grammar",
+    "tsfunc.types.meta",
+    "tsfunc.cli",
+)
+VMAP_OF_GRAD = """
+from tsfunc import grad, vmap
+vmap(grad(lambda w, x: (w @ x).tanh().square().sum()), in_dims=(None, 0))(
+    torch.ones(2, 3), torch.ones(4, 3)
+)
+"""
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -247,18 +271,102 @@ def test_a_public_name_is_let_through(source: str) -> None:
     assert private_uses("tsfunc.ops.rules", source) == []
 
 
-def test_importing_tsfunc_loads_little_beside_torch() -> None:
-    code = (
-        "import json, sys, torch; before = set(sys.modules); import tsfunc; "
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
+def loaded_by(code: str) -> list[str]:
+    """The modules that code loads in a fresh process, beside torch's own import."""
+    lines = (
+        "import json, sys, torch",
+        "before = set(sys.modules)",
+        code,
+        "print(json.dumps(sorted(set(sys.modules) - before)))",
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    loaded = json.loads(run.stdout)
+    loaded: list[str] = json.loads(run.stdout)
     assert "tsfunc" in loaded
-    assert "tsfunc.ops.catalogue.lookup" not in loaded  # nor the table that it reads
+    return loaded
+
+
+def below(names: Iterable[str], packages: Sequence[str]) -> list[str]:
+    """Of names of modules those that are among ``packages``, or in one of them."""
+    return [n for n in names if any(n == p or n.startswith(f"{p}.") for p in packages)]
+
+
+def test_importing_tsfunc_loads_little_beside_torch() -> None:
+    loaded = loaded_by("import tsfunc")
     assert heavy_modules(loaded) == []
+    assert below(loaded, UNUSED_BY_VMAP) == []
+    assert "tsfunc.transforms.vmap" not in loaded
+
+
+def test_a_first_vmap_of_grad_loads_what_it_needs() -> None:
+    """torch itself loads sympy and more in it, where it first meets a tensor subclass."""
+    loaded = loaded_by(VMAP_OF_GRAD)
+    assert "tsfunc.transforms.vmap" in loaded
+    assert below(loaded, (*UNUSED_BY_VMAP, "torch._dynamo", "torch._inductor")) == []
+
+
+def late_tables() -> Iterator[tuple[str, str]]:
+    """The packages with names that are loaded late, and their sources."""
+    for module, file in modules():
+        source = file.read_text()
+        if module.endswith("__init__") and "= late(" in source:
+            yield module.removesuffix(".__init__"), source
+
+
+def late_names(package: str, tree: ast.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Full names by name, as the imports under ``TYPE_CHECKING`` say it, and as the table does."""
+    (choice,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    typed = {
+        full.rpartition(".")[2]: full
+        for statement in choice.body
+        for _, full in imported(f"{package}.__init__", statement)
+    }
+    (assignment,) = choice.orelse
+    assert isinstance(assignment, ast.Assign)
+    assert isinstance(assignment.value, ast.Call)
+    homes = ast.literal_eval(assignment.value.args[1])
+    shown = {
+        name: f"{package}.{home}.{name}" for home, names in homes.items() for name in names.split()
+    }
+    for keyword in assignment.value.keywords:
+        for module in ast.literal_eval(keyword.value):
+            shown[module.rpartition(".")[2]] = f"{package}.{module}"
+    return typed, shown
+
+
+def test_late_names_are_those_that_type_checkers_see() -> None:
+    tables = dict(late_tables())
+    assert {"tsfunc", "tsfunc.ops", "tsfunc.types"} <= tables.keys()
+    for package, source in tables.items():
+        typed, shown = late_names(package, ast.parse(source))
+        assert typed == shown, package
+
+
+def test_late_names_are_what_their_modules_make() -> None:
+    for package, source in late_tables():
+        room = importlib.import_module(package)
+        for name, full in late_names(package, ast.parse(source))[1].items():
+            home = importlib.import_module(full.rpartition(".")[0])
+            assert getattr(room, name) is getattr(home, name), full
+            assert name in dir(room)
+        assert set(room.__all__) <= set(dir(room))
+        assert all(hasattr(room, name) for name in room.__all__)
+
+
+def test_a_name_that_a_package_lacks_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'tsfunc' has no attribute 'vamp'"):
+        tsfunc.vamp  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'vamp'"):
+        exec("from tsfunc import vamp")
 
 
 def test_a_heavy_module_is_found() -> None:

@@ -2,45 +2,91 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tsfunc import dispatch, errors, ops
+from tsfunc import transforms as transforms  # with what it tells the bridge
 from tsfunc.bridge.tracer import Tracer, TracerLevel
-from tsfunc.transforms import checkpoint_policies, custom_derivatives
-from tsfunc.transforms.checkpoint import checkpoint
-from tsfunc.transforms.closure_convert import closure_convert
-from tsfunc.transforms.collectives import (
-    all_gather,
-    all_to_all,
-    axis_index,
-    axis_size,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    psum,
-    psum_scatter,
-)
-from tsfunc.transforms.control import torch_forms as torch_forms  # what torch.cond is inside
-from tsfunc.transforms.control.cond import cond, switch
-from tsfunc.transforms.control.loops import fori_loop, while_loop
-from tsfunc.transforms.control.scan import associative_scan, scan
-from tsfunc.transforms.control.scan import map as map  # not in __all__: it would hide Python's
-from tsfunc.transforms.custom_jvp import custom_jvp
-from tsfunc.transforms.custom_vjp import custom_gradient, custom_vjp
-from tsfunc.transforms.custom_vmap import custom_vmap, sequential_vmap
-from tsfunc.transforms.explain import CallReport, explain
-from tsfunc.transforms.files import load
-from tsfunc.transforms.forward import jvp
-from tsfunc.transforms.implicit import implicit_root, linear_solve
-from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
-from tsfunc.transforms.linear import hvp, linear_transpose, stop_gradient
-from tsfunc.transforms.linearize import linearize
-from tsfunc.transforms.modules import functional_call, stack_module_state
-from tsfunc.transforms.outlines import eval_shape, make_graph
-from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
-from tsfunc.transforms.sparse_jacobian import jacobian_sparsity, sparse_jacobian
-from tsfunc.transforms.specialize import specialize
-from tsfunc.transforms.vmap import vmap
-from tsfunc.types import Descriptors, Dim, MetaTensorType, infer_descriptors
+from tsfunc.late import late
+
+# What every transform needs is loaded above, each transform itself when it is asked for.
+if TYPE_CHECKING:
+    from tsfunc import program as program
+    from tsfunc import types as types
+    from tsfunc.transforms import checkpoint_policies, custom_derivatives
+    from tsfunc.transforms.checkpoint import checkpoint
+    from tsfunc.transforms.closure_convert import closure_convert
+    from tsfunc.transforms.collectives import (
+        all_gather,
+        all_to_all,
+        axis_index,
+        axis_size,
+        pmax,
+        pmean,
+        pmin,
+        ppermute,
+        psum,
+        psum_scatter,
+    )
+    from tsfunc.transforms.control.cond import cond, switch
+    from tsfunc.transforms.control.loops import fori_loop, while_loop
+    from tsfunc.transforms.control.scan import associative_scan, scan
+    from tsfunc.transforms.control.scan import map as map  # not in __all__: it would hide Python's
+    from tsfunc.transforms.custom_jvp import custom_jvp
+    from tsfunc.transforms.custom_vjp import custom_gradient, custom_vjp
+    from tsfunc.transforms.custom_vmap import custom_vmap, sequential_vmap
+    from tsfunc.transforms.explain import CallReport, explain
+    from tsfunc.transforms.files import load
+    from tsfunc.transforms.forward import jvp
+    from tsfunc.transforms.implicit import implicit_root, linear_solve
+    from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
+    from tsfunc.transforms.linear import hvp, linear_transpose, stop_gradient
+    from tsfunc.transforms.linearize import linearize
+    from tsfunc.transforms.modules import functional_call, stack_module_state
+    from tsfunc.transforms.outlines import eval_shape, make_graph
+    from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
+    from tsfunc.transforms.sparse_jacobian import jacobian_sparsity, sparse_jacobian
+    from tsfunc.transforms.specialize import specialize
+    from tsfunc.transforms.vmap import vmap
+    from tsfunc.types import Descriptors, Dim, MetaTensorType, infer_descriptors
+else:
+    __getattr__, __dir__ = late(
+        __name__,
+        {
+            "transforms.checkpoint": "checkpoint",
+            "transforms.closure_convert": "closure_convert",
+            "transforms.collectives": """
+                all_gather all_to_all axis_index axis_size pmax pmean pmin ppermute psum
+                psum_scatter
+            """,
+            "transforms.control.cond": "cond switch",
+            "transforms.control.loops": "fori_loop while_loop",
+            "transforms.control.scan": "associative_scan scan map",
+            "transforms.custom_jvp": "custom_jvp",
+            "transforms.custom_vjp": "custom_gradient custom_vjp",
+            "transforms.custom_vmap": "custom_vmap sequential_vmap",
+            "transforms.explain": "CallReport explain",
+            "transforms.files": "load",
+            "transforms.forward": "jvp",
+            "transforms.implicit": "implicit_root linear_solve",
+            "transforms.jacobians": "hessian jacfwd jacrev",
+            "transforms.linear": "hvp linear_transpose stop_gradient",
+            "transforms.linearize": "linearize",
+            "transforms.modules": "functional_call stack_module_state",
+            "transforms.outlines": "eval_shape make_graph",
+            "transforms.reverse": "grad grad_and_value value_and_grad vjp",
+            "transforms.sparse_jacobian": "jacobian_sparsity sparse_jacobian",
+            "transforms.specialize": "specialize",
+            "transforms.vmap": "vmap",
+            "types": "Descriptors Dim MetaTensorType infer_descriptors",
+        },
+        modules=(
+            "program",
+            "types",
+            "transforms.checkpoint_policies",
+            "transforms.custom_derivatives",
+        ),
+    )
 
 __version__ = "0.1.0"
 

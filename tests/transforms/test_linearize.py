@@ -150,3 +150,18 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()
+
+
+def test_results_have_a_graph_only_where_somebody_outside_differentiates() -> None:
+    x, t = torch.linspace(0, 1, 3), torch.ones(3)
+    out, push = tsfunc.linearize(torch.sin, x)
+    assert not out.requires_grad
+    assert not push(t).requires_grad
+    assert push(t.clone().requires_grad_()).requires_grad
+    weight = torch.tensor(2.0, requires_grad=True)
+    out, push = tsfunc.linearize(lambda x: weight * x.sin(), x)
+    assert out.requires_grad
+    torch.testing.assert_close(torch.autograd.grad(push(t).sum(), weight)[0], x.cos().sum())
+    x.requires_grad_()
+    _, push = tsfunc.linearize(torch.sin, x)
+    torch.testing.assert_close(torch.autograd.grad(push(t).sum(), x)[0], -x.sin())

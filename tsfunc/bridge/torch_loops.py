@@ -13,7 +13,7 @@ go to Dynamo inside of our transforms too, and only the operators themselves are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch._higher_order_ops.utils
 from torch._ops import HigherOrderOperator
@@ -22,23 +22,17 @@ from torch.overrides import TorchFunctionMode
 from tsfunc.bridge.tracer import METHODS
 from tsfunc.dispatch.state import tls
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 OURS: Final[dict[HigherOrderOperator, Callable[..., Any]]] = {}
 
 
-def stands_for(operator: HigherOrderOperator) -> Callable[[F], F]:
+def stands_for(operator: HigherOrderOperator, func: Callable[..., Any]) -> None:
     """Registers what an operator of torch's is inside of transforms; it takes its arguments."""
 
-    def register(func: F) -> F:
-        def called(_: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            return func(*args, **kwargs)
+    def called(_: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
-        OURS[operator] = func
-        METHODS[operator] = called
-        return func
-
-    return register
+    OURS[operator] = func
+    METHODS[operator] = called
 
 
 class _Given(TorchFunctionMode):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tsfunc.late import late
 from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
     advanced_indexing,
     attention,
@@ -56,25 +56,17 @@ __all__ = [
     "rows",
 ]
 
+# The catalogue is loaded when it is asked for: transforms do not need it.
 if TYPE_CHECKING:
     from tsfunc.ops.catalogue.counts import census, operators
     from tsfunc.ops.catalogue.custom import register
     from tsfunc.ops.catalogue.lookup import OperatorEntry, category_of, lookup
-
-# The catalogue is loaded when it is asked for: ``import tsfunc`` does not need it.
-_LATE = {
-    "OperatorEntry": "lookup",
-    "category_of": "lookup",
-    "census": "counts",
-    "lookup": "lookup",
-    "operators": "counts",
-    "register": "custom",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATE:
-        module = importlib.import_module(f"tsfunc.ops.catalogue.{_LATE[name]}")
-        globals()[name] = getattr(module, name)
-        return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+else:
+    __getattr__, __dir__ = late(
+        __name__,
+        {
+            "catalogue.counts": "census operators",
+            "catalogue.custom": "register",
+            "catalogue.lookup": "OperatorEntry category_of lookup",
+        },
+    )

@@ -192,8 +192,8 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
         >>> report = explain(vmap(lambda x: torch.sin(x) @ x), torch.ones(3, 2))
         >>> for use in report.uses:
         ...     print(use.operator, use.category, use.how, use.times)
-        aten::matmul N-Dimensional rule 1
         aten::sin TensorIterator rule 1
+        aten::matmul Batched rule 1
         >>> report.loops
         ()
 

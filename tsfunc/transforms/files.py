@@ -14,13 +14,10 @@ from tsfunc.errors import DescriptorError, DescriptorViolation, FileFormatError
 from tsfunc.program.cache import Entry
 from tsfunc.program.entering import opening_lines
 from tsfunc.program.reach import Facts
-from tsfunc.transforms.control.saved import register_all
 from tsfunc.transforms.specialize import Specialized
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` is to do without
     from tsfunc.program.files.state import State
-
-register_all()
 
 
 class LoadedFunction(Specialized):

@@ -11,8 +11,8 @@ from tsfunc import pytrees
 from tsfunc.bridge import autograd
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.functorch import delegate
-from tsfunc.transforms.arguments import flatten_tensors
-from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.arguments import flatten_output, flatten_tensors
+from tsfunc.transforms.reverse import record, vjp
 
 API = "linearize(f, *primals)"
 
@@ -52,8 +52,12 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
     if torch.is_inference_mode_enabled():
         return autograd.out_of_inference(linearize, func, *primals)  # type: ignore[no-any-return]
     flat, spec = flatten_tensors(API, "primals", primals)
-    out, pull = vjp(func, *primals)
-    outs, out_spec = pytrees.flatten(out)
+
+    def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+        leaves, out_spec = flatten_output(API, func(*pytrees.unflatten(spec, inputs)))
+        return leaves, (leaves, out_spec)
+
+    recorded, (outs, out_spec) = record(run, flat, primals)
     zeros = [torch.zeros_like(x) for x in outs]
     smooth = [i for i, x in enumerate(outs) if x.is_floating_point() or x.is_complex()]
 
@@ -61,23 +65,26 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         every = list(zeros)
         for i, cotangent in zip(smooth, cotangents, strict=True):
             every[i] = cotangent
-        return pull(pytrees.unflatten(out_spec, every))
+        return recorded.pull(every, retain=True)
 
     _, push = vjp(pull_smooth, *[zeros[i] for i in smooth])
 
     @outside_dynamo
     def jvp_fn(*tangents: Any) -> Any:
-        _match(tangents, flat, spec)
+        given = _match(tangents, flat, spec)
+        # Else nobody has a use for the graph of the pullback, which goes back to ``inputs``.
+        graph = any(autograd.requires_grad(tangent, recorded.level) for tangent in given)
         pushed = list(zeros)
-        for i, tangent in zip(smooth, push(tangents), strict=True):
-            pushed[i] = tangent
+        for i, tangent in zip(smooth, push(given), strict=True):
+            pushed[i] = tangent if graph else recorded.released(tangent)
         return pytrees.unflatten(out_spec, pushed)
 
-    return out, jvp_fn
+    return pytrees.unflatten(out_spec, [recorded.released(out) for out in outs]), jvp_fn
 
 
-def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> None:
-    """Raises where the tangents are not like the primals."""
+def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> list[torch.Tensor]:
+    """The flattened tangents, which must be like the primals."""
+    flat: list[torch.Tensor]
     flat, given = pytrees.flatten(tangents)
     if given != spec:
         raise RuntimeError(
@@ -94,3 +101,4 @@ def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> None:
                     f"jvp_fn(*tangents): the tangent at position {i} in flattened pytree doesn't "
                     f"match the {name} of its primal: got {got}, expected {wanted}."
                 )
+    return flat

@@ -31,10 +31,13 @@ from tsfunc.program.guard_texts import Guards
 from tsfunc.program.holding import Closure
 from tsfunc.program.lowering import arguments_for
 from tsfunc.program.properties import ProgramProperties
+from tsfunc.transforms.control.saved import register_all
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.choosing import in_order
 from tsfunc.types.signatures import signature_of
+
+register_all()  # files are to know what programs may hold
 
 
 class Specialized:

@@ -34,7 +34,7 @@ class SymbolicZero:
         ...     (x, y), (dx, dy) = primals, tangents
         ...     assert type(dy) is SymbolicZero
         ...     return product(x, y), dx * y
-        >>> product.defjvp(rule, symbolic_zeros=True)
+        >>> _ = product.defjvp(rule, symbolic_zeros=True)
         >>> jvp(lambda x: product(x, torch.tensor(3.)), (torch.tensor(1.),), (torch.tensor(1.),))[1]
         tensor(3.)
 

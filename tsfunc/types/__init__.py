@@ -34,52 +34,86 @@ Descriptors, in the order in which one passes through them:
     compiled     the descriptors of a whole function, ready for its calls
 """
 
-from tsfunc.types.annotation import from_annotation, parse
-from tsfunc.types.attributes import attribute_type
-from tsfunc.types.classes import interface
-from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
-from tsfunc.types.conformance import Mismatch, check
-from tsfunc.types.control_flow import check_carry, differences, join_branches
-from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
-from tsfunc.types.descriptor_text import parse_descriptor
-from tsfunc.types.descriptors import Descriptor, Value
-from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
-from tsfunc.types.grammar import (
-    ANY,
-    BOOL,
-    DOUBLE,
-    FLOAT,
-    INT,
-    NONE,
-    STR,
-    TENSOR,
-    TSAllType,
-    TSBuiltinClass,
-    TSCustomClass,
-    TSDict,
-    TSEnum,
-    TSFuture,
-    TSInstanceClass,
-    TSList,
-    TSMetaType,
-    TSModuleInterface,
-    TSModuleType,
-    TSNamedTuple,
-    TSNominalType,
-    TSOptional,
-    TSPrimitiveType,
-    TSRRef,
-    TSStructuralType,
-    TSTensor,
-    TSTuple,
-    TSType,
-    optional,
-)
-from tsfunc.types.inference import of_value, schema_of
-from tsfunc.types.lattice import is_subtype, join
-from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.reading import as_descriptor
-from tsfunc.types.signatures import Signature, signature
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tsfunc.late import late
+
+if TYPE_CHECKING:
+    from tsfunc.types.annotation import from_annotation, parse
+    from tsfunc.types.attributes import attribute_type
+    from tsfunc.types.classes import interface
+    from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
+    from tsfunc.types.conformance import Mismatch, check
+    from tsfunc.types.control_flow import check_carry, differences, join_branches
+    from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
+    from tsfunc.types.descriptor_text import parse_descriptor
+    from tsfunc.types.descriptors import Descriptor, Value
+    from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
+    from tsfunc.types.grammar import (
+        ANY,
+        BOOL,
+        DOUBLE,
+        FLOAT,
+        INT,
+        NONE,
+        STR,
+        TENSOR,
+        TSAllType,
+        TSBuiltinClass,
+        TSCustomClass,
+        TSDict,
+        TSEnum,
+        TSFuture,
+        TSInstanceClass,
+        TSList,
+        TSMetaType,
+        TSModuleInterface,
+        TSModuleType,
+        TSNamedTuple,
+        TSNominalType,
+        TSOptional,
+        TSPrimitiveType,
+        TSRRef,
+        TSStructuralType,
+        TSTensor,
+        TSTuple,
+        TSType,
+        optional,
+    )
+    from tsfunc.types.inference import of_value, schema_of
+    from tsfunc.types.lattice import is_subtype, join
+    from tsfunc.types.meta import MetaTensorType
+    from tsfunc.types.reading import as_descriptor
+    from tsfunc.types.signatures import Signature, signature
+else:
+    __getattr__, __dir__ = late(
+        __name__,
+        {
+            "annotation": "from_annotation parse",
+            "attributes": "attribute_type",
+            "classes": "interface",
+            "compiled": "Bindings CompiledDescriptors compile_descriptors",
+            "conformance": "Mismatch check",
+            "control_flow": "check_carry differences join_branches",
+            "descriptor_sets": "Descriptors infer_descriptors",
+            "descriptor_text": "parse_descriptor",
+            "descriptors": "Descriptor Value",
+            "dims": "Dim DimExpr DimForm DimSpec",
+            "grammar": """
+                ANY BOOL DOUBLE FLOAT INT NONE STR TENSOR TSAllType TSBuiltinClass TSCustomClass
+                TSDict TSEnum TSFuture TSInstanceClass TSList TSMetaType TSModuleInterface
+                TSModuleType TSNamedTuple TSNominalType TSOptional TSPrimitiveType TSRRef
+                TSStructuralType TSTensor TSTuple TSType optional
+            """,
+            "inference": "of_value schema_of",
+            "lattice": "is_subtype join",
+            "meta": "MetaTensorType",
+            "reading": "as_descriptor",
+            "signatures": "Signature signature",
+        },
+    )
 
 __all__ = [
     "ANY",

@@ -16,7 +16,7 @@ from tsfunc.bridge.bodies import Layer, Wrapping, arranged, needed_layers, peele
 from tsfunc.bridge.collectives import named_axes
 from tsfunc.bridge.control_flow import NoTorchOperator
 from tsfunc.bridge.control_flow_calls import call
-from tsfunc.bridge.custom_function import on_trace, torch_apply
+from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.bridge.traced_bodies import TracedBody, common
 from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel
@@ -154,6 +154,3 @@ def _mapped(level: BatchLevel, inputs: Sequence[Wrapping], results: Sequence[Wra
 
 def _dim_at(depth: int, wrapping: Wrapping) -> int | None:
     return next((layer.bdim for layer in wrapping.layers if layer.level.depth == depth), None)
-
-
-on_trace(record_function)
