@@ -269,6 +269,14 @@ def test_resize_of_a_batch_of_transposed_examples_is_refused() -> None:
         vmap(lambda x: x.t().resize_(2, 2))(torch.randn(3, 3, 4))
 
 
+def test_one_target_for_all_examples_is_not_written() -> None:
+    """A batch that was expanded has the memory of one example."""
+    target, source = torch.randn(4), torch.randn(3, 2)
+    out = vmap(lambda x, y: x.as_strided_scatter(y, [2], [2]))(target.expand(3, 4), source)
+    same = [target.as_strided_scatter(part, [2], [2]) for part in source]
+    assert torch.equal(out, torch.stack(same))
+
+
 def test_layouts_are_those_of_an_example() -> None:
     for name in ("clone", "contiguous", "zeros_like", "_to_copy", "empty_like"):
         row = find(f"aten::{name}")

@@ -355,9 +355,11 @@ def as_strided(
 def as_strided_scatter(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As as_strided; a target that is not batched becomes a batch of copies."""
+    """As as_strided; a target that is one for all examples becomes a batch of copies."""
     x, source, sizes, strides, offset = filled(args, None, None, None, None, None)
     at = dims[0]
+    if at is not None and level.batch_size and x.stride(at) == 0:
+        x, at = x.select(at, 0), None
     begin = x.storage_offset()
     if offset is None:
         offset = begin
