@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, front
+from tsfunc.ops.layouts import channels_last
 from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
@@ -126,7 +128,11 @@ def native_group_norm(
         x, n = front(x, at).flatten(0, 1), n * level.batch_size
     separate = p is not None or q is not None
     inner = (None, None) if separate else (weight, bias)
-    results = op(x.contiguous(), *inner, n, *rest)
+    # What the kernel takes; on other devices than the CPU only the usual layout.
+    last = x.device.type == "cpu" and channels_last(x, None)
+    spatial = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    x = x.contiguous(memory_format=spatial if last else torch.contiguous_format)
+    results = op(x, *inner, n, *rest)
     if at is not None:
         results = [r.unflatten(0, (level.batch_size, args[3])) for r in results]
         at = 0

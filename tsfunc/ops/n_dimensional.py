@@ -19,6 +19,7 @@ from tsfunc.ops.dims import (
     unit_dims,
     wrap,
 )
+from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.reductions import flat
 from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
@@ -68,6 +69,9 @@ def roll(
     if len(args) > 2 and args[2]:
         if rank == 0:
             raise IndexError(f"Dimension specified as {args[2][0]} but tensor has no dimensions")
+        if rank > 3 and channels_last(x, at):
+            places = [moved_dim(wrap(dim, rank), rank) for dim in args[2]]
+            return channels_back(op(channels_moved(x, at), args[1], places)), 0
         return op(x, args[1], physical_dims(args[2], rank, at)), at
     return op(flat(x, at), args[1], [1]).reshape(front(x, at).shape), 0
 
@@ -116,6 +120,11 @@ def constant_pad_nd(
             f"Length of pad should be no more than twice the number of dimensions of the input. "
             f"Pad length is {len(args[1])} while the input has {x.dim() - 1} dimensions."
         )
+    if x.dim() > 4 and channels_last(x, at):
+        pad = [*args[1], *[0] * (2 * (x.dim() - 1 - padded))]
+        # Pairs are from the last dim on: the channels' pair is before the spatial ones then.
+        pad = [*pad[-4:-2], *pad[:-4], *pad[-2:]]
+        return channels_back(op(channels_moved(x, at), pad, *args[2:])), 0
     if at >= x.dim() - padded:
         x, at = front(x, at), 0
     return op(x, *args[1:]), at
@@ -169,7 +178,7 @@ def select_backward(
     grad, sizes, dim, index = args
     at = dims[0]
     dim = wrap(dim, len(sizes))
-    at, dim = (at + 1, dim) if dim <= at else (at, dim + 1)
+    at, dim = (at + 1, dim) if dim < at else (at, dim + 1)
     physical = list(sizes)
     physical.insert(at, level.batch_size)
     return op(grad, physical, dim, index), at
@@ -241,10 +250,16 @@ def diagonal_scatter(
 def pixel_shuffle(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Takes any dims before its last three; without elements it does nothing."""
+    """Takes any dims before its last three; without elements it does nothing.
+
+    Only four dims may be channels-last.
+    """
     if not level.batch_size:
         raise NoExamples
-    return op(front(args[0], dims[0]), args[1]), 0
+    x = front(args[0], dims[0])
+    if x.dim() != 5:
+        return op(x, args[1]), 0
+    return op(fold(x), args[1]).unflatten(0, x.shape[:2]), 0
 
 
 @row("aten::channel_shuffle", "aten::native_channel_shuffle")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, physical_dim, unit_dims, wrap
+from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
@@ -46,17 +47,29 @@ def cat(
         tensors, at = _without_empty(in_front(args[0], dims[0], level.batch_size)), 0
     if rank == 1:
         raise RuntimeError("zero-dimensional tensor (at position 0) cannot be concatenated")
-    return op(tensors, physical_dim(args[1] if len(args) > 1 else 0, rank - 1, at)), at
+    dim = args[1] if len(args) > 1 else 0
+    if rank > 4 and all(channels_last(x, at) for x in tensors):
+        return _cat_channels_last(tensors, at, wrap(dim, rank - 1)), 0
+    return op(tensors, physical_dim(dim, rank - 1, at)), at
+
+
+def _cat_channels_last(tensors: Sequence[Tensor], at: int, dim: int) -> Tensor:
+    moved = [channels_moved(x, at) for x in tensors]
+    return channels_back(torch.cat(moved, moved_dim(dim, tensors[0].dim() - 1)))
 
 
 @row("aten::stack", "aten::_stack")
 def stack(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A new dim at the batch dim's place comes before it."""
+    """A new dim at the batch dim's place comes after it."""
     tensors, at = together(args[0], dims[0], level.batch_size)
-    dim = wrap(args[1] if len(args) > 1 else 0, tensors[0].dim())
-    return (op(tensors, dim), at + 1) if dim <= at else (op(tensors, dim + 1), at)
+    rank = tensors[0].dim()
+    dim = wrap(args[1] if len(args) > 1 else 0, rank)
+    if rank > 4 and dim < rank - 1 and all(channels_last(x, at) for x in tensors):
+        out = _cat_channels_last(tensors, at, dim)
+        return out.unflatten(dim + 1, (len(tensors), -1)), 0
+    return (op(tensors, dim), at + 1) if dim < at else (op(tensors, dim + 1), at)
 
 
 @row("aten::block_diag")

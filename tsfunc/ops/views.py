@@ -206,10 +206,10 @@ def squeeze_dims(
 def unsqueeze(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A new dim at the batch dim's place comes before it."""
+    """A new dim at the batch dim's place comes after it, so that a first dim stays the first."""
     x, at = args[0], dims[0]
     dim = wrap(args[1], x.dim())
-    return (op(x, dim), at + 1) if dim <= at else (op(x, dim + 1), at)
+    return (op(x, dim), at + 1) if dim < at else (op(x, dim + 1), at)
 
 
 @row("aten::select.int", "aten::select_copy.int")
