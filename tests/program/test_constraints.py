@@ -8,6 +8,7 @@ from typing import Any, Union
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,6 +17,7 @@ from tsfunc import Dim, specialize
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import ConstraintViolation, DescriptorViolation
 
+r = torch.randn
 NAMES = {"MetaTensorType": Meta, "Dim": Dim, "torch": torch, "List": list, "Union": Union}
 
 
@@ -113,11 +115,72 @@ def test_a_size_computed_from_another() -> None:
         torch.testing.assert_close(g(torch.ones(n), torch.ones(2 * n)), torch.full((2 * n,), 2.0))
 
 
-def test_what_an_operator_checks_itself_is_no_need_of_the_descriptors() -> None:
-    f = specialize(lambda x, y: x + y, {"x": Meta(["n"]), "y": Meta(["m"])})
-    assert f(torch.ones(30), torch.ones(30)).shape == (30,)
-    with pytest.raises(RuntimeError, match="must match the size"):
-        f(torch.ones(30), torch.ones(40))
+OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[str, list[Any]]]] = {
+    "add": (lambda x, y: x + y, {"x": ["n"], "y": ["m"]}, (r(3), r(3)), {"y": ["n"]}),
+    "matmul": (
+        lambda x, y: x @ y, {"x": ["a", "b"], "y": ["c", "d"]}, (r(3, 4), r(4, 5)),
+        {"y": ["b", "d"]},
+    ),
+    "two at once": (
+        lambda x, y: torch.bmm(x, y), {"x": ["a", "b", "c"], "y": ["d", "e", "f"]},
+        (r(2, 3, 4), r(2, 4, 5)), {"y": ["a", "c", "f"]},
+    ),
+    "broadcast": (
+        lambda x, y: x * y, {"x": ["a", "b"], "y": ["c"]}, (r(3, 4), r(4)), {"y": ["b"]},
+    ),
+    "cat": (
+        lambda x, y: torch.cat([x, y]), {"x": ["a", "b"], "y": ["c", "d"]}, (r(3, 4), r(2, 4)),
+        {"y": ["c", "b"]},
+    ),
+    "one of the sizes": (
+        lambda x: torch.linalg.inv(x), {"x": ["a", "b"]}, (torch.eye(3),), {"x": ["a", "a"]},
+    ),
+    "a number": (
+        lambda x: F.linear(x, torch.ones(2, 64)), {"x": ["a", "b"]}, (r(3, 64),), {"x": ["a", 64]},
+    ),
+    "a remainder": (
+        lambda x: x.view(3, -1), {"x": ["n"]}, (r(6),), {"x": [Dim("n", multiple_of=3)]},
+    ),
+    "without the first": (
+        lambda x, y: x + y[4:], {"x": ["n"], "y": ["m"]}, (r(3), r(7)), {"y": ["n + 4"]},
+    ),
+    "without the last": (
+        lambda x, y: x + y[:-1], {"x": ["n"], "y": ["m"]}, (r(3), r(4)), {"y": ["n + 1"]},
+    ),
+    "the first few": (
+        lambda x, y: x + y[:3], {"x": ["n"], "y": ["m"]}, (r(3), r(6)),
+        {"x": [3], "y": [Dim("m", min=3)]},
+    ),
+    "every second": (
+        lambda x, y: x + y[::2], {"x": ["n"], "y": ["m"]}, (r(3), r(6)), {"x": ["(1 + m) // 2"]},
+    ),
+    "halved": (
+        lambda x, y: x + F.avg_pool1d(y[None], 2)[0], {"x": ["n"], "y": ["m"]}, (r(3), r(6)),
+        {"x": ["m // 2"]},
+    ),
+    "a product": (
+        lambda x, y: x + y.flatten(), {"x": ["n"], "y": ["m", "k"]}, (r(6), r(3, 2)),
+        {"x": ["k * m"]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_sizes_that_an_operator_takes_only_where_they_are_equal(name: str) -> None:
+    func, shapes, args, mended = OPERATORS[name]
+    described = {parameter: Meta(shape) for parameter, shape in shapes.items()}
+    _, offered = refused(func, described, *args)
+    for parameter, shape in mended.items():
+        assert offered[parameter].shape == Meta(shape).shape
+    torch.testing.assert_close(specialize(func, offered)(*args), func(*args))
+
+
+def test_sizes_that_an_operator_takes_only_from_some_on_are_no_need() -> None:
+    """It refuses the others when the program runs, as it does in the function."""
+    f = specialize(lambda x: F.max_pool2d(x, 3), {"x": Meta(["c", "h", "w"])})
+    assert f(torch.ones(2, 9, 10)).shape == (2, 3, 3)
+    with pytest.raises(RuntimeError, match="too small"):
+        f(torch.ones(2, 2, 10))
 
 
 def test_what_no_descriptor_says_is_left_open() -> None:

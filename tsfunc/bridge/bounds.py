@@ -1,15 +1,15 @@
 """What holds of expressions in the names of dims, for all sizes that these allow.
 
-Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``Max`` of sizes, and
-``bound_sympy``, which works out between which numbers an expression is. They import sympy, which
-takes half a second, so they are imported where they are first asked for.
+Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``Min`` and ``Max`` of
+sizes, and ``bound_sympy``, which works out between which numbers an expression is. They import
+sympy, which takes half a second, so they are imported where they are first asked for.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tsfunc.types import Dim
@@ -98,9 +98,8 @@ def has_maximum(fact: Any) -> bool:
 
 def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
     from sympy import Eq, Ge, Gt, Ne, expand
-    from torch.utils._sympy.functions import Max
 
-    fact = fact.replace(Max, lambda *sizes: _largest(sizes, dims))
+    fact = _without_choices(fact, dims)
     match fact:
         case Eq():
             return bool(expand(fact.lhs - fact.rhs) == 0)
@@ -113,11 +112,39 @@ def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
             return _is_true(fact)
 
 
-def _largest(sizes: Sequence[Any], dims: Mapping[str, Dim]) -> Any:
-    """The largest of some sizes, where it can be seen which that is."""
-    from torch.utils._sympy.functions import Max
+def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
+    """A fact with the largest and smallest of some sizes where it can be seen which that is."""
+    from torch.utils._sympy.functions import Max, Min
 
-    for one in sizes:
-        if all(one is other or least(one - other, dims) >= 0 for other in sizes):
-            return one
-    return Max(*sizes)
+    def largest(*sizes: Any) -> Any:
+        return next((size for size in sizes if _is_largest(size, sizes, dims)), Max(*sizes))
+
+    def smallest(*sizes: Any) -> Any:
+        rest = [-size for size in sizes]
+        return next((size for size in sizes if _is_largest(-size, rest, dims)), Min(*sizes))
+
+    found = fact.replace(Min, smallest).replace(Max, largest)
+    return found if found == fact else _without_choices(found, dims)
+
+
+def _is_largest(one: Any, sizes: Sequence[Any], dims: Mapping[str, Dim]) -> bool:
+    return all(one == other or least(one - other, dims) >= 0 for other in sizes)
+
+
+def choices(fact: Any) -> Iterator[Any]:
+    """A fact with each largest and smallest of some sizes replaced by one of them."""
+    from torch.utils._sympy.functions import Max, Min
+
+    inner = [atom for atom in fact.atoms(Min, Max) if not _has_choice(atom.args)]
+    if not inner:
+        yield fact
+        return
+    first = min(inner, key=str)
+    for size in sorted(first.args, key=str):
+        yield from choices(fact.xreplace({first: size}))
+
+
+def _has_choice(sizes: Sequence[Any]) -> bool:
+    from torch.utils._sympy.functions import Max, Min
+
+    return any(size.has(Min, Max) for size in sizes)

@@ -7,8 +7,9 @@ itself makes again when the program runs, or choose between ways to the same res
 the result looks like. So a question of an operator is first answered for the sizes of the call,
 and no more is asked of the descriptors if the result is right for others too: the operator is run
 on fake tensors of other, fixed sizes, and its results are to have the sizes and strides that the
-symbolic ones have there. Sizes that the operator refuses say nothing. Only where the results are
-others, or too few sizes are taken, is the question one that the descriptors must answer.
+symbolic ones have there. Sizes that the operator refuses say nothing, but of those that it wants
+equal (``equalities``). Only for these, and where the results are others, or too few sizes are
+taken, is the question one that the descriptors must answer.
 
 Where a rule fails because it was never written for symbolic sizes, the sizes of the results are
 found in the same way: expressions in the sizes of the arguments that give what the operator gave.
@@ -37,6 +38,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tsfunc.bridge import result_rules as result_rules  # registers its rules
+from tsfunc.bridge.equalities import required
 from tsfunc.bridge.questions import set_aside, unasked
 from tsfunc.bridge.shape_rules import SHAPE_RULES
 
@@ -87,12 +89,13 @@ def results_of(
     if not asked:
         return results
     elsewhere = Elsewhere(env, call, args, kwargs)
-    if elsewhere.agrees(results):
+    if not elsewhere.agrees(results):
+        wrong.add(id(call))
+        results = found_by_example(elsewhere, fake)
+    if results is not None:
+        for fact in required(asked, next(elsewhere.sizes()), elsewhere.takes):
+            env.evaluate_expr(fact)
         return results
-    wrong.add(id(call))
-    found = found_by_example(elsewhere, fake)
-    if found is not None:
-        return found
     with _kept(fake, False):
         return call(*args, **kwargs)
 
@@ -214,6 +217,10 @@ class Elsewhere:
             if taken == _TRIES:
                 break
         return taken >= _ENOUGH
+
+    def takes(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether the operator does not refuse some sizes."""
+        return self.results(sizes) is not None
 
 
 def _number(value: Any) -> Any:

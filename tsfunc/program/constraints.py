@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tsfunc.bridge.bounds import holds, holds_at, smallest
+from tsfunc.bridge.bounds import choices, holds, holds_at, smallest
 from tsfunc.bridge.symbols import Need, moduli, python_text
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation, DescriptorError
@@ -119,7 +119,7 @@ def _mended(
             assert isinstance(known, Dim)
             mended = {names[0]: _bounded(need.expr, known, sizes.get(names[0], 0))}
         else:
-            mended = _equated(need.expr, names) or dict.fromkeys(names)
+            mended = _equated(need.expr, names, dims, sizes) or dict.fromkeys(names)
         found.update(mended)
     return found
 
@@ -192,23 +192,47 @@ def _boundary(holds: Callable[[int], bool], inside: int, limit: int) -> int:
     return near
 
 
-def _equated(fact: Any, names: Sequence[str]) -> dict[str, DimSpec] | None:
+def _equated(
+    fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
+) -> dict[str, DimSpec] | None:
     """One of several dims in terms of the others, where the fact says what it is."""
-    from sympy import Eq, Symbol, solve
+    from sympy import Eq
 
-    if not isinstance(fact, Eq):
-        return None
-    for name in reversed(names):
-        symbol = next(s for s in fact.free_symbols if str(s) == name)
-        free = Symbol(name)
-        difference = (fact.lhs - fact.rhs).xreplace({symbol: free})
-        found = solve(difference, free) if difference.is_polynomial(free) else []
-        if len(found) != 1:
+    for case in choices(fact) if isinstance(fact, Eq) else ():
+        if not holds_at(case, sizes):
             continue
-        try:
-            text = python_text(found[0])
-            dim = DimExpr(text)
-        except DescriptorError:
-            continue
-        return {name: text if text in names else dim.text}
+        for name in reversed(names):
+            found = _solved_for(case, name)
+            if found is None:
+                continue
+            solution, text = found
+            rest = fact.xreplace({s: solution for s in fact.free_symbols if str(s) == name})
+            if holds(rest, dims):
+                return {name: text}
+            others = [str(symbol) for symbol in rest.free_symbols]
+            if len(others) == 1:
+                bounded = _bounded(rest, dims[others[0]], sizes[others[0]])
+                if bounded is not None:
+                    return {name: text, others[0]: bounded}
     return None
+
+
+def _solved_for(fact: Any, name: str) -> tuple[Any, str | int] | None:
+    """What an equality says that a dim is, as an expression and as a descriptor has it."""
+    from sympy import Symbol, solve
+
+    symbols = {str(symbol): symbol for symbol in fact.free_symbols}
+    if name not in symbols:
+        return None
+    free = Symbol(name)
+    difference = (fact.lhs - fact.rhs).xreplace({symbols[name]: free})
+    found = solve(difference, free) if difference.is_polynomial(free) else []
+    if len(found) != 1:
+        return None
+    if found[0].is_Integer:
+        return (found[0], int(found[0])) if found[0] >= 0 else None
+    try:
+        text = python_text(found[0])
+        return found[0], text if text in symbols else DimExpr(text).text
+    except DescriptorError:
+        return None
