@@ -84,6 +84,16 @@ class TestInfo:
             "something has changed that the function reads beside its arguments",
         ]
 
+    def test_the_same_arguments_by_name(self) -> None:
+        f, x = specialize(lambda x, y: x + y), torch.ones(2)
+        f(x, x)
+        f(x, y=x)
+        f(y=x, x=x)
+        assert reasons(f)[1:] == [
+            "the arguments: (_, y=_), was (_, _)",
+            "the arguments: (y=_, x=_), was (_, y=_)",
+        ]
+
     def test_the_nearest_call_is_compared(self) -> None:
         f = specialize(lambda x, y: x)
         f(torch.ones(2), 1)

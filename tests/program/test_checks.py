@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,31 @@ class TestOfData:
 
         with pytest.raises(DataDependentError, match="used as a Python number or bool"):
             specialize(f)(torch.ones(3))
+
+    def test_a_clause_elsewhere_catches_nothing(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                y = self.logarithm(x)
+            try:
+                return y + 1
+            except ArithmeticError:
+                return x
+
+        s = specialize(f)
+        torch.testing.assert_close(s(torch.ones(3)), torch.ones(3))
+        with pytest.raises(RuntimeError, match="check fails"):
+            s(-torch.ones(3))
+
+    def test_distributions(self) -> None:
+        """torch looks at their parameters."""
+
+        def f(x: Tensor, scale: Tensor) -> Any:
+            return torch.distributions.Normal(x, scale).log_prob(x + 1)
+
+        s, x = specialize(f), torch.randn(3)
+        torch.testing.assert_close(s(x, torch.full((3,), 2.0)), f(x, torch.full((3,), 2.0)))
+        with pytest.raises(RuntimeError, match="check fails"):
+            s(x, -torch.ones(3))
 
 
 def test_lengths_of_ctc_are_values() -> None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import sympy.sets.setexpr  # noqa: F401  sympy imports it where it first needs it
+
 from tsfunc import load
 from tsfunc.errors import FileFormatError
 from tsfunc.transforms.files import LoadedFunction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -62,6 +63,18 @@ class TestShapeDependent:
         f(torch.ones(3), torch.ones(4))
         assert "[m + n]" in str(f.program)
 
+    def test_numbers_of_sizes_are_expressions(self) -> None:
+        def f(x: Tensor) -> tuple[Any, ...]:
+            n = x.shape[0]
+            whole = (math.floor(n / 3), math.ceil(n / 3), math.trunc(n / 3), round(n / 3))
+            return *whole, round(n / 7, 2), torch.sym_max(n, 6), n // 2, n % 3, n**2, x[: n // 2]
+
+        g = specialize(f, {"x": Meta([Dim("n", min=3)])})
+        for n in (3, 5, 7, 8):
+            x = torch.randn(n)
+            assert g(x)[:-1] == f(x)[:-1] and g(x)[-1].equal(f(x)[-1])
+        assert g.cache_info().programs == 1
+
     def test_without_guards_no_promise_is_needed(self) -> None:
         f = specialize(lambda x: x.sin().sum(0), {"x": Meta(["n", "m"])})
         for n, m in ((2, 3), (5, 7)):
@@ -82,7 +95,7 @@ class TestDataDependent:
             specialize(Old())(torch.ones(3))
         text = str(caught.value)
         line = Old.forward.__code__.co_firstlineno + 1
-        assert f"{__file__}:{line}, in forward" in text
+        assert f"{__file__}:{line}, in forward: if x.sum() > 0:" in text
         assert "tsfunc.cond(" in text and "torch.where(" in text and "torch._check(" in text
 
     def test_cond(self) -> None:

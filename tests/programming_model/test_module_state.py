@@ -184,6 +184,17 @@ class TestBuffers:
             assert f(module, x).equal(n * x) and module.total.equal(n * x)
         assert f.cache_info().programs == 1
 
+    def test_added_to(self) -> None:
+        class M(Counting):
+            def forward(self, x: Tensor) -> Tensor:
+                self.total += x
+                return self.total * 2
+
+        one = M()
+        total, f = one.total, specialize(one)
+        for n in (1, 2):
+            assert f(torch.ones(2)).equal(torch.full((2,), 2.0 * n)) and one.total is total
+
     def test_batch_norm(self) -> None:
         one, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
         f = specialize(one)
@@ -240,6 +251,22 @@ class TestWhatCanNotBeUpdated:
         for n in (0.0, -1.0):
             f(torch.ones(2))
             assert module.weight.equal(torch.full((2,), n))
+
+    def test_a_parameter_that_is_added_to(self) -> None:
+        class M(Counting):
+            def forward(self, x: Tensor) -> Tensor:
+                self.weight += x  # type: ignore[misc]
+                return self.weight * 2
+
+        module = M()
+        f = specialize(module)
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            f(torch.ones(2))
+        with torch.no_grad():
+            for n in (2.0, 3.0):
+                assert f(torch.ones(2)).equal(torch.full((2,), 2 * n))
+                assert module.weight.equal(torch.full((2,), n))
+        assert isinstance(module.weight, nn.Parameter)
 
     def test_an_attribute_with_a_tensor_that_is_no_buffer(self) -> None:
         class M(Counting):

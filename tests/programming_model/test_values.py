@@ -33,7 +33,7 @@ class TestStaticValues:
     def test_another_value_at_run_time_is_an_error(self) -> None:
         f = specialize(AddSeven(), {"y": 3})
         f(torch.randn(1), 3)
-        with pytest.raises(DescriptorViolation, match="y"):
+        with pytest.raises(DescriptorViolation, match="y: promised the value 3"):
             f(torch.randn(1), 4)
 
     def test_without_a_promise_another_value_is_another_program(self) -> None:
@@ -145,6 +145,12 @@ class TestContainers:
             x = Input(f=torch.randn(10, 4), p=torch.zeros(10, 4))
             torch.testing.assert_close(f(x), x.f + 1)
         assert f.cache_info().programs == 1
+
+    def test_its_fields_are_called_by_their_names(self) -> None:
+        n: Any = Meta(["n"])
+        f = specialize(lambda x: x.f + x.p, {"x": Input(n, n)})
+        with pytest.raises(DescriptorViolation, match=r"n is 3 at x\.f\.shape.* 2 at x\.p\.shape"):
+            f(Input(f=torch.ones(3), p=torch.ones(2)))
 
     def test_a_static_part_of_a_registered_class(self) -> None:
         f = specialize(lambda r: r.x * r.scale)

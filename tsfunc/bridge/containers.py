@@ -2,11 +2,12 @@
 
 Private names used here (torch 2.11 to 2.13): ``torch.utils._pytree.SUPPORTED_NODES`` holds how
 the classes are taken apart and put together that ``register_pytree_node`` and
-``register_dataclass`` of that module were given.
+``register_dataclass`` of that module were given, and ``GetAttrKey`` is what a field is called by.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import optree
@@ -22,9 +23,15 @@ def _take_in(kind: type) -> bool:
     if node is None:
         return False
 
-    def flatten(value: Any) -> tuple[Any, Any]:
+    with_keys = node.flatten_with_keys_fn if dataclasses.is_dataclass(kind) else None
+
+    def flatten(value: Any) -> tuple[Any, ...]:
         children, context = node.flatten_fn(value)
-        return tuple(children), context
+        if with_keys is None:
+            return tuple(children), context
+        keys = [key for key, _ in with_keys(value)[0]]
+        names = tuple(key.name for key in keys if isinstance(key, _pytree.GetAttrKey))
+        return tuple(children), context, names if len(names) == len(children) else None
 
     def unflatten(context: Any, children: Any) -> Any:
         return node.unflatten_fn(list(children), context)

@@ -326,6 +326,26 @@ class Symbols:
 
             int_truediv = staticmethod(operator.truediv)
 
+            @staticmethod
+            def floor_to_int(x: Any, dtype: Any) -> Any:
+                return _called(math.floor, x)
+
+            @staticmethod
+            def ceil_to_int(x: Any, dtype: Any) -> Any:
+                return _called(math.ceil, x)
+
+            @staticmethod
+            def trunc_to_int(x: Any, dtype: Any) -> Any:
+                return _called(math.trunc, x)
+
+            @staticmethod
+            def round_to_int(x: Any, dtype: Any) -> Any:
+                return _called(round, x)
+
+            @staticmethod
+            def round_decimal(x: Any, digits: Any) -> Any:
+                return _called(round, x, digits)
+
         assert self.graph is not None
         tracer = torch.fx.proxy.GraphAppendingTracer(self.graph)
         known = {s: name for s, name in self._names.items() if name in self._inputs}
@@ -565,3 +585,10 @@ def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, 
         elif isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
             found += [(s, i, None) for s in result.node.expr.free_symbols if s in fresh]
     return found
+
+
+def _called(function: Callable[..., Any], x: Any, *rest: Any) -> Any:
+    """A function of Python's on a number that may be recorded; Python itself takes no proxies."""
+    if isinstance(x, torch.fx.Proxy):
+        return x.tracer.create_proxy("call_function", function, (x, *rest), {})
+    return function(x, *rest)

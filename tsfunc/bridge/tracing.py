@@ -257,10 +257,11 @@ _UNCACHED = frozenset({"aten::_new_zeros_with_same_feature_meta"})
 
 
 def _data_dependent(name: str, level: TraceLevel) -> str:
+    place = users_place()
     return (
         f"{level.name}: a traced tensor was used as a Python number or bool ({name}, at "
-        f"{users_place()}), but a trace has no data: `if`, `while`, int() and float() on it can't "
-        f"be served. {ways_out()}"
+        f"{place}{source_of(place, ': ')}), but a trace has no data: `if`, `while`, int() and "
+        f"float() on it can't be served. {ways_out()}"
     )
 
 
@@ -410,7 +411,7 @@ class Lifting(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, given = kwargs or {}, args
         if AnyValue in types:
             return AnyValue.__torch_function__(func, types, args, kwargs)
         if func == _GRAD and not is_traced(args[0]):
@@ -422,7 +423,10 @@ class Lifting(TorchFunctionMode):
             out = past_the_parser(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        # What is written in place is returned as it was given: a parameter that `self.w += 1`
+        # assigns is the module's own.
+        return given[0] if given and out is args[0] else out
 
     def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

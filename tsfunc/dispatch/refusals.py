@@ -4,14 +4,16 @@ NOTE [checks of arguments]
 ``if x.shape[0] % 2: raise ValueError(...)`` and ``assert n > 4`` choose no course: where the answer
 is another one the function returns nothing. So a program that is traced past such a check holds
 for all that pass it. Which side raises is read off the bytecode after the test: one that comes to a
-``raise`` without a branch, a return, or a store that others see. Where a function on the way has an
-``except`` clause, which may catch what is raised, nothing is said.
+``raise`` without a branch, a return, or a store that others see. Where the test, or a call on the
+way to it, stands in a ``try`` of an ``except`` clause, which may catch what is raised, nothing is
+said.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+from collections.abc import Iterator
 from types import CodeType, FrameType
 
 _STEPS = 200  # instructions until a raise
@@ -64,7 +66,7 @@ def _may_be_caught(frame: FrameType) -> bool:
     while own is not None:
         name = own.f_globals.get("__name__", "")
         if own is frame or not name.startswith(("torch.", "tsfunc.")):
-            if _catches(own.f_code):
+            if _catches(own.f_code, own.f_lasti):
                 return True
         elif name.startswith("tsfunc.program."):
             return False  # where the trace began
@@ -72,8 +74,36 @@ def _may_be_caught(frame: FrameType) -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=512)
-def _catches(code: CodeType) -> bool:
-    names = {step.opname for step in dis.get_instructions(code)}
-    bare = "POP_EXCEPT" in names and "WITH_EXCEPT_START" not in names
-    return bare or any(name in names for name in _CATCHES)
+@functools.lru_cache(maxsize=2048)
+def _catches(code: CodeType, at: int) -> bool:
+    """Whether a function may catch what is raised at an instruction of it."""
+    steps, places = _instructions(code)
+    table = getattr(code, "co_exceptiontable", None)
+    if table is None:  # before Python 3.11 blocks are instructions; any of them may hold it
+        names = {step.opname for step in steps}
+        bare = "POP_EXCEPT" in names and "WITH_EXCEPT_START" not in names
+        return bare or any(name in names for name in _CATCHES)
+    handlers = [handler for start, end, handler in _protected(table) if start <= at < end]
+    return any(_is_clause(steps, places[handler]) for handler in handlers)
+
+
+def _is_clause(steps: tuple[dis.Instruction, ...], at: int) -> bool:
+    """Whether a handler is an ``except`` or ``finally``, and not the end of a ``with``."""
+    first, second = (steps[min(i, len(steps) - 1)].opname for i in (at, at + 1))
+    return first == "PUSH_EXC_INFO" and second != "WITH_EXCEPT_START"
+
+
+def _protected(table: bytes) -> Iterator[tuple[int, int, int]]:
+    """The protected instructions of a function, from and to, and where their handler begins.
+
+    Four numbers an entry, of six bits a byte, the highest first: CPython's notes on exceptions.
+    """
+    numbers: list[int] = []
+    number = 0
+    for byte in table:
+        number = number << 6 | byte & 63
+        if not byte & 64:  # the last one of the number
+            numbers.append(number)
+            number = 0
+    for start, length, target, _ in zip(*[iter(numbers)] * 4, strict=True):
+        yield 2 * start, 2 * (start + length), 2 * target

@@ -31,6 +31,7 @@ from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
 from tsfunc.program.torch_operators import in_torch_operators, left_over
+from tsfunc.program.updates import Outside
 from tsfunc.types import Dim
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -93,11 +94,11 @@ class Compiled:
             return self._program.run(values)
         for holds, call in self._variants:
             if holds is None or holds(self._sizes_of(values)):
-                return self._results(call(*given))
+                return self._results(call(*given), values)
         if len(self._variants) >= _MOST:
             return self._program.run(values)
         with self._lock:
-            return self._results(self._compile(values)(*given))
+            return self._results(self._compile(values)(*given), values)
 
     def _given(self, values: Sequence[Any]) -> list[torch.Tensor]:
         return [values[i] for i in self._program.inputs]
@@ -105,8 +106,15 @@ class Compiled:
     def _sizes_of(self, values: Sequence[Any]) -> dict[str, int]:
         return {name: values[i].shape[k] for name, (i, k) in self._sizes.items()}
 
-    def _results(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        return tuple(tensors[out.at] if type(out) is _At else out for out in self._outputs)
+    def _results(self, tensors: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
+        return tuple(
+            tensors[out.at]
+            if type(out) is _At
+            else values[out.index]
+            if type(out) is Outside
+            else out
+            for out in self._outputs
+        )
 
     def _compile(self, values: Sequence[Any]) -> Callable[..., Any]:
         """Compiles the graph for sizes like those of a call."""

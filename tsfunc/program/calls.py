@@ -129,6 +129,7 @@ class FirstCall:
         self.parameters = target.signature
         self.places = places_of(target.signature, len(flat), tree)
         self.arguments = dict(target.signature.bind(*args, **kwargs).arguments)
+        self.passed = f"({', '.join([*['_'] * len(args), *(f'{name}=_' for name in kwargs)])})"
         self.contract, self.bindings = target.contract(self.arguments)
 
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
@@ -200,7 +201,7 @@ class FirstCall:
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
         """What a program for the call takes for granted, by names."""
         return facts_of_call(
-            self.flat, self.places, inputs, self.ambient, self.arguments, self.orders
+            self.flat, self.places, inputs, self.ambient, self.arguments, self.orders, self.passed
         )
 
     def trace(

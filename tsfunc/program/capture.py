@@ -32,6 +32,7 @@ from tsfunc.program.instances import Instances
 from tsfunc.program.passes import simplify
 from tsfunc.program.program import Program
 from tsfunc.program.refusals import check_containers, check_frozen, explain_sizes
+from tsfunc.program.results import with_objects_apart
 from tsfunc.program.untyped import StandIn
 from tsfunc.program.updates import Update
 from tsfunc.types import Dim
@@ -106,6 +107,7 @@ class _Trace:
 
     def __init__(self, request: TraceRequest, instances: Instances) -> None:
         self.request, self.instances = request, instances
+        instances.held.give(request.flat)
         numbers = {spec.name: spec.value for spec in request.scalars}
         sizes = sizes_of_call(request.inputs)
         known = {name: size for name, size in sizes.items() if name not in request.retraced}
@@ -169,7 +171,8 @@ class _Trace:
         """The program of what was recorded, which returns what the function returned."""
         request, level, symbols = self.request, self.level, self.symbols
         updates = self.instances.finish()
-        leaves, out_tree = pytrees.flatten(without_stand_ins(out))
+        apart = with_objects_apart(request.what, without_stand_ins(out), self.instances.held.again)
+        leaves, out_tree = pytrees.flatten(apart)
         results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
         level.graph.output(tuple(results))
         symbols.record_in(None, {})

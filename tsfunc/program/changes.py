@@ -78,7 +78,7 @@ def updates_of(changes: Sequence[Change], held: Held) -> Updates:
     Raises:
         TypeCheckError: a program can't do one of them.
     """
-    values = Values(held.is_known)
+    values = Values(held.again)
     updates: list[Update] = []
     problems: list[str] = []
     for change in changes:

@@ -20,7 +20,7 @@ import torch.fx
 
 from tsfunc.bridge.control_flow import ControlFlow
 from tsfunc.bridge.operators import TorchOperator, fast_function
-from tsfunc.program.updates import Update, fill
+from tsfunc.program.updates import Outside, Update, fill
 
 
 class Names:
@@ -52,6 +52,8 @@ def _spell(value: Any, names: Names) -> str:
     """An argument as Python."""
     if isinstance(value, torch.fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
+    if isinstance(value, Outside):
+        return f"args[{value.index}]"
     if isinstance(value, deque):
         return f"{names.of(deque, 'deque')}({_spell(list(value), names)})"
     if isinstance(value, set):

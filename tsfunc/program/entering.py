@@ -126,7 +126,10 @@ def _spelled(key: Any, scope: dict[str, Any]) -> str:
 def builder(tree: optree.PyTreeSpec) -> Build:
     """A function from flattened results to what they were flattened from."""
     scope: dict[str, Any] = {}
-    text = _built(optree.tree_unflatten(tree, range(tree.num_leaves)), scope)
+    try:
+        text = _built(optree.tree_unflatten(tree, range(tree.num_leaves)), scope)
+    except Exception:  # a class of the user's that does not take any elements
+        text = None
     if text is None:
         return partial(optree.tree_unflatten, tree)
     build: Build = eval(f"lambda results: {text}", scope)

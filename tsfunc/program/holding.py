@@ -34,7 +34,7 @@ import threading
 import types
 import weakref
 from collections import ChainMap, UserDict, UserList, UserString, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +44,7 @@ from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.reach import Facts
 from tsfunc.program.shown import shown
+from tsfunc.program.updates import Outside
 from tsfunc.program.watching import can_watch
 
 _VALUES = (
@@ -119,6 +120,7 @@ class Held:
         self._met = met
         self._opaque = opaque
         self._known: dict[int, tuple[Any, Place]] = {}  # kept alive, so that ids stay theirs
+        self._given: Sequence[Any] = ()
 
     def facts_of(self, own: bool) -> Facts:
         """Where facts belong about what is the function's own, or an argument's."""
@@ -132,6 +134,26 @@ class Held:
         """Where the trace has met an object."""
         known = self._known.get(id(value))
         return None if known is None else known[1]
+
+    def give(self, flat: Sequence[Any]) -> None:
+        """Says what the flattened arguments are."""
+        self._given = flat
+
+    def again(self, value: Any) -> Any:
+        """What stands for an object from outside in a value of the program; None for others.
+
+        What is burnt in stands for itself.
+        """
+        for i, given in enumerate(self._given):
+            if given is value:
+                return Outside(i)
+        place = self.place_of(value)
+        if place is None:
+            return None
+        facts = self.facts_of(place.own)
+        if facts is not self.facts:
+            return value
+        return Outside(len(self._given) + facts.result(place.variable, value))
 
     def take(self, value: Any, place: Place) -> None:
         """Holds later calls to a value."""

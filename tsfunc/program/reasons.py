@@ -16,7 +16,7 @@ from tsfunc.types.values import describe, same_value
 
 Facts = Mapping[str, Any]
 _ABSENT = object()
-_ORDER = "the keys of dict"  # what else differs says more
+_ORDER, _PASSED = "the keys of dict", "the arguments"  # what else differs says more
 
 
 def facts_of_call(
@@ -26,6 +26,7 @@ def facts_of_call(
     settings: Sequence[Any],
     arguments: Mapping[str, Any],
     orders: Sequence[Any],
+    passed: str,
 ) -> dict[str, Any]:
     """What a program for a call takes for granted, by names that a user would write.
 
@@ -36,6 +37,7 @@ def facts_of_call(
         settings: torch's.
         arguments: by parameter.
         orders: of the keys of dicts among the arguments.
+        passed: which arguments are passed by position, and which by name.
     """
     facts: dict[str, Any] = {}
     specs = {spec.position: spec for spec in inputs}
@@ -50,6 +52,7 @@ def facts_of_call(
             facts[name] = value
     for setting, value in zip(SETTINGS, settings, strict=True):
         facts[setting.name] = value
+    facts[_PASSED] = _Word(passed)
     for i, keys in enumerate(orders):
         facts[f"{_ORDER} {i}"] = _Word(", ".join(map(repr, keys)))
     return facts
@@ -84,7 +87,7 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
     nearest: list[str] | None = None
     for others in known:
         names = differing(facts, others)
-        names = [name for name in names if not name.startswith(_ORDER)] or names
+        names = [name for name in names if not name.startswith((_ORDER, _PASSED))] or names
         if nearest is None or len(names) < len(nearest):
             nearest = [_difference(name, facts, others) for name in names]
     if nearest is None:

@@ -35,6 +35,17 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Outside:
+    """Stands for an object from outside in a value that a program gives, which is that of the call.
+
+    Attributes:
+        index: where it stands in the list that the program is called with.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True)
 class Update:
     """An assignment that a program ends with.
 
@@ -123,11 +134,15 @@ class NotKept(Exception):
 
 
 class Values:
-    """The values of a program's updates, and the tensors among them."""
+    """The values of a program's updates, and the tensors among them.
 
-    def __init__(self, is_known: Callable[[Any], bool]) -> None:
+    Args:
+        known: what stands for an object from outside, None for what is not.
+    """
+
+    def __init__(self, known: Callable[[Any], Any]) -> None:
         self.tensors: list[Any] = []
-        self._is_known = is_known
+        self._known = known
 
     def kept(self, value: Any) -> Any:
         """A value as an update has it.
@@ -138,7 +153,7 @@ class Values:
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
             self.tensors.append(value)
             return Slot(len(self.tensors) - 1)
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return value
         cls = type(value)
         if cls in (list, deque):
@@ -147,10 +162,11 @@ class Values:
             return tuple([self.kept(item) for item in value])
         if cls is dict:
             return {key: self.kept(item) for key, item in value.items()}
-        if cls in (set, frozenset) and all(isinstance(item, _PLAIN) for item in value):
+        if cls in (set, frozenset) and all(isinstance(item, PLAIN) for item in value):
             return copy.copy(value)
-        if self._is_known(value) or isinstance(value, _SHARED):
-            return value
+        again = value if isinstance(value, _SHARED) else self._known(value)
+        if again is not None:
+            return again
         raise NotKept(f"a {cls.__name__} that the function has made")
 
 
@@ -178,7 +194,7 @@ def unchanged(before: Any, after: Any) -> bool:
     return same_value(before, after)
 
 
-_PLAIN = (
+PLAIN = (
     int, float, bool, str, bytes, complex, type(None), enum.Enum, torch.dtype, torch.layout,
     torch.memory_format, torch.device, torch.Size, range,
 )  # fmt: skip

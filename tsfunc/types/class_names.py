@@ -30,6 +30,7 @@ _PUBLIC: dict[str, type] = {
     "torch.memory_format": torch.memory_format,
     "torch.Size": torch.Size,
     "torch.Generator": torch.Generator,
+    "torch.stream": torch.Stream,  # as the proposal writes it
     "torch.Stream": torch.Stream,
     "torch.Event": torch.Event,
     "torch.cuda.Stream": torch.cuda.Stream,

@@ -36,7 +36,11 @@ def encode_tree(tree: optree.PyTreeSpec) -> Any:
     Raises:
         NoFileForm: it has containers that a file can't hold.
     """
-    return _encode(optree.tree_unflatten(tree, [_Leaf() for _ in range(tree.num_leaves)]))
+    try:
+        whole = optree.tree_unflatten(tree, [_Leaf() for _ in range(tree.num_leaves)])
+    except Exception as error:
+        raise NoFileForm(f"a container that takes only some elements ({error})") from None
+    return _encode(whole)
 
 
 def _encode(value: Any) -> Any:
