@@ -408,7 +408,11 @@ def hot_call(
     if state.taking_over is not None:
         found = state.taking_over(func, args, kwargs)
         if found is not None:
-            return func(*found[0], **found[1])
+            args, kwargs = found
+            taken = _taken(args)
+            if taken is None or taken[0].autograd:
+                return func(*args, **kwargs)
+            level, values, dims = taken
     if not state.plain or maybe_functorch_level() is not None:
         return NotImplemented
     tls.state = level.outer

@@ -17,6 +17,7 @@ values, taking over is a linear map, and an ``autograd.Function`` of its own: NO
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -531,13 +532,22 @@ class _TakingOver:
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         lanes = self.lanes
+        known = self.taken
+        quick: list[Any] = []
         for arg in args:
             kind = type(arg)
-            if kind not in _PLAIN and (kind is not MadeTracer or arg.dispatch_level is not lanes):
+            if kind in _PLAIN or (kind is MadeTracer and arg.dispatch_level is lanes):
+                quick.append(arg)
+            elif id(arg) in known:
+                quick.append(known[id(arg)][1])
+            else:
                 break
         else:
             if not kwargs:
-                return None
+                if all(map(is_, quick, args)) or not takes_over(func):
+                    return None
+                if quick[0] is args[0] or not _writes(func):
+                    return quick, kwargs
         if not takes_over(func):
             return None
         if args and isinstance(args[0], Tracer) and _writes(func) and stale(args[0], lanes):
@@ -568,6 +578,7 @@ class _TakingOver:
         return value
 
 
+@functools.lru_cache(maxsize=1024)
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return (

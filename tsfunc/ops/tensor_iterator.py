@@ -44,11 +44,19 @@ def pointwise(
             at, other = dims
             if other is None:
                 # A value with logical dims promotes and broadcasts as it is with one that has
-                # no dims to the left of the batch dim.
-                if not isinstance(y, Tensor) or 1 < x.dim() > y.dim() + at:
+                # no dims to the left of the batch dim; where types agree there is no promotion.
+                if (
+                    not isinstance(y, Tensor)
+                    or 1 < x.dim() > y.dim() + at
+                    or (y.dim() == 0 and x.dtype is y.dtype)
+                ):
                     return op(x, y, **kwargs), at
             elif at is None:
-                if not isinstance(x, Tensor) or 1 < y.dim() > x.dim() + other:
+                if (
+                    not isinstance(x, Tensor)
+                    or 1 < y.dim() > x.dim() + other
+                    or (x.dim() == 0 and x.dtype is y.dtype)
+                ):
                     return op(x, y, **kwargs), other
             elif at == other and x.dim() == y.dim():
                 return op(x, y, **kwargs), at
