@@ -9,7 +9,8 @@ other groups are put off; the vmapped call runs the function for each of them fr
 - there is one run for each sequence of answers that occurs, and each goes to its end: never more
   runs than a loop over the examples would make;
 - an example that is put off is in a group of half the batch at most, so that it is run
-  1 + log2(batch size) times at most, however the answers fall.
+  1 + log2(batch size) times at most, however the answers fall;
+- a batch whose examples leave one by one is given up after a while, and the rest run by themselves.
 
 What the function made before the batch became smaller has a place for every example that it had
 then. A tracer is narrowed when it is next looked at: its ``value`` is a property that selects the
@@ -121,7 +122,26 @@ class SplitLevel(BatchLevel):
         self.lanes = self.lanes[kept]
         self.generation += 1
         self.batch_size = len(kept)
+        if self._comes_apart():
+            self.put_off += self.lanes[1:].split(1)
+            self.lanes = self.lanes[:1]
+            raise StartAnew(self)
         return kept
+
+    def _comes_apart(self) -> bool:
+        """Whether examples have kept leaving, hardly two at a time, until a quarter was gone.
+
+        Then the others are taken to do so too, as where a loop ends for each in its own time: all
+        but the last would be run once more, and are run by themselves now, at a loop's cost.
+        """
+        gone = len(self._past[0]) - len(self.lanes)
+        often = self.generation
+        return (
+            self.randomness == "error"
+            and often >= 3
+            and often * 2 >= gone
+            and gone * 4 >= len(self._past[0])
+        )
 
     def twin(self, name: str) -> BatchLevel:
         twin = super().twin(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, Final
 
 import optree
 import torch
@@ -166,6 +166,7 @@ def fori_loop(
         return i + 1, last, body_fun(i, value)
 
     loop = _Counted("fori_loop", lambda carry: carry[0] < carry[1], body, checkpoint)
+    loop.numbered = body_fun
     return loop.whole((*bounds, init_val))[2]
 
 
@@ -250,8 +251,7 @@ class Loop:
                 with suppress(DataDependentError):
                     return self.record(carry), True
             sure = self.sure(carry, None) if limit is None and not traced else 1
-            for _ in range(sure):
-                carry = self.step(carry)
+            carry = self.steps(carry, sure)
             steps += sure
 
     def sure(self, carry: Any, lanes: BatchLevel | None) -> int:
@@ -277,6 +277,11 @@ class Loop:
             if error.level is not level.root:
                 raise
             return self.selected(carry, value, level), True
+
+    def steps(self, carry: Any, count: int) -> Any:
+        for _ in range(count):
+            carry = self.step(carry)
+        return carry
 
     def step(self, carry: Any) -> Any:
         """The body, once. The same body on the same types: one look at what it returns will do."""
@@ -321,8 +326,7 @@ class Loop:
         traced = current_trace() is not None
         while True:
             sure = self.sure(carry, lanes) if limit is None and not traced else 1
-            for _ in range(sure):
-                carry = self.step(carry)
+            carry = self.steps(carry, sure)
             made += sure
             if made == limit:
                 return carry, made, False
@@ -382,6 +386,21 @@ class Loop:
 class _Counted(Loop):
     """A loop whose carry begins with a number and the one that it is counted up to."""
 
+    numbered: Callable[[Any, Any], Any]
+
+    def steps(self, carry: Any, count: int) -> Any:
+        """Steps that are made for sure, whose numbers are made some hundred at a time."""
+        while count > 1 and self.checked and isinstance(carry[0], torch.Tensor):
+            number, last, value = carry
+            some = min(count, _AT_A_TIME)
+            after = torch.arange(some + 1, device=number.device, dtype=number.dtype)
+            *numbers, number = (number.reshape(()) + after).unbind()
+            for i in numbers:
+                value = self.numbered(i, value)
+            carry = number, last, value
+            count -= some
+        return super().steps(carry, count)
+
     def sure(self, carry: Any, lanes: BatchLevel | None) -> int:
         left = carry[1] - carry[0]
         if isinstance(left, float) or (isinstance(left, torch.Tensor) and left.is_floating_point()):
@@ -412,6 +431,10 @@ def _kept(level: BatchLevel, active: torch.Tensor, new: Any, old: Any) -> Any:
     return together([new, old], lambda pair: torch.where(chosen, pair[0], pair[1]))
 
 
+# So many numbers of a range are made by one call of an operator.
+_AT_A_TIME: Final = 256
+
+
 def _some_of(lanes: BatchLevel, which: torch.Tensor, alone: bool = False) -> LaneLevel:
     return lanes_of(lanes, which.nonzero().squeeze(1), alone)
 
@@ -426,15 +449,17 @@ class _PutAway:
 
     def add(self, lanes: BatchLevel, which: torch.Tensor, carry: Any) -> None:
         part = _some_of(lanes, which)
+        self.take(part, part.of_parent(self.what, carry))
+
+    def take(self, part: LaneLevel, carry: Any) -> None:
         self.parts.append(part)
-        self.carries.append(part.of_parent(self.what, carry))
+        self.carries.append(carry)
 
     def merged_with(self, lanes: BatchLevel, carry: Any) -> Any:
         """All carries, the last of which are those of all that is left."""
         if not isinstance(lanes, LaneLevel) or lanes is self.whole:
             return in_tensors(carry)
-        self.parts.append(lanes)
-        self.carries.append(carry)
+        self.take(lanes, carry)
         return self.merged()
 
     def merged(self) -> Any:
