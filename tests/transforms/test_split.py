@@ -234,7 +234,8 @@ def test_decision_trees(tree: Any, size: int, chunk_size: int | None) -> None:
 
 @given(counts=st.lists(st.integers(0, 12), min_size=1, max_size=16))
 def test_one_run_for_each_course(counts: list[int]) -> None:
-    """And no example is run more often than halving the batch allows."""
+    """Where several examples go each way; none is run more often than halving the batch allows."""
+    counts = counts * 3
     runs: list[int] = []
     steps = 0
 
@@ -644,3 +645,42 @@ def test_large_batches() -> None:
     rows = torch.randint(0, 2, (700, 3))
     read = lambda row: row.sum() * int("".join(map(str, row.tolist())), 2)  # noqa: E731
     same(split(read)(rows), loop(read, 700)(rows))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_batch_that_comes_apart_goes_on_example_by_example(outer: bool) -> None:
+    """No example is run more often for the others' many ends than it need be."""
+    steps: list[int] = []
+
+    def func(x: Tensor, n: Tensor) -> Tensor:
+        i = torch.zeros((), dtype=torch.int64)
+        while i < n:
+            steps.append(0)
+            i, x = i + 1, x.sin()
+        return x
+
+    counts = torch.tensor([2**k for k in range(8)])
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    split = vmap(func, data_dependent="split")
+    if outer:
+        split = vmap(split, in_dims=(0, None))
+        got = split(torch.stack([x, -x]), counts)[0]
+    else:
+        got = split(x, counts)
+    assert len(steps) <= int(counts.sum()) + 8
+    same(got, torch.stack([func(*row) for row in zip(x, counts, strict=True)]))
+
+
+def test_rare_branches_do_not_take_a_batch_apart() -> None:
+    runs: list[int] = []
+
+    def func(x: Tensor) -> Tensor:
+        runs.append(0)
+        for k in range(5):
+            if x == k:
+                x = x + 100
+        return x.sin()
+
+    x = torch.arange(40.0)
+    same(vmap(func, data_dependent="split")(x), torch.stack([func(row) for row in x]))
+    assert len(runs) == 6 + 40

@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.grad_level import GradTracer
-from tsfunc.bridge.lanes import Layout, is_recorded, takes_over
+from tsfunc.bridge.linear_maps import Layout, is_recorded
+from tsfunc.bridge.taking_over import takes_over
 from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
 from tsfunc.bridge.tracing import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.dispatch.state import Level, tls, using

@@ -1,8 +1,8 @@
 """Collectives over the examples of a vmap: what they do to physical values.
 
-A collective is a linear map of a level's tensors, as NOTE [linear maps] in ``lanes`` has it: the
-sum over the examples sums the batch dim away, and what it gives is the same for each. Its transpose
-is a collective again.
+A collective is a linear map of a level's tensors, as NOTE [linear maps] in ``linear_maps`` has it:
+the sum over the examples sums the batch dim away, and what it gives is the same for each. Its
+transpose is a collective again.
 """
 
 from __future__ import annotations
@@ -13,15 +13,8 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.lanes import (
-    LaneLevel,
-    LinearMap,
-    NeedsAll,
-    at_level,
-    batched_value,
-    linear,
-    rebuilt,
-)
+from tsfunc.bridge.lanes import LaneLevel, NeedsAll
+from tsfunc.bridge.linear_maps import LinearMap, at_level, batched_value, linear, rebuilt
 from tsfunc.bridge.tracer import TracerLevel
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import UnboundAxisError

@@ -25,7 +25,7 @@ from tsfunc.bridge.bodies import (
 )
 from tsfunc.bridge.control_flow import ControlFlow, RandomStates, random_state
 from tsfunc.bridge.custom_function import torch_apply
-from tsfunc.bridge.lanes import is_recorded
+from tsfunc.bridge.linear_maps import is_recorded
 from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.bridge.traced_bodies import Result
 from tsfunc.bridge.tracer import TracerLevel

@@ -6,11 +6,11 @@ Where the function asks for a Python value that differs from example to example 
 answer alike goes on: the level's batch becomes that group, within the same run of the function. The
 other groups are put off; the vmapped call runs the function for each of them from its start. So
 
-- there is one run for each sequence of answers that occurs, and each goes to its end: never more
-  runs than a loop over the examples would make;
+- there is one run for each sequence of answers that occurs, and each goes to its end;
 - an example that is put off is in a group of half the batch at most, so that it is run
   1 + log2(batch size) times at most, however the answers fall;
-- a batch whose examples leave one by one is given up after a while, and the rest run by themselves.
+- a batch whose examples keep leaving one by one is given up, and what is left of it is run example
+  by example. There are never more runs that go to their end than a loop over the examples makes.
 
 What the function made before the batch became smaller has a place for every example that it had
 then. A tracer is narrowed when it is next looked at: its ``value`` is a property that selects the
@@ -132,12 +132,14 @@ class SplitLevel(BatchLevel):
         """Whether examples have kept leaving, hardly two at a time, until a quarter was gone.
 
         Then the others are taken to do so too, as where a loop ends for each in its own time: all
-        but the last would be run once more, and are run by themselves now, at a loop's cost.
+        but the last group would be run once more. They are run by themselves now, as plain tensors
+        (NOTE [one example] in ``transforms/split``), which costs what a loop over them costs.
         """
         gone = len(self._past[0]) - len(self.lanes)
         often = self.generation
         return (
             self.randomness == "error"
+            and len(self.lanes) > 1
             and often >= 3
             and often * 2 >= gone
             and gone * 4 >= len(self._past[0])

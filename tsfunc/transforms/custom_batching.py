@@ -20,7 +20,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.autograd import outside_graph
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
-from tsfunc.bridge.lanes import batched_value, is_recorded
+from tsfunc.bridge.linear_maps import batched_value, is_recorded
 from tsfunc.bridge.mapped_function import differentiable
 from tsfunc.bridge.tracer import innermost_level, seen_here
 from tsfunc.errors import CustomRuleError

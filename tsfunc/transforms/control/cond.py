@@ -22,7 +22,8 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.dynamo import torch_records
-from tsfunc.bridge.lanes import NeedsAll, guarded_lanes, lanes_of, merge, retag, run_in
+from tsfunc.bridge.gathering import Merge, retag
+from tsfunc.bridge.lanes import NeedsAll, guarded_lanes, lanes_of, run_in
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import (
     Batching,
@@ -241,7 +242,7 @@ class _Call:
             parts.append(lanes)
             outs.append(run_in(lanes, self.what, self.branches[i], self.operands))
         self.check(outs, taken)
-        return together(outs, lambda column: merge(column, parts, choice.level))
+        return together(outs, Merge(parts, choice.level).of)
 
     def select(self, choice: ByExample) -> Any:
         """All branches on all examples."""

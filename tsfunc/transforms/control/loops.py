@@ -18,14 +18,13 @@ import torch
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.dynamo import torch_records
+from tsfunc.bridge.gathering import Merge, retag
 from tsfunc.bridge.lanes import (
     LaneLevel,
     NeedsAll,
     guarded_lanes,
     in_lanes,
     lanes_of,
-    merge,
-    retag,
     run_in,
 )
 from tsfunc.bridge.symbols import known_to_hold
@@ -250,12 +249,12 @@ class Loop:
                 # its carry as Python has them is called for each.
                 with suppress(DataDependentError):
                     return self.record(carry), True
-            sure = self.sure(carry, None) if limit is None and not traced else 1
+            sure = self.sure(carry) if limit is None and not traced else 1
             carry = self.steps(carry, sure)
             steps += sure
 
-    def sure(self, carry: Any, lanes: BatchLevel | None) -> int:
-        """How many steps are made for sure where the condition holds, of all lanes."""
+    def sure(self, carry: Any) -> int:
+        """How many steps are made for sure where the condition holds."""
         return 1
 
     def each_its_own(
@@ -325,9 +324,8 @@ class Loop:
         made = 0
         traced = current_trace() is not None
         while True:
-            sure = self.sure(carry, lanes) if limit is None and not traced else 1
-            carry = self.steps(carry, sure)
-            made += sure
+            carry = self.step(carry)
+            made += 1
             if made == limit:
                 return carry, made, False
             value = self.cond_fun(carry)
@@ -390,7 +388,9 @@ class _Counted(Loop):
 
     def steps(self, carry: Any, count: int) -> Any:
         """Steps that are made for sure, whose numbers are made some hundred at a time."""
-        while count > 1 and self.checked and isinstance(carry[0], torch.Tensor):
+        if count and not self.checked:
+            carry, count = self.step(carry), count - 1
+        while count > 1 and isinstance(carry[0], torch.Tensor):
             number, last, value = carry
             some = min(count, _AT_A_TIME)
             after = torch.arange(some + 1, device=number.device, dtype=number.dtype)
@@ -401,14 +401,27 @@ class _Counted(Loop):
             count -= some
         return super().steps(carry, count)
 
-    def sure(self, carry: Any, lanes: BatchLevel | None) -> int:
+    def together(self, lanes: BatchLevel, limit: int | None, carry: Any) -> tuple[Any, int, Any]:
+        left = None if limit is not None or current_trace() is not None else self.left(carry)
+        if isinstance(left, ByExample) and left.level is lanes and left.known:
+            counts = read(left.values)
+            sure = int(counts.min())
+            if sure > 0:
+                return self.steps(carry, sure), sure, counts > sure
+        elif isinstance(left, int) and left > 0:
+            return self.steps(carry, left), left, True
+        return super().together(lanes, limit, carry)
+
+    def left(self, carry: Any) -> Choice | None:
+        """How many steps are to be made; None where the numbers are no integers."""
         left = carry[1] - carry[0]
         if isinstance(left, float) or (isinstance(left, torch.Tensor) and left.is_floating_point()):
-            return 1
-        choice = choice_of(left, self.what)
-        if isinstance(choice, ByExample) and choice.level is lanes and choice.known:
-            choice = int(read(choice.values).min())
-        return choice if isinstance(choice, int) else 1
+            return None
+        return choice_of(left, self.what)
+
+    def sure(self, carry: Any) -> int:
+        left = self.left(carry)
+        return left if isinstance(left, int) else 1
 
 
 @run_by(While)
@@ -463,4 +476,4 @@ class _PutAway:
         return self.merged()
 
     def merged(self) -> Any:
-        return together(self.carries, lambda column: merge(column, self.parts, self.whole))
+        return together(self.carries, Merge(self.parts, self.whole).of)
