@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import fake_tensor
 
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize
@@ -27,6 +29,25 @@ def check(
         torch.testing.assert_close(f(*args), func(*args), rtol=1e-4, atol=1e-4)
     assert f.cache_info().programs == 1
     return str(f.program)
+
+
+def test_kernels_that_tell_a_shape_run_on_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has no rule for the sizes of a histogram: it is counted, on zeros, at some sizes."""
+    run, counted = fake_tensor.run_fallback_kernel, []
+
+    def counting(mode: Any, func: Any, flat: Any, *rest: Any) -> Any:
+        counted.append(math.prod(x.numel() for x in flat if isinstance(x, Tensor)))
+        return run(mode, func, flat, *rest)
+
+    def f(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        counts: Tensor = torch.histogramdd(x, [a, b, c, d])[0]
+        return counts
+
+    monkeypatch.setattr(fake_tensor, "run_fallback_kernel", counting)
+    edges = [torch.linspace(-1, 1, n) for n in (4, 5, 6, 7)]
+    shapes: dict[str, list[Any]] = {name: [f"n_{name}"] for name in "abcd"}
+    check(f, {"x": ["n", 4], **shapes}, (r(9, 4), *edges), (r(3, 4), *reversed(edges)))
+    assert len(counted) > 2 and max(counted) < 2**26
 
 
 class TestQuestionsOfOperators:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ from tsfunc.bridge.shape_rules import SHAPE_RULES
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TRIES = 8  # other sizes that are tried
 _ENOUGH = 2  # of these that must be taken
+_SMALL = 2**22  # elements
 _Call = Callable[..., Any]
 
 
@@ -189,7 +191,7 @@ class Elsewhere:
 
     def results(self, sizes: Mapping[Any, int]) -> Any:
         """What the operator gives there; None where it refuses."""
-        mode = FakeTensorMode()
+        mode = FakeTensorMode(allow_fallback_kernels=self._is_small(sizes))
 
         def fixed(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
@@ -203,6 +205,16 @@ class Elsewhere:
                 return self.call(*args, **kwargs)
             except Exception:
                 return None
+
+    def _is_small(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether a kernel may run there: for an operator without a rule for fake tensors.
+
+        It does so on zeros, and what it returns may have all of the sizes: a histogram over a
+        hundred bins in each of five dims is larger than any memory.
+        """
+        leaves = optree.tree_leaves((self.args, self.kwargs))
+        given = sum(math.prod(at(x.shape, sizes)) for x in leaves if isinstance(x, torch.Tensor))
+        return math.prod(max(1, abs(size)) for size in sizes.values()) <= max(_SMALL, given)
 
     def agrees(self, results: Any) -> bool:
         """Whether symbolic results are right at other sizes too, as far as is seen."""
