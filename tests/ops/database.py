@@ -315,6 +315,7 @@ def _variants(info: Any) -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 def _database_rows() -> Iterator[Row]:
     seen: dict[str, int] = {}
+    in_op_db = {id(info) for info in op_db}  # to compare two entries takes long
     for info in itertools.chain(op_db, autograd_function_db, custom_op_db, *FOREACH):
         if "jiterator" in info.name:
             continue  # compiles for a GPU
@@ -334,7 +335,7 @@ def _database_rows() -> Iterator[Row]:
                 frozenset(info.supported_dtypes("cpu")),
                 _differentiable_dtypes(info, variant),
                 functools.partial(_samples_of, info),
-                info.gradcheck_wrapper if info in op_db else None,
+                info.gradcheck_wrapper if id(info) in in_op_db else None,
                 info.supports_forward_ad,
             )
 

@@ -155,11 +155,12 @@ class Elsewhere:
         self.env, self.call = env, call
         self.args, self.kwargs = _plain(args), _plain(kwargs)
         self.symbols = sorted(symbols_among((args, kwargs)), key=str)
+        known = getattr(env, "backed_var_to_val", None) or env.var_to_val
+        self.here = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
 
     def sizes(self) -> Iterator[dict[Any, int]]:
         """Sizes for the symbols: those of the trace, then others within the bounds."""
-        known = getattr(self.env, "backed_var_to_val", None) or self.env.var_to_val
-        hints = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
+        hints = self.here
         yield hints
         # Numbers among the arguments may be small or negative, where sizes may not.
         scalars = [s for s in self.symbols if self._least(s) < 2]
@@ -209,12 +210,17 @@ class Elsewhere:
     def _is_small(self, sizes: Mapping[Any, int]) -> bool:
         """Whether a kernel may run there: for an operator without a rule for fake tensors.
 
-        It does so on zeros, and what it returns may have all of the sizes: a histogram over a
-        hundred bins in each of five dims is larger than any memory.
+        It does so on zeros, and what it returns may have all sizes of all arguments: a histogram
+        over a hundred bins in each of five dims is larger than any memory.
         """
+        return self._largest(sizes) <= max(_SMALL, self._largest(self.here))
+
+    def _largest(self, sizes: Mapping[Any, int]) -> int:
+        """How many elements a result may have."""
         leaves = optree.tree_leaves((self.args, self.kwargs))
-        given = sum(math.prod(at(x.shape, sizes)) for x in leaves if isinstance(x, torch.Tensor))
-        return math.prod(max(1, abs(size)) for size in sizes.values()) <= max(_SMALL, given)
+        numbers = [abs(int(at([x], sizes)[0])) for x in leaves if isinstance(x, torch.SymInt)]
+        counts = [math.prod(at(x.shape, sizes)) for x in leaves if isinstance(x, torch.Tensor)]
+        return math.prod(max(1, count) for count in (*numbers, *counts))
 
     def agrees(self, results: Any) -> bool:
         """Whether symbolic results are right at other sizes too, as far as is seen."""
