@@ -27,7 +27,9 @@ from tsfunc import MetaTensorType
 
 # Kernels that read beyond a tensor whose length is not that of the others: there, equal sizes are
 # changed together only, and none is made smaller.
-_UNCHECKED = ("batch_norm", "segment_reduce", "attention_forward", "embedding_bag", "ctc_loss")
+_UNCHECKED = (
+    "batch_norm", "segment_reduce", "attention_forward", "embedding_bag", "ctc_loss", "lu_unpack",
+)  # fmt: skip
 Place = tuple[int, int]  # a tensor, and one of its dims
 Shapes = Sequence[Sequence[int]]
 # What is done to a size to see whether it may change: most operators take any other.

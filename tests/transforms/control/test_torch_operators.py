@@ -210,7 +210,7 @@ def _scanned(x: torch.Tensor) -> Any:
 
 
 def _looped(x: torch.Tensor) -> Any:
-    return while_loop(lambda x: x.sum() < 10, lambda x: x * x.sin() + 2, x).sum()
+    return while_loop(lambda x: x.sum() < 10, lambda x: x * (2 + x.sin()), x).sum()
 
 
 DERIVATIVES: dict[str, Callable[..., Any]] = {
