@@ -9,6 +9,9 @@ graph compiled again for sizes like its own.
 
 Where operators are to be seen one by one (inside of a transform or a trace, under a dispatch
 mode), the program runs as Python, as it does without a backend.
+
+What a program assigns (NOTE [updates] in ``updates.py``) is computed by the compiled module, as its
+last results, and assigned by Python after it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from tsfunc.bridge.backends import Backend, backend_of, inductor, runs_plainly
 from tsfunc.bridge.symbols import Symbols
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
+from tsfunc.program.codegen import generate
 from tsfunc.program.forms import CallForm
 from tsfunc.program.fx_module import graph_module
 from tsfunc.program.passes.aliases import Aliases
@@ -86,6 +90,8 @@ class Compiled:
         self._variants: list[tuple[Any, Callable[..., Any]]] = []
         _check(program, name, [*self._given(values), *self._lifted])
         self._module, self._outputs = _module(program)
+        self._assign = _assignments(program, len(values))
+        self._count = program.out_tree.num_leaves
         self._compile(values)
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
@@ -107,7 +113,7 @@ class Compiled:
         return {name: values[i].shape[k] for name, (i, k) in self._sizes.items()}
 
     def _results(self, tensors: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
-        return tuple(
+        found = tuple(
             tensors[out.at]
             if type(out) is _At
             else values[out.index]
@@ -115,6 +121,10 @@ class Compiled:
             else out
             for out in self._outputs
         )
+        if self._assign is None:
+            return found
+        self._assign([*values, *found[self._count :]])
+        return found[: self._count]
 
     def _compile(self, values: Sequence[Any]) -> Callable[..., Any]:
         """Compiles the graph for sizes like those of a call."""
@@ -155,12 +165,6 @@ def _check(program: Program, name: str, tensors: Sequence[torch.Tensor]) -> None
             f"{program.name}: backend {name!r} has no place for {left}, which torch has no "
             f"operator for; leave the backend out, and the program runs as Python."
         )
-    if program.updates:
-        listed = ", ".join(each.text for each in program.updates)
-        raise ExportError(
-            f"{program.name}: backend {name!r} has no place for assignments ({listed}); write "
-            f"into tensors that are there (x.copy_(value)), or return what is new."
-        )
     devices = {x.device.type for x in tensors}
     if name == "cudagraphs" and devices != {"cuda"}:
         found = ", ".join(sorted(devices)) or "no device"
@@ -192,6 +196,17 @@ def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
     output.args = (tuple(computed),)
     module.recompile()
     return module, outputs
+
+
+def _assignments(program: Program, count: int) -> Callable[[Sequence[Any]], Any] | None:
+    """What makes a program's assignments, given its ``count`` values and then their tensors."""
+    if not program.updates:
+        return None
+    slots = range(sum(len(each.slots()) for each in program.updates))
+    graph = torch.fx.Graph()
+    graph.output(tuple(graph.placeholder(f"assigned_{i}") for i in slots))
+    places = [count + i for i in slots]
+    return generate(f"assign_{program.name}", graph, places, {}, program.updates)[1]
 
 
 def _named_sizes(form: CallForm | None) -> dict[str, tuple[int, int]]:
