@@ -125,6 +125,8 @@ class TestCallables:
     )
     def test_assignments(self, backend: str) -> None:
         class Running(torch.nn.Module):
+            total: Tensor
+
             def __init__(self) -> None:
                 super().__init__()
                 self.weight = torch.nn.Parameter(torch.ones(3))

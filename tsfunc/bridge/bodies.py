@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.linear_maps import Layout, is_recorded
+from tsfunc.bridge.questions import unasked
 from tsfunc.bridge.taking_over import takes_over
 from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
 from tsfunc.bridge.tracing import TraceLevel, TraceTracer, is_traced, traced_as
@@ -76,7 +77,7 @@ class BodyLevel(TraceLevel, StandIn):
         numbers: the symbolic numbers from outside, whose inputs come after these.
     """
 
-    __slots__ = ("_numbers", "around", "inputs", "numbers", "parent", "taken")
+    __slots__ = ("_numbers", "_own_numbers", "around", "inputs", "numbers", "parent", "taken")
 
     def __init__(self, parent: TraceLevel) -> None:
         self.stand_in_for(parent)
@@ -91,6 +92,7 @@ class BodyLevel(TraceLevel, StandIn):
         self.inputs: list[torch.Tensor] = []
         self.numbers: list[Any] = []
         self._numbers: dict[Any, torch.fx.Node] = {}
+        self._own_numbers: dict[Any, torch.fx.Node] = {}
         self.sizes = self._number
 
     @property
@@ -121,8 +123,10 @@ class BodyLevel(TraceLevel, StandIn):
             self.taken[id(value)] = known
         return known[1]
 
-    def input(self, value: torch.Tensor) -> Any:  # type: ignore[override]
-        """A new input of the body's graph, for a tensor from outside."""
+    def input(  # type: ignore[override]
+        self, value: torch.Tensor, like: torch.Tensor | None = None
+    ) -> Any:
+        """A new input of the body's graph, for a tensor from outside, or what is like one."""
         outer = self.outside(value)
         if _any_recorded(outer):
             outer = arranged(outer, wrapped_in(needed_layers(outer, self.around)))
@@ -131,7 +135,22 @@ class BodyLevel(TraceLevel, StandIn):
             return outer  # nothing of it is traced: a constant of a level inside
         node = self.graph.placeholder(f"x{len(self.inputs)}")
         self.inputs.append(outer)
-        return wrapping.around(traced_as(inner.value, node, self, inner.tracks))
+        return wrapping.around(
+            traced_as(inner.value if like is None else like, node, self, inner.tracks)
+        )
+
+    def argument(self, value: torch.Tensor) -> Any:
+        """An input for what the body is called with, of which nothing but the type is known.
+
+        A fake tensor may know its data, where the function has made it of numbers, and remembers
+        which symbol it was read as. A loop calls its body with other tensors than the first ones.
+        """
+        inner, _ = peeled(self.outside(value))
+        if not isinstance(inner, TraceTracer) or inner.value.is_conj() or inner.value.is_neg():
+            return self.input(value)
+        known = inner.value
+        with unasked(self.fake):
+            return self.input(value, self.fake_like(known, known.shape, known.stride()))
 
     def outside(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor as the surroundings of the body see it."""
@@ -147,7 +166,10 @@ class BodyLevel(TraceLevel, StandIn):
         return value
 
     def _number(self, value: Any) -> Any:
-        """A symbolic number as a node: an input of the graph, or a constant."""
+        """A symbolic number as a node: an input of the graph, a constant, or of its own data."""
+        born = self.symbols.born_in(self.graph, value.node.expr)
+        if born:
+            return self._own_number(value, born)
         outer = self.parent.sizes(value)
         if not isinstance(outer, torch.fx.Node):
             return outer
@@ -159,6 +181,20 @@ class BodyLevel(TraceLevel, StandIn):
                     node.meta[key] = outer.meta[key]
             self.numbers.append(outer)
         return node
+
+    def _own_number(self, value: Any, born: dict[Any, torch.fx.Node]) -> torch.fx.Node:
+        """A number that is worked out of what the body has found in data (these symbols)."""
+        expr, symbols = value.node.expr, self.symbols
+        if expr not in self._own_numbers:
+            rest = {s: self._number(symbols.number_of(s)) for s in expr.free_symbols - born.keys()}
+            self._own_numbers[expr] = symbols.write(self.graph, expr, {**rest, **born})
+            self._own_numbers[expr].meta["number"] = value
+        return self._own_numbers[expr]
+
+    def is_own_size(self, size: Any) -> bool:
+        """Whether a size depends on what the body has found in data."""
+        known = isinstance(size, int)
+        return not known and bool(self.symbols.born_in(self.graph, size.node.expr))
 
 
 def _traced_level(value: Any) -> Any:
@@ -258,7 +294,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
     inner = state.with_levels(levels)
     level.bodies.append(level)
     try:
-        with using(inner), _InBody(level):
+        with using(inner), _InBody(level), level.symbols.in_body(level.graph, level.sizes):
             yield
     finally:
         level.bodies.pop()

@@ -15,7 +15,7 @@ pullback of this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +161,15 @@ class ControlFlow:
         this one's numbers.
         """
         raise NotImplementedError
+
+
+def every_node(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """The nodes of a graph, and those of the bodies in it."""
+    for node in graph.nodes:
+        yield node
+        if isinstance(node.target, ControlFlow):
+            for body in node.target.bodies:
+                yield from every_node(body.graph)
 
 
 def _draws(node: torch.fx.Node) -> bool:

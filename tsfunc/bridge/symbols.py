@@ -16,6 +16,10 @@ NOTE [sizes of data]
 born with the node that computes it (:meth:`Symbols.born`). What is asked of it can't be answered;
 what is asserted (``torch._check``, and operators of their arguments) becomes a call of
 :func:`check_size` in the program.
+
+A body of control flow (NOTE [bodies] in ``bodies.py``) has such symbols of its own, and what is
+asserted in it is checked in it: so it holds there alone, and the code around the body can't rely
+on it (``facts.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
@@ -35,6 +40,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tsfunc.bridge.facts import facts_of_its_own
 from tsfunc.dispatch.places import Place, is_users, users_place
 from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import FailedCheckError
@@ -126,6 +132,7 @@ class Symbols:
         self.graph: torch.fx.Graph | None = None
         self._inputs: Mapping[str, torch.fx.Node] = {}
         self._nodes: dict[Any, Any] = {}
+        self._bodies: list[tuple[torch.fx.Graph, Callable[[Any], Any]]] = []
         if dims or scalars:
             self._open()
         for i, (name, dim) in enumerate(dims.items()):
@@ -200,10 +207,40 @@ class Symbols:
         if self.graph is None or not all(s in self._names
                                           for s in expr.free_symbols):  # fmt: skip
             return  # the trace has ended, or only asks itself
-        fact = self.spell(expr)
-        text = f"{fact} does not hold, which the program relies on (at {place})."
-        node = self.graph.call_function(check_size, (self._node(expr), text))
+        text = f"{self.spell(expr)} does not hold, which the program relies on (at {place})."
+        if self._bodies:
+            graph, number = self._bodies[-1]
+            holds = number(self._env.create_symboolnode(expr))
+        else:
+            graph, holds = self.graph, self._node(expr)
+        node = graph.call_function(check_size, (holds, text))
         node.meta["place"] = place
+
+    @contextmanager
+    def in_body(self, graph: torch.fx.Graph, number: Callable[[Any], Any]) -> Iterator[None]:
+        """What is asserted in the block is checked in a body's graph, and holds there alone.
+
+        Args:
+            graph: of the body.
+            number: records a symbolic number in it.
+        """
+        self._bodies.append((graph, number))
+        try:
+            with facts_of_its_own(self._env):
+                yield
+        finally:
+            self._bodies.pop()
+
+    def born_in(self, graph: torch.fx.Graph, expr: Any) -> dict[Any, torch.fx.Node]:
+        """The symbols of an expression that a graph has found in data, with their nodes."""
+        nodes = {symbol: self._born.get(symbol) for symbol in expr.free_symbols}
+        return {s: node for s, node in nodes.items() if node is not None and node.graph is graph}
+
+    def number_of(self, symbol: Any) -> Any:
+        """The symbolic number that a symbol is."""
+        if symbol.is_integer:
+            return self._env.create_symintnode(symbol, hint=None)
+        return self._env.create_symfloatnode(symbol, hint=None)
 
     # --- what was asked
 
@@ -318,6 +355,22 @@ class Symbols:
         return self._nodes[expr]
 
     def _node(self, expr: Any) -> torch.fx.Node:
+        assert self.graph is not None
+        tracer = torch.fx.proxy.GraphAppendingTracer(self.graph)
+        sized = {s for s in expr.free_symbols if self._names.get(s) in self._inputs}
+        values: dict[Any, Any] = {s: self._born[s] for s in expr.free_symbols - sized}
+        for symbol in sized:
+            size = torch.fx.Proxy(self._inputs[self._names[symbol]], tracer)
+            values[symbol] = _divided(size, self._steps[symbol]).node
+        node = self.write(self.graph, expr, values)
+        if expr.free_symbols == sized:
+            node.meta["value"] = self._evaluator(expr)
+        return node
+
+    def write(
+        self, graph: torch.fx.Graph, expr: Any, values: Mapping[Any, torch.fx.Node]
+    ) -> torch.fx.Node:
+        """Writes an expression into a graph, in which its symbols have these nodes."""
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -346,18 +399,11 @@ class Symbols:
             def round_decimal(x: Any, digits: Any) -> Any:
                 return _called(round, x, digits)
 
-        assert self.graph is not None
-        tracer = torch.fx.proxy.GraphAppendingTracer(self.graph)
-        known = {s: name for s, name in self._names.items() if name in self._inputs}
-        values = {s: torch.fx.Proxy(each, tracer) for s, each in self._born.items()}
-        for symbol, name in known.items():
-            size = torch.fx.Proxy(self._inputs[name], tracer)
-            values[symbol] = _divided(size, self._steps[symbol])
-        node: torch.fx.Node = sympy_interp(Recorded, values, expr).node
+        tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+        known = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in values.items()}
+        node: torch.fx.Node = sympy_interp(Recorded, known, expr).node
         if expr not in self._born:
             node.meta["expr"] = self.spell(expr)
-        if expr.free_symbols <= known.keys():
-            node.meta["value"] = self._evaluator(expr)
         return node
 
     def _evaluator(self, expr: Any) -> Any:
@@ -464,8 +510,9 @@ def asking_frame() -> FrameType:
 # Where torch's symbolic numbers, and our tracers, work their answers out.
 _HERE = os.path.dirname(__file__) + os.sep
 _ROOT = os.path.dirname(torch.__file__) + os.sep
+_ASKED = ("symbols", "tracing", "tracer", "attributes", "questions", "bodies")
 _ANSWERING = (
-    *(f"{_HERE}{name}.py" for name in ("symbols", "tracing", "tracer", "attributes", "questions")),
+    *(f"{_HERE}{name}.py" for name in _ASKED),
     *(_ROOT + name for name in ("__init__.py", "fx", "utils", "_tensor.py", "overrides.py")),
 )
 

@@ -21,7 +21,9 @@ from tsfunc.bridge.bodies import (
     peeled,
     wrapped_in,
 )
+from tsfunc.bridge.symbols import size_text
 from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel
+from tsfunc.errors import DataDependentError
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,14 @@ class TracedBody:
 
     def __init__(self, trace: TraceLevel, func: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self.level = BodyLevel(trace)
-        arguments = [self.level.input(x) for x in inputs]
+        arguments = [self.level.argument(x) for x in inputs]
         with in_body(self.level):
             out = func(*arguments)
             leaves, self.spec = pytrees.flatten(out)
             self.leaves = [self.level.into(leaf) for leaf in leaves]
+        for leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor):
+                self._refuse_own_sizes(leaf)
 
     @property
     def out(self) -> Any:
@@ -84,6 +89,18 @@ class TracedBody:
         self.level.graph.output(tuple(nodes))
         _inputs_first(self.level.graph)
         return results
+
+    def _refuse_own_sizes(self, leaf: torch.Tensor) -> None:
+        """Raises where a result is of a size that nobody outside can know before the call."""
+        own = [size for size in leaf.shape if self.level.is_own_size(size)]
+        if own:
+            shape = ", ".join(map(size_text, leaf.shape))
+            raise DataDependentError(
+                f"{self.level.name}: a body of control flow returns a tensor of shape [{shape}], "
+                f"of which {', '.join(map(size_text, own))} is found in data inside of it. What a "
+                f"body returns must have a size that is known without running it: reduce it in "
+                f"the body, or write it into a tensor of the largest size."
+            )
 
 
 def _inputs_first(graph: torch.fx.Graph) -> None:

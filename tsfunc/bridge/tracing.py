@@ -244,7 +244,7 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
         writes = isinstance(op, TorchOperator) and op.writes
         return results_of(level.fake, op.name, op.native, writes, values, named)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        if level.graph is not level.symbols.graph or not level.symbols.allow_data():
+        if not level.symbols.allow_data():
             raise DataDependentError(_data_dependent(op.name, level)) from None
     finally:
         level.fake.cache_enabled = cached
@@ -317,8 +317,6 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
     """The nodes of the numbers that an operator has found in data: NOTE [sizes of data]."""
-    if level.graph is not level.symbols.graph:
-        raise DataDependentError(_data_dependent(node.meta["op"].name, level))
     node.meta["reads_data"] = True
     found = results if isinstance(results, list | tuple) else [results]
     values = [x.value if isinstance(x, TraceTracer) else x for x in found]

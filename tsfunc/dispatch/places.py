@@ -17,7 +17,9 @@ from tsfunc import rage
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_LIBRARIES = (_OURS, _TORCH)
+# What torch has deprecated it calls through a wrapper of one of these.
+_WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
+_LIBRARIES = (_OURS, _TORCH, *(str(module.__file__) for module in _WRAPPERS))
 
 
 class Place(NamedTuple):

@@ -13,6 +13,7 @@ import torch.fx
 
 from tsfunc import pytrees, rage
 from tsfunc.bridge import torch_state
+from tsfunc.bridge.control_flow import every_node
 from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.fake_results import unlogged
 from tsfunc.bridge.marked import settle_all
@@ -215,7 +216,7 @@ class _Trace:
             else:
                 target = str(tracer.node.target)
                 lifted[target] = burnt_in.get(target, tensor)
-        for node in graph.nodes:
+        for node in every_node(graph):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 node.meta["dims"] = tuple(self.symbols.spell_size(size) for size in value.shape)

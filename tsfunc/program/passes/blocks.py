@@ -17,7 +17,7 @@ import torch.fx
 from tsfunc.bridge.control_flow import Body, ControlFlow
 from tsfunc.program.passes.common import merge_common
 from tsfunc.program.passes.dead import remove_dead
-from tsfunc.program.passes.effects import is_random, writes
+from tsfunc.program.passes.effects import checks, is_random, writes
 
 
 def remove_unused_of_blocks(graph: torch.fx.Graph) -> None:
@@ -85,7 +85,7 @@ def _live(body: Body, results: Collection[int]) -> set[torch.fx.Node]:
     returned = nodes[-1].args[0]
     live = {returned[i] for i in results}
     for node in reversed(nodes[:-1]):
-        if node in live or writes(node) or is_random(node):
+        if node in live or writes(node) or is_random(node) or checks(node):
             live.add(node)
             live.update(node.all_input_nodes)
     return live

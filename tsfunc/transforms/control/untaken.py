@@ -2,7 +2,8 @@
 
 They are looked at once for branches and types of operands: the others are run on values without
 data, and what they return must have the type of what the taken one did. A branch that can't be run
-so (it reads data, or fails for values that are not meant for it) is left unchecked.
+so (it reads data, or fails for values that are not meant for it), or returns what only data tells
+the size of, is left unchecked.
 """
 
 from __future__ import annotations
@@ -93,11 +94,19 @@ def _looked_at(
                 other = without_data(what, branch, operands)
             except Exception:
                 continue
+            if _depends_on_data(other):
+                continue
             called = (f"what {names[taken]} returns", f"what {names[i]} returns")
             check_branches(what, called, (out, other))
             every.append(pytrees.flatten(other)[0])
     seen[key] = [common_dtype(column) for column in zip(*every, strict=True)]
     return seen[key]
+
+
+def _depends_on_data(out: Any) -> bool:
+    """Whether the size of a result is one that only data can tell."""
+    tensors = [leaf for leaf in pytrees.flatten(out)[0] if isinstance(leaf, torch.Tensor)]
+    return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
 
 
 def _code(branch: Any) -> Any:
