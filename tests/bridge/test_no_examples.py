@@ -39,6 +39,16 @@ def test_gradients() -> None:
     assert vmap(grad(lambda x: torch.fft.fft(x).abs().sum()))(torch.rand(0, 4)).shape == (0, 4)
 
 
+def test_gradients_of_batch_norm() -> None:
+    """Without channels its kernel divides by zero, and the process ends."""
+
+    def f(x: Tensor, weight: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, weight, training=True).sum()
+
+    found = vmap(grad(f, (0, 1)))(torch.rand(0, 4, 2, 3), torch.rand(0, 2))
+    assert [x.shape for x in found] == [(0, 4, 2, 3), (0, 2)]
+
+
 def test_what_is_not_batched_is_not_written() -> None:
     """The example that is made up has a copy of it."""
     seen = torch.zeros(3)

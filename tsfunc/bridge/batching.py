@@ -42,8 +42,9 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Finds a rule and runs it on values."""
     level = _running_level()
-    if level.splitter is not None and isinstance(op, TorchOperator) and op.inplace:
-        before_write(level, args[0])
+    if level.splitter is not None and isinstance(op, TorchOperator):
+        for place in op.written:
+            before_write(level, args[place : place + 1])
     values: list[Any] = []
     dims: list[Any] = []
     any_batched = False

@@ -33,6 +33,7 @@ from tsfunc.bridge.operators import (
 from tsfunc.bridge.torch_rules import by_torchs_rule, has_torchs_rule
 from tsfunc.bridge.torch_state import without_autograd
 from tsfunc.bridge.tracer import Tracer
+from tsfunc.bridge.writes import tensors_in
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.places import users_place, warn
 from tsfunc.dispatch.recording import note
@@ -256,9 +257,7 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         )
     leaves, tree = optree.tree_flatten((tuple(args), dict(kwargs)), none_is_leaf=True)
     pairs = [unwrap(leaf, level) for leaf in leaves]
-    inplace = isinstance(op, TorchOperator) and op.inplace
-    if inplace and pairs[0][1] is None:
-        refuse_inplace(op)
+    _check_written(op, level, args)
     assert op.native is not None
     results = []
     begin = _beginning(op, level, kwargs)
@@ -268,11 +267,25 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         one_args, one_kwargs = optree.tree_unflatten(tree, sliced)
         results.append(op.native(*one_args, **one_kwargs))
     begin(None)
-    if inplace:
-        return args[0]
+    returned = op.returned if isinstance(op, TorchOperator) else ()
+    if len(returned) == 1 and returned[0] is not None:
+        return args[returned[0]]
     if level.splitter is not None:
         agree_on_results(op, level, results)
-    return _stack(op, level, results)
+    out = _stack(op, level, results)
+    if not any(place is not None for place in returned):
+        return out
+    both = zip(out, returned, strict=True)
+    return tuple(part if place is None else args[place] for part, place in both)
+
+
+def _check_written(op: Operator, level: BatchLevel, args: Sequence[Any]) -> None:
+    """Raises where examples would write over each other, into what is not batched."""
+    if isinstance(op, TorchOperator) and op.writes:
+        for place in op.written:
+            for target in tensors_in(args[place : place + 1]):
+                if unwrap(target, level)[1] is None:
+                    refuse_inplace(op.native)
 
 
 def _beginning(

@@ -54,7 +54,8 @@ class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
     __slots__ = ("asserts", "composite", "hot", "inplace", "is_view", "out_names", "overload",
-                 "random", "reshapes", "row", "ruled", "special", "writes", "written")  # fmt: skip
+                 "random", "reshapes", "returned", "row", "ruled", "special", "writes",
+                 "written")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
@@ -89,12 +90,14 @@ class TorchOperator(Operator):
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in overload._schema.returns
         )
-        self.inplace = bool(
-            self.writes
-            and not self.out_names
-            and arguments[0].alias_info is not None
-            and arguments[0].alias_info.is_write
+        # Which arguments are returned, of those that it writes to; None for a result of its own.
+        memory = [_written_memory(argument) for argument in arguments]
+        self.returned = tuple(
+            memory.index(found) if (found := _written_memory(value)) else None
+            for value in overload._schema.returns
         )
+        # Whether what it returns is its first argument.
+        self.inplace = not self.out_names and self.returned == (0,)
 
         # The rule that door 2 runs at once: none where a call needs a closer look, and none
         # any more where somebody registers a kernel of their own.
@@ -112,6 +115,12 @@ class TorchOperator(Operator):
         if level is not None and getattr(level, "autograd", False) and level.bits & tls.state.mask:
             return self.overload(*args, **kwargs)
         return self.call(args, kwargs, restore=True)
+
+
+def _written_memory(value: Any) -> frozenset[str] | None:
+    """What a schema calls the memory of an argument or result, if it is written to."""
+    alias = value.alias_info
+    return frozenset(alias.before_set) if alias is not None and alias.is_write else None
 
 
 _by_id: dict[int, TorchOperator] = {}

@@ -412,7 +412,7 @@ def into_torch(
                 with without_autograd():
                     return _hop(func, types, args, kwargs)
             args, kwargs = lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}
-    elif isinstance(func, OpOverloadPacket) and func.__name__.endswith("_"):
+    elif isinstance(func, OpOverloadPacket):
         WRITERS[OpOverloadPacket](func, args, kwargs)
     return _hop(func, types, args, kwargs)
 

@@ -11,6 +11,7 @@ Private names used here (torch 2.11 to 2.13): ``torch._C._nn`` has the C functio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -213,12 +214,16 @@ def _scattered(name: str, target: torch.Tensor, level: TracerLevel) -> str:
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """The arguments that a call writes to: tensors and lists of them."""
+    if isinstance(func, OpOverloadPacket):
+        func = only_overload(func) or func
     if isinstance(func, OpOverload):
         op = operator_of(func)
         if op.name in STATISTICS:
             return _running(func, args)
         written = [args[i] for i in op.written if i < len(args)]
-        return written + [kwargs[name] for name in op.out_names if name in kwargs]
+        arguments = func._schema.arguments
+        named = [arguments[i].name for i in op.written if i >= len(args)]
+        return written + [kwargs[name] for name in (*named, *op.out_names) if name in kwargs]
     if "out" in kwargs:
         return [kwargs["out"]]
     prepare = WRITERS.get(func)
@@ -260,6 +265,23 @@ def _operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
         prepare_write(op.name, written_by(func, args, kwargs), (*args, *kwargs.values()))
 
 
+def _packet(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """An operator whose overload is not chosen yet: of several only the name says it."""
+    overload = only_overload(func)
+    if overload is not None:
+        if operator_of(overload).written:
+            _operator(overload, args, kwargs)
+    elif func.__name__.endswith("_"):
+        _first(func, args, kwargs)
+
+
+@functools.cache
+def only_overload(packet: OpOverloadPacket) -> OpOverload | None:
+    """The overload of an operator that has one, as those of ``torch.library.custom_op`` do."""
+    names = packet.overloads()
+    return getattr(packet, names[0]) if len(names) == 1 else None
+
+
 def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """``f(x, weight, bias, running_mean, running_var, training, momentum, ...)``.
 
@@ -295,4 +317,4 @@ WRITERS |= {
     torch.batch_norm: _statistics,
 }
 WRITERS |= {torch.instance_norm: _statistics, "out": _out}
-WRITERS |= {OpOverload: _operator, OpOverloadPacket: _first}
+WRITERS |= {OpOverload: _operator, OpOverloadPacket: _packet}

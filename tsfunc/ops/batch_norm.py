@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_at, batched_front, front
+from tsfunc.ops.dims import NoExamples, align, batched_at, batched_front, front
 from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
@@ -160,6 +160,8 @@ def _backward(
 ) -> Any:
     """``call(grad, x, weight, running_mean, running_var, save_mean, save_invstd)``"""
     size = level.batch_size
+    if not size:
+        raise NoExamples  # without channels the kernel divides by zero, and the process ends
     full = [_channels(t, d, size) for t, d in zip(tensors[:2], dims[:2], strict=True)]
     flat = [_flat(t, d, size) for t, d in zip(tensors[2:], dims[2:], strict=True)]
     grad_x, *grads = call(*full, *flat)
