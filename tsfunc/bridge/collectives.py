@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.attempts import NeedsAll
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.lanes import LaneLevel, NeedsAll
+from tsfunc.bridge.lanes import LaneLevel
 from tsfunc.bridge.linear_maps import LinearMap, at_level, batched_value, linear, rebuilt
 from tsfunc.bridge.tracer import TracerLevel
 from tsfunc.dispatch.state import tls

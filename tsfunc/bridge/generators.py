@@ -16,10 +16,15 @@ from tsfunc.bridge.courses import CourseStates, vmaps_here
 
 
 class Generators:
-    """Remembers where generators were when a vmapped call began."""
+    """Remembers where generators were when a vmapped call, or an attempt, began.
 
-    def __init__(self) -> None:
-        self._courses = _CoursesOutside()
+    Args:
+        outside: what is told of draws too.
+    """
+
+    def __init__(self, outside: Generators | None = None) -> None:
+        self._outside = outside
+        self._courses = _Courses()
         self.drawn = 0
         self._most = -1
         self._began: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -32,6 +37,8 @@ class Generators:
 
     def draws(self, generator: torch.Generator | None) -> None:
         """A random operator is about to draw."""
+        if self._outside is not None:
+            self._outside.draws(generator)
         self.drawn += 1
         if generator is not None and all(known is not generator for known, _ in self._began):
             self._began.append((generator, generator.get_state()))
@@ -58,8 +65,8 @@ class Generators:
         self.drawn = 0
 
 
-class _CoursesOutside:
-    """How far examples of the vmaps outside have come, which draw for each part of this one."""
+class _Courses:
+    """How far examples of the active vmaps have come, which draw for each part of the call."""
 
     def __init__(self) -> None:
         self._levels = [level.whole for level in vmaps_here()]

@@ -37,18 +37,6 @@ from tsfunc.dispatch.state import Level, capturing, tls, using
 from tsfunc.ops.splitting import groups_of
 
 
-class NeedsAll(BaseException):
-    """Internal: a body that runs on lanes is given up, as it asks for the other examples' values.
-
-    Who made the lanes runs it on all examples instead. No ``Exception``: the user's function is
-    not to catch it.
-    """
-
-    def __init__(self, level: BatchLevel) -> None:
-        super().__init__(f"{level.name} is needed whole (internal to tsfunc; should be caught)")
-        self.level = level
-
-
 class LaneLevel(BatchLevel, StandIn):
     """Some examples of a vmap, in the place of its level.
 

@@ -236,3 +236,37 @@ def test_a_loop_in_many_steps_ends_each_example_at_its_own() -> None:
     n = torch.tensor([1, 200, 3, 50, 0, 199])
     steps = vmap(lambda n: while_loop(lambda c: c < n, lambda c: c + 1, n * 0))
     torch.testing.assert_close(steps(n), n)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different", "split"])
+@pytest.mark.parametrize("own", [False, True], ids=["the default generator", "one of its own"])
+def test_an_attempt_that_is_given_up_draws_nothing(randomness: str, own: bool) -> None:
+    """Branches that need all examples are begun on lanes, and then run on all of them."""
+    generator = torch.Generator() if own else torch.default_generator
+
+    def draw() -> torch.Tensor:
+        return torch.rand((), generator=generator if own else None)
+
+    def chosen(x: torch.Tensor) -> Any:
+        return cond(x > 0, lambda x: draw() + psum(x, "i"), lambda x: draw() - x, x)
+
+    def of_all(x: torch.Tensor) -> Any:
+        first, second = draw(), draw()
+        return torch.where(x > 0, second + psum(x, "i"), first - x)
+
+    def looped(x: torch.Tensor) -> Any:
+        return while_loop(lambda c: c < 2, lambda c: c + 1 + draw() + 0 * psum(c, "i"), x)
+
+    def once(x: torch.Tensor) -> Any:
+        return torch.where(x < 2, x + 1 + draw(), x)
+
+    def drawn(f: Any, x: torch.Tensor) -> Any:
+        generator.manual_seed(0)
+        out = vmap(f, axis_name="i", randomness=randomness)(x)
+        return out, generator.get_state()
+
+    for f, reference in ((chosen, of_all), (looped, once)):
+        x = torch.tensor([1.0, -1.0, 3.0, 2.0] if f is chosen else [1.0, 1.5, 3.0, 2.0])
+        (out, state), (expected, after) = drawn(f, x), drawn(reference, x)
+        torch.testing.assert_close(out, expected)
+        assert torch.equal(state, after)

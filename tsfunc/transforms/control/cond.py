@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.attempts import Attempt, NeedsAll
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.dynamo import torch_records
 from tsfunc.bridge.gathering import Merge, retag
-from tsfunc.bridge.lanes import NeedsAll, guarded_lanes, lanes_of, run_in
+from tsfunc.bridge.lanes import guarded_lanes, lanes_of, run_in
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import (
     Batching,
@@ -214,12 +215,12 @@ class _Call:
             )
         if self.batching == "select":
             return self.select(choice)
-        try:
-            return self.by_lanes(choice) if choice.known else self.unseen(choice)
-        except NeedsAll as error:
-            if error.level is not choice.level.root:
-                raise
-            return self.select(choice)
+        with Attempt(choice.level) as attempt:
+            try:
+                return self.by_lanes(choice) if choice.known else self.unseen(choice)
+            except NeedsAll as error:
+                attempt.give_up(error)
+        return self.select(choice)
 
     def by_user(self, value: Any) -> Any:
         """The call of a predicate or an index, with a look at the branches that are not taken."""

@@ -15,13 +15,13 @@ from typing import Any, Final
 import optree
 import torch
 
+from tsfunc.bridge.attempts import Attempt, NeedsAll
 from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.dynamo import torch_records
 from tsfunc.bridge.gathering import Merge, retag
 from tsfunc.bridge.lanes import (
     LaneLevel,
-    NeedsAll,
     guarded_lanes,
     in_lanes,
     lanes_of,
@@ -262,20 +262,23 @@ class Loop:
     ) -> tuple[Any, bool]:
         """Steps where the condition differs from example to example."""
         level = choice.level
-        try:
-            if choice.known:
-                return self.by_lanes(carry, choice, limit)
-            return self.unseen(carry, value, level), True
-        except DiffersInside as error:
-            # A carry that the body batches has its conditions do so from the second step on.
-            if error.by is not self:
-                raise
-            inside = ByExample(error.level, values_at(value, error.level), False)
-            return self.each_its_own(carry, value, inside, limit)
-        except NeedsAll as error:
-            if error.level is not level.root:
-                raise
+        with Attempt(level) as attempt:
+            try:
+                if choice.known:
+                    return self.by_lanes(carry, choice, limit)
+                return self.unseen(carry, value, level), True
+            except NeedsAll as error:
+                attempt.give_up(error)
+                inside = None
+            except DiffersInside as error:
+                # A carry that the body batches has its conditions do so from the second step on.
+                if error.by is not self:
+                    raise
+                attempt.undo()
+                inside = ByExample(error.level, values_at(value, error.level), False)
+        if inside is None:
             return self.selected(carry, value, level), True
+        return self.each_its_own(carry, value, inside, limit)
 
     def steps(self, carry: Any, count: int) -> Any:
         for _ in range(count):
