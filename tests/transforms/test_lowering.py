@@ -47,6 +47,15 @@ class TestLower:
             torch.testing.assert_close(f(*args), apply(*args))
         assert f.cache_info()[:3] == (2, 0, 1)
 
+    def test_arguments_by_position(self) -> None:
+        f = specialize(torch.nn.Linear(3, 2))
+        f.lower(Meta(["n", 3], dtype=F32))
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(f(x), f.func(x))
+        assert f.cache_info().misses == 0
+        with pytest.raises(DescriptorError, match=r"Linear\): lower\(\) got 2 .* 1 such .*: input"):
+            f.lower(Meta([3]), Meta([3]))
+
     def test_the_descriptors_that_it_was_specialized_with(self) -> None:
         f = specialize(apply, [DESCRIBED, {**DESCRIBED, "scale": 3.0}])
         first, second = f.lower()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.choosing import in_order
 from tsfunc.types.signatures import signature_of
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 register_all()  # files are to know what programs may hold
 
@@ -110,13 +113,14 @@ class Specialized:
             return self(*args, **kwargs)
         return program([*flat, *reached])
 
-    def lower(self, *descriptors: Mapping[str, object]) -> Any:
+    def lower(self, *descriptors: object) -> Any:
         """Makes programs ahead of any call, from descriptors alone.
 
         Args:
             descriptors: for each program what the arguments are, by parameter name: type and
                 sizes of each tensor (a name for a size that may vary), other values as they are.
-                Without any, those that the function was specialized with.
+                Or what each positional argument of one program is, in their order, where one of
+                them is no dict. Without any, those that the function was specialized with.
 
         Returns:
             The :class:`~tsfunc.program.Program`; for several sets of descriptors a tuple. Calls
@@ -136,6 +140,8 @@ class Specialized:
             (2,)
             >>> f(torch.ones(5, 2), 3), f.cache_info().misses
             (tensor([15., 15.]), 0)
+            >>> f.lower(MetaTensorType(["n", 3], dtype=torch.float64), 2).descriptors["x"].shape
+            ('n', 3)
 
         As ``jax.jit(f).lower``.
         """
@@ -146,7 +152,8 @@ class Specialized:
                 f"programs for these; it takes others where specialize was given none."
             )
         contracts = self._given or tuple(
-            compile_descriptors(d, target.signature, name=self.name) for d in descriptors
+            compile_descriptors(each, target.signature, name=self.name)
+            for each in self._by_parameter(descriptors)
         )
         if not contracts:
             raise DescriptorError(
@@ -155,6 +162,20 @@ class Specialized:
             )
         programs = tuple(self._lowered(contract) for contract in contracts)
         return programs[0] if len(programs) == 1 else programs
+
+    def _by_parameter(self, descriptors: Sequence[object]) -> Sequence[Mapping[str, object]]:
+        """What is given of each program's arguments by name; by position it is of one program."""
+        by_name = [each for each in descriptors if isinstance(each, Mapping)]
+        if len(by_name) == len(descriptors):
+            return by_name
+        parameters = self.target.signature.parameters.values()
+        names = [each.name for each in parameters if each.kind in _BY_POSITION]
+        if len(descriptors) > len(names):
+            raise DescriptorError(
+                f"specialize({self.name}): lower() got {len(descriptors)} descriptors by position, "
+                f"and the function has {len(names)} such parameter(s): {', '.join(names)}"
+            )
+        return [dict(zip(names, descriptors, strict=False))]
 
     def _lowered(self, contract: CompiledDescriptors) -> Program:
         bound = arguments_for(self.name, self.target.signature, contract)
