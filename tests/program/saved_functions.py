@@ -115,6 +115,20 @@ def _chosen() -> Any:
     return f
 
 
+def checking(x: Tensor, y: Tensor) -> Any:
+    """Conditions on named dims, and shapes among the results."""
+    if x.shape[0] % 2:
+        raise ValueError("x is odd")
+    torch._check(x.shape[0] >= y.shape[0])
+    return x[: y.shape[0]] + y, x.shape
+
+
+def _checking() -> Any:
+    f = specialize(checking, {"x": Meta(["n"]), "y": Meta(["m"])})
+    f(torch.ones(6), torch.ones(3))
+    return f
+
+
 MADE: dict[str, tuple[Callable[[], Any], bool]] = {
     "whole": (_whole, False),
     "net": (_net, True),
@@ -122,6 +136,7 @@ MADE: dict[str, tuple[Callable[[], Any], bool]] = {
     "counting": (_counting, False),
     "running": (_running, True),
     "chosen": (_chosen, False),
+    "checking": (_checking, True),
 }
 
 

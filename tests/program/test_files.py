@@ -487,6 +487,16 @@ class TestState:
 
 
 class TestVersions:
+    def test_a_file_of_format_3(self) -> None:
+        """It was written by the first version that wrote this format, and is kept as it was."""
+        loaded = load(KEPT / "format_3.tsf")
+        got = loaded(torch.ones(8), torch.ones(5))
+        same(got[0], torch.full((5,), 2.0))
+        assert got[1] == torch.Size([8])
+        with pytest.raises(DescriptorViolation, match=r"n % 2\) == 0 does not hold"):
+            loaded(torch.ones(7), torch.ones(5))
+        loaded.program.verify()
+
     def test_a_file_of_format_2(self) -> None:
         """It was written by the first version that wrote this format, and is kept as it was."""
         loaded, net = load(KEPT / "format_2.tsf"), Running()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.program.damage import edited, entries_of, file_of
-from tests.program.saved_functions import Running
+from tests.program.saved_functions import MADE, Running
 from tsfunc import MetaTensorType as Meta
 from tsfunc import load, specialize
 from tsfunc.errors import FileFormatError
@@ -112,8 +112,8 @@ class TestContainers:
         refused(tmp_path, data, f"entry '{GRAPH}' has .* bytes, not")
 
     def test_a_later_format(self, good: bytes, tmp_path: Path) -> None:
-        data = edited(good, "format.json", lambda manifest: {**manifest, "version": 3})
-        refused(tmp_path, data, r"format 3, of a later version of tsfunc \(.*\); this one reads")
+        data = edited(good, "format.json", lambda manifest: {**manifest, "version": 4})
+        refused(tmp_path, data, r"format 4, of a later version of tsfunc \(.*\); this one reads")
 
     @pytest.mark.parametrize(
         ("entry", "change", "match"),
@@ -137,6 +137,29 @@ class TestContainers:
         data = (tmp_path / "f.tsf").read_bytes()
         refused(tmp_path, edited(data, entry, lambda d: change(d) and None), match)
 
+    @pytest.mark.parametrize(
+        ("entry", "change", "match"),
+        [
+            (FUNCTION, lambda d: form_of(d)["conditions"].append("print(n) == 1"), "of no sizes"),
+            (FUNCTION, lambda d: form_of(d)["conditions"].append("k == 1"), "of no sizes"),
+            (FUNCTION, lambda d: form_of(d)["conditions"].append("n"), "compares no sizes"),
+            (FUNCTION, lambda d: form_of(d)["conditions"].append(3), "expected"),
+            (FUNCTION, lambda d: form_of(d).update(conditions={}), "expected"),
+            ("format.json", lambda d: d.update(version=2), "conditions"),
+            (GRAPH, lambda d: shape_of(d).update(args=[[1], [2]]), "a list of numbers"),
+            (GRAPH, lambda d: shape_of(d).update(args=[[{"node": "x"}]]), "a list of numbers"),
+            (GRAPH, lambda d: shape_of(d).update(args=[3]), "a list of numbers"),
+        ],
+        ids=["call", "name", "no fact", "number", "object", "version", "two", "tensor", "no list"],
+    )
+    def test_conditions_and_shapes(
+        self, entry: str, change: Any, match: str, tmp_path: Path
+    ) -> None:
+        make, exact = MADE["checking"]
+        make().save(tmp_path / "f.tsf", exact=exact)
+        data = (tmp_path / "f.tsf").read_bytes()
+        refused(tmp_path, edited(data, entry, lambda d: change(d) and None), match)
+
     def test_arguments_that_no_call_has(self, good: bytes, tmp_path: Path) -> None:
         def change(document: Any) -> None:
             form = document["calls"][-1]["form"]
@@ -155,6 +178,14 @@ class TestContainers:
     def test_no_such_file(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             load(tmp_path / "f.tsf")
+
+
+def form_of(document: Any) -> Any:
+    return document["calls"][0]["form"]
+
+
+def shape_of(document: Any) -> Any:
+    return node(document, "size")
 
 
 def node(document: Any, name: str) -> Any:

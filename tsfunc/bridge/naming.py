@@ -15,7 +15,7 @@ import torch
 
 from tsfunc.bridge.turning import memory_of, physical
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<tsfunc ")
 
 
 class Described:

@@ -27,6 +27,7 @@ from tsfunc.bridge.tracer import MARKED, TracerLevel, innermost_level
 from tsfunc.dispatch import current_levels
 
 _NUMBERS = torch.SymInt | torch.SymFloat
+_LISTS = (list, tuple, torch.Size)
 
 
 def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -36,8 +37,7 @@ def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _any(values: Any) -> bool:
     return any(
-        isinstance(value, _NUMBERS) or (type(value) in (list, tuple) and _any(value))
-        for value in values
+        isinstance(value, _NUMBERS) or (type(value) in _LISTS and _any(value)) for value in values
     )
 
 
@@ -99,7 +99,7 @@ _C_FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
 def _hinted(values: Sequence[Any]) -> list[Any]:
     """Arguments with the numbers of the call for symbolic ones."""
     return [
-        type(value)(_hinted(value)) if type(value) in (list, tuple)
+        type(value)(_hinted(value)) if type(value) in _LISTS
         else value.node.hint if isinstance(value, _NUMBERS)
         else value
         for value in values
@@ -128,7 +128,7 @@ def _plain_ints(overload: OpOverload) -> Sequence[tuple[int, str]]:
 
 def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
     """``torch.tensor`` of symbolic numbers, or of lists of them."""
-    if type(data) in (list, tuple):
+    if type(data) in _LISTS:
         if dtype is None and _has_floats(data):
             dtype = torch.get_default_dtype()
         parts = [_tensor(part, dtype, device) for part in data]
@@ -142,7 +142,7 @@ def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> 
 
 def _has_floats(values: Sequence[Any]) -> bool:
     return any(
-        _has_floats(value) if type(value) in (list, tuple)
+        _has_floats(value) if type(value) in _LISTS
         else isinstance(value, float | torch.SymFloat)
         for value in values
     )  # fmt: skip

@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,12 +40,12 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.facts import facts_of_its_own
+from tsfunc.bridge.number_nodes import divided, number_node
+from tsfunc.bridge.size_texts import code_text, python_text
 from tsfunc.dispatch.places import Place, is_users, users_place
-from tsfunc.dispatch.refusals import refused_value
+from tsfunc.dispatch.refusals import may_be_caught, refused_value
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim
-from tsfunc.types.dims import DimExpr
-from tsfunc.types.polynomials import solved_for
 
 # Sizes that stand for a named dim of size 0 or 1; large primes, so that none is the size of
 # something else by chance.
@@ -77,11 +76,14 @@ class Condition(NamedTuple):
         code: as Python of the guard.
         text: for people, in the user's names.
         dims: the named dims that it speaks of.
+        fact: the same in the names of dims alone, each number among the arguments being that of
+            the call; what a file has of it (``types/facts.py``).
     """
 
     code: str
     text: str
     dims: tuple[str, ...] = ()
+    fact: str = ""
 
 
 def check_size(holds: bool, text: str) -> None:
@@ -125,6 +127,7 @@ class Symbols:
         self.fake = FakeTensorMode()
         self.sizes: dict[str, Any] = {}
         self.scalars: dict[str, Any] = {}
+        self._values = dict(scalars)
         self._names: dict[Any, str] = {}
         self._steps: dict[Any, int] = {}
         self._born: dict[Any, torch.fx.Node] = {}
@@ -268,36 +271,45 @@ class Symbols:
         """
         if self._env is None:
             return []
-        from torch.utils._sympy.printers import PythonPrinter
-
+        called = {symbol: variables.get(name) for symbol, name in self._names.items()}
         known = {
-            symbol: type(symbol)(_divided_text(variables[name], self._steps[symbol]))
-            for symbol, name in self._names.items()
-            if name in variables
+            symbol: type(symbol)(_divided_text(name, self._steps[symbol]))
+            for symbol, name in called.items()
+            if name is not None
         }
+        stored = self._of_call()
         found = [
             Condition(
-                PythonPrinter().doprint(guard.expr.xreplace(known)),
+                code_text(guard.expr.xreplace(known)),
                 self.spell(guard.expr),
                 tuple(sorted(self._dims_in(guard.expr))),
+                code_text(guard.expr.xreplace(stored)),
             )
             for guard, (*_, check) in zip(self._env.guards, self._env.asked, strict=True)
             if check or self._is_of_scalars(guard.expr)
         ]
         return list(dict.fromkeys(found))
 
+    def _of_call(self) -> dict[Any, Any]:
+        """For each symbol what it is of a named dim; of a number of the call, that number."""
+        from sympy import sympify
+
+        return {
+            symbol: sympify(self._values[name])
+            if name in self._values
+            else type(symbol)(_divided_text(name, self._steps.get(symbol, 1)))
+            for symbol, name in self._names.items()
+        }
+
     def condition(self) -> Callable[[Mapping[str, int]], bool] | None:
         """Whether what was found out by asking holds for other sizes; None if there is nothing."""
-        from torch.utils._sympy.printers import PythonPrinter
-
         if self._env is None or not self._env.guards:
             return None
         values = {
             symbol: type(symbol)(f"(sizes[{name!r}] // {self._steps.get(symbol, 1)})")
             for symbol, name in self._names.items()
         }
-        printer = PythonPrinter()
-        facts = [printer.doprint(guard.expr.xreplace(values)) for guard in self._env.guards]
+        facts = [code_text(guard.expr.xreplace(values)) for guard in self._env.guards]
         text = " and ".join(f"({fact})" for fact in facts)
         holds: Callable[[Mapping[str, int]], bool] = eval(f"lambda sizes: {text}", {"math": math})
         return holds
@@ -356,12 +368,10 @@ class Symbols:
 
     def _node(self, expr: Any) -> torch.fx.Node:
         assert self.graph is not None
-        tracer = torch.fx.proxy.GraphAppendingTracer(self.graph)
         sized = {s for s in expr.free_symbols if self._names.get(s) in self._inputs}
-        values: dict[Any, Any] = {s: self._born[s] for s in expr.free_symbols - sized}
+        values = {s: self._born[s] for s in expr.free_symbols - sized}
         for symbol in sized:
-            size = torch.fx.Proxy(self._inputs[self._names[symbol]], tracer)
-            values[symbol] = _divided(size, self._steps[symbol]).node
+            values[symbol] = divided(self._inputs[self._names[symbol]], self._steps[symbol])
         node = self.write(self.graph, expr, values)
         if expr.free_symbols == sized:
             node.meta["value"] = self._evaluator(expr)
@@ -371,37 +381,7 @@ class Symbols:
         self, graph: torch.fx.Graph, expr: Any, values: Mapping[Any, torch.fx.Node]
     ) -> torch.fx.Node:
         """Writes an expression into a graph, in which its symbols have these nodes."""
-        from torch.utils._sympy.interp import sympy_interp
-        from torch.utils._sympy.reference import PythonReferenceAnalysis
-
-        class Recorded(PythonReferenceAnalysis):
-            """Python's operators on the graph's values."""
-
-            int_truediv = staticmethod(operator.truediv)
-
-            @staticmethod
-            def floor_to_int(x: Any, dtype: Any) -> Any:
-                return _called(math.floor, x)
-
-            @staticmethod
-            def ceil_to_int(x: Any, dtype: Any) -> Any:
-                return _called(math.ceil, x)
-
-            @staticmethod
-            def trunc_to_int(x: Any, dtype: Any) -> Any:
-                return _called(math.trunc, x)
-
-            @staticmethod
-            def round_to_int(x: Any, dtype: Any) -> Any:
-                return _called(round, x)
-
-            @staticmethod
-            def round_decimal(x: Any, digits: Any) -> Any:
-                return _called(round, x, digits)
-
-        tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-        known = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in values.items()}
-        node: torch.fx.Node = sympy_interp(Recorded, known, expr).node
+        node: torch.fx.Node = number_node(graph, values, expr)
         if expr not in self._born:
             node.meta["expr"] = self.spell(expr)
         return node
@@ -435,27 +415,6 @@ def _hint(dim: Dim, size: int, number: int) -> int:
     return next((each for each in sizes if each >= low and dim.admits(each)), 0)
 
 
-def python_text(expr: Any) -> str:
-    """An expression as Python."""
-    from sympy import Function
-    from sympy.core.relational import Relational
-    from torch.utils._sympy.functions import Max, Min
-    from torch.utils._sympy.printers import PythonPrinter
-
-    if isinstance(expr, Relational):
-        return f"{python_text(expr.lhs)} {expr.rel_op} {python_text(expr.rhs)}"
-    # sympy's own text puts terms in the usual order, and is no Python where there are functions.
-    return str(PythonPrinter().doprint(expr)) if expr.has(Function, Max, Min) else str(expr)
-
-
-def moduli(expr: Any) -> list[int]:
-    """The numbers by which an expression divides a symbol, to look at the remainder."""
-    from torch.utils._sympy.functions import Mod
-
-    pairs = [each.args for each in expr.atoms(Mod)]
-    return [int(by) for value, by in pairs if value.is_Symbol and by.is_number]
-
-
 @functools.cache
 def _environment_class() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -485,7 +444,7 @@ def _environment_class() -> Any:
                 new = len(self.guards) - len(self.asked)
                 if new > 0:
                     frame = asking_frame()
-                    is_check = refused_value(frame) is not None
+                    is_check = refused_value(frame) is not None or _is_checked(frame)
                     self.asked += [(users_place(), is_users(frame), is_check)] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
@@ -506,6 +465,18 @@ def asking_frame() -> FrameType:
         frame = frame.f_back
     return frame
 
+
+def _is_checked(frame: FrameType) -> bool:
+    """Whether a frame asks by ``torch._check``, which raises if the answer is no."""
+    inner = inspect.currentframe()
+    while inner is not None and inner is not frame:
+        if inner.f_code is _CHECK:
+            return not may_be_caught(frame)
+        inner = inner.f_back
+    return False
+
+
+_CHECK = torch._check_with.__code__
 
 # Where torch's symbolic numbers, and our tracers, work their answers out.
 _HERE = os.path.dirname(__file__) + os.sep
@@ -549,37 +520,6 @@ def _source(text: str) -> Any:
 
 def _divided_text(variable: str, step: int) -> str:
     return variable if step == 1 else f"({variable} // {step})"
-
-
-def _divided(value: Any, step: int) -> Any:
-    return value if step == 1 else value // step
-
-
-def solved_node(
-    graph: torch.fx.Graph,
-    size: torch.fx.Node,
-    expression: str,
-    name: str,
-    nodes: Mapping[str, torch.fx.Node],
-) -> torch.fx.Node:
-    """The node for a name that an expression is solved for, which is a size."""
-    factors = solved_for(expression, name)
-    assert factors is not None
-    slope, rest = factors
-    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    known: Any = {each: torch.fx.Proxy(node, tracer) for each, node in nodes.items()}
-    found: Any = torch.fx.Proxy(size, tracer)
-    if rest != "0":
-        found = found - DimExpr(rest).evaluate(known)
-    if slope != "1":
-        found = found // DimExpr(slope).evaluate(known)
-    node: torch.fx.Node = found.node
-    return node
-
-
-def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
-    """The node for a size of a tensor."""
-    return graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
 
 
 def same_size(left: Any, right: Any) -> bool:
@@ -632,10 +572,3 @@ def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, 
         elif isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
             found += [(s, i, None) for s in result.node.expr.free_symbols if s in fresh]
     return found
-
-
-def _called(function: Callable[..., Any], x: Any, *rest: Any) -> Any:
-    """A function of Python's on a number that may be recorded; Python itself takes no proxies."""
-    if isinstance(x, torch.fx.Proxy):
-        return x.tracer.create_proxy("call_function", function, (x, *rest), {})
-    return function(x, *rest)

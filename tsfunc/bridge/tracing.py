@@ -33,11 +33,12 @@ from torch.overrides import TorchFunctionMode
 from tsfunc.bridge.attributes import LOOKS
 from tsfunc.bridge.fake_results import results_of
 from tsfunc.bridge.methods import refuse_storage
+from tsfunc.bridge.number_nodes import shape_node, size_node
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.plain_ints import has_symbols, past_the_parser
 from tsfunc.bridge.questions import unasked
 from tsfunc.bridge.shape_rules import has_symbols_in, take_sizes
-from tsfunc.bridge.symbols import Symbols, asking_frame, size_node, symbols_in
+from tsfunc.bridge.symbols import Symbols, asking_frame, symbols_in
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import (
     METHODS,
@@ -212,6 +213,26 @@ def _reads_requires_grad(
 
 
 METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: ignore[attr-defined]
+
+
+def _new_tensor(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``x.new_tensor(data)`` in a trace; torch detaches what it has made in place, as no tracer."""
+    if not tracing_here() or not kwargs.keys() <= {"dtype", "device", "requires_grad"}:
+        return NotImplemented
+    like, data = args
+    options = {"dtype": like.dtype, "device": like.device, **kwargs}
+    if has_symbols([data], {}):
+        return past_the_parser(torch.tensor, (data,), options)
+    if not isinstance(data, torch.Tensor):
+        return torch.tensor(data, **options)
+    requires_grad = options.pop("requires_grad", False)
+    made = data.detach().clone().to(**options)
+    return made.requires_grad_() if requires_grad else made
+
+
+METHODS[torch.Tensor.new_tensor] = _new_tensor
 
 
 @register("aten::detach", DispatchKey.Trace)
@@ -463,4 +484,6 @@ def node_of_output(value: Any, level: TraceLevel) -> Any:
         return value.node
     if isinstance(value, torch.Tensor):
         return level.lift(value).node
+    if isinstance(value, torch.Size):
+        return shape_node(level.graph, [node_of_output(size, level) for size in value])
     return level.sizes(value) if isinstance(value, SYMBOLIC) else value

@@ -19,7 +19,8 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # What torch has deprecated it calls through a wrapper of one of these.
 _WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
-_LIBRARIES = (_OURS, _TORCH, *(str(module.__file__) for module in _WRAPPERS))
+_GENERATED = "<tsfunc "  # the file of code that this package has written
+_LIBRARIES = (_OURS, _TORCH, _GENERATED, *(str(module.__file__) for module in _WRAPPERS))
 
 
 class Place(NamedTuple):

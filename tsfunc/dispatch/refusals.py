@@ -1,12 +1,12 @@
 """Whether a condition that is being tested is a check: code that raises if it does not hold.
 
 NOTE [checks of arguments]
-``if x.shape[0] % 2: raise ValueError(...)`` and ``assert n > 4`` choose no course: where the answer
-is another one the function returns nothing. So a program that is traced past such a check holds
-for all that pass it. Which side raises is read off the bytecode after the test: one that comes to a
-``raise`` without a branch, a return, or a store that others see. Where the test, or a call on the
-way to it, stands in a ``try`` of an ``except`` clause, which may catch what is raised, nothing is
-said.
+``if x.shape[0] % 2: raise ValueError(...)``, ``assert n > 4`` and ``torch._check(n > 4)`` choose no
+course: where the answer is another one the function returns nothing. So a program that is traced
+past such a check holds for all that pass it. Which side raises is read off the bytecode after the
+test: one that comes to a ``raise`` without a branch, a return, or a store that others see. Where
+the test, or a call on the way to it, stands in a ``try`` of an ``except`` clause, which may catch
+what is raised, nothing is said.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def refused_value(frame: FrameType) -> bool | None:
     jumps_if = name.endswith("TRUE")
     there = _raises(steps, places.get(steps[at].argval))
     here = _raises(steps, at + 1)
-    if there == here or _may_be_caught(frame):
+    if there == here or may_be_caught(frame):
         return None
     return jumps_if if there else not jumps_if
 
@@ -60,7 +60,7 @@ def _raises(steps: tuple[dis.Instruction, ...], at: int | None) -> bool:
     return False
 
 
-def _may_be_caught(frame: FrameType) -> bool:
+def may_be_caught(frame: FrameType) -> bool:
     """Whether a function on the way from outside may catch an exception."""
     own: FrameType | None = frame
     while own is not None:

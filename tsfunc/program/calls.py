@@ -40,7 +40,7 @@ from tsfunc.program.inputs import (
 from tsfunc.program.instances import Instances
 from tsfunc.program.module_state import state_of
 from tsfunc.program.program import Program
-from tsfunc.program.reasons import facts_of_call, reason_for
+from tsfunc.program.reasons import UNSEEN, facts_of_call, reason_for
 from tsfunc.program.surroundings import FUNCTIONS, Surroundings
 from tsfunc.program.untyped import any_arguments
 from tsfunc.program.widening import size_names, varying_sizes, widen
@@ -75,6 +75,17 @@ class Target:
     def sees_keywords(self) -> bool:
         """Whether the function sees the order of its keyword arguments."""
         return takes_any_keyword(self.func)
+
+    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by parameter.
+
+        Raises:
+            TypeError: there is no such call of the function.
+        """
+        try:
+            return dict(self.signature.bind(*args, **kwargs).arguments)
+        except TypeError as error:
+            raise TypeError(f"{self.name}{self.signature}: {error}") from None
 
     def contract(
         self, arguments: Mapping[str, Any]
@@ -127,8 +138,8 @@ class FirstCall:
         self.orders = key_orders(tree, target.sees_keywords)
         args, kwargs = arguments
         self.parameters = target.signature
+        self.arguments = target.bound(args, kwargs)
         self.places = places_of(target.signature, len(flat), tree)
-        self.arguments = dict(target.signature.bind(*args, **kwargs).arguments)
         self.passed = f"({', '.join([*['_'] * len(args), *(f'{name}=_' for name in kwargs)])})"
         self.contract, self.bindings = target.contract(self.arguments)
 
@@ -154,6 +165,8 @@ class FirstCall:
             # NOTE [sizes 0 and 1] in program/equal, NOTE [sizes at the edge] in program/edges
             if known is None and made is not None:
                 cache.keep(made[0])
+            if self.reason == UNSEEN:
+                self.reason = "; ".join(f"{name} is {size}" for name, size in small.items())
             inputs = [with_sizes_fixed(spec, small) for spec in inputs]
             bounds = {name: dim for name, dim in bounds.items() if name not in small}
             fixed = self.trace(inputs, bounds)
@@ -233,8 +246,9 @@ class FirstCall:
         bounds = {**bounds, **program.raised}
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
         form = form_of_call(
-            self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords
-        )
+            self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
+            program.conditions,
+        )  # fmt: skip
         facts = instances.held.facts
         program = dataclasses.replace(
             program,

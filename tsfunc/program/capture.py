@@ -17,8 +17,9 @@ from tsfunc.bridge.control_flow import every_node
 from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.fake_results import unlogged
 from tsfunc.bridge.marked import settle_all
+from tsfunc.bridge.number_nodes import size_node, solved_node
 from tsfunc.bridge.seeding import no_seeding
-from tsfunc.bridge.symbols import Symbols, size_node, solved_node
+from tsfunc.bridge.symbols import Symbols
 from tsfunc.bridge.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.untyped import without_stand_ins
 from tsfunc.dispatch import state

@@ -214,7 +214,7 @@ def generate(
     lines = [f"    {each.text}\n" for each in statements(graph, inputs, names, updates)]
     source = f"def {called}(args):\n{''.join(lines)}"
     scope = dict(names.scope)
-    exec(compile(source, f"<program {called}>", "exec"), scope)
+    exec(compile(source, f"<tsfunc program {called}>", "exec"), scope)
     function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
     return source, function
 

@@ -6,14 +6,17 @@ does not, the error shows the user's line that asked, and the descriptors for wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tsfunc.bridge.bounds import choices, holds, holds_at, smallest
-from tsfunc.bridge.symbols import Need, moduli, python_text
+from tsfunc.bridge.size_texts import moduli, python_text
+from tsfunc.bridge.symbols import Need
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation, DescriptorError
 from tsfunc.program.edges import AtTheEdge, away_from, names_at_edge
+from tsfunc.program.rewrites import rewrites_of
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.descriptors import Descriptor
 from tsfunc.types.dims import DimSpec
@@ -51,6 +54,7 @@ def check_needs(
     unmet = [need for need in needs if not holds(need.expr, dims)]
     if not unmet:
         return {}
+    unmet = [_of_call(need, sizes) for need in unmet]
     raised, rest = away_from(unmet, dims)
     if not rest:
         return raised
@@ -59,6 +63,19 @@ def check_needs(
     if at_edge and not retraced:
         raise AtTheEdge(at_edge, refusal)
     raise refusal
+
+
+def _of_call(need: Need, sizes: Mapping[str, int]) -> Need:
+    """A need that is the number of what stood for a size of 0 or 1, as the call would have it."""
+    from sympy import Eq
+
+    names = {str(symbol): symbol for symbol in need.expr.free_symbols}
+    small = {symbol: sizes[name] for name, symbol in names.items() if sizes.get(name, 2) < 2}
+    if not small or not isinstance(need.expr, Eq) or not need.expr.rhs.is_number:
+        return need
+    value = need.expr.lhs.subs({symbol: sizes[name] for name, symbol in names.items()})
+    expr = Eq(need.expr.lhs, value, evaluate=False)
+    return dataclasses.replace(need, fact=python_text(expr), expr=expr)
 
 
 def _refusal(
@@ -76,7 +93,13 @@ def _refusal(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function asks for more than they promise:\n{lines}"
         f"{_advice(unmet, dims, sizes, described)}"
+        f"{_rewritten(unmet)}"
     )
+
+
+def _rewritten(unmet: Sequence[Need]) -> str:
+    text = rewrites_of(dict.fromkeys(source_of(need.place) for need in unmet if need.by_user))
+    return f"\n{text}" if text else ""
 
 
 # --- what would hold
@@ -128,6 +151,8 @@ def _bounded(fact: Any, dim: Dim, size: int) -> DimSpec:
     """A dim of which a fact about it alone holds, with the size of the call among those allowed."""
     from sympy import Eq, Ne
 
+    if isinstance(fact, Eq) and not moduli(fact) and size < 2 and holds_at(fact, {dim.name: size}):
+        return size
     if not (dim.admits(size) and size >= 2 and holds_at(fact, {dim.name: size})):
         size = next(
             (n for n in range(2, _MANY) if dim.admits(n) and holds_at(fact, {dim.name: n})), 0

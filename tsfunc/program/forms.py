@@ -13,7 +13,7 @@ import optree
 import torch
 
 from tsfunc.bridge import torch_state
-from tsfunc.bridge.symbols import Symbols
+from tsfunc.bridge.symbols import Condition, Symbols
 from tsfunc.dispatch import state
 from tsfunc.program.entering import key_orders
 from tsfunc.program.guards import guard_lines
@@ -34,6 +34,7 @@ class CallForm:
         bounds: the named dims.
         ambient: torch's settings.
         of_keywords: whether the order of the keyword arguments is one that the function sees.
+        conditions: what must hold of the named dims, and of the numbers beside them.
     """
 
     tree: optree.PyTreeSpec
@@ -42,6 +43,7 @@ class CallForm:
     bounds: Mapping[str, Dim]
     ambient: tuple[Any, ...]
     of_keywords: bool = False
+    conditions: tuple[Condition, ...] = ()
 
     @functools.cached_property
     def orders(self) -> tuple[Any, ...]:
@@ -53,7 +55,7 @@ class CallForm:
         flat = list(self.leaves)
         for spec in self.inputs:
             flat[spec.position] = spec.example
-        return guard_lines(flat, self.inputs, self.bounds)
+        return guard_lines(flat, self.inputs, self.bounds, (), self.conditions)
 
 
 def form_of_call(
@@ -63,12 +65,13 @@ def form_of_call(
     bounds: Mapping[str, Dim],
     ambient: tuple[Any, ...],
     of_keywords: bool,
+    conditions: tuple[Condition, ...],
 ) -> CallForm:
     """The form of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
-    return CallForm(tree, leaves, specs, dict(bounds), ambient, of_keywords)
+    return CallForm(tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions)
 
 
 def example_call(

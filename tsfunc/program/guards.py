@@ -67,7 +67,9 @@ def guard_lines(
             lines.extend(_solved(size, dim, unknown, bounds[unknown]))
     lines.extend(f"if not ({condition.code}): return None" for condition in conditions)
     if scalars:
-        scope["isfinite"], scope["math"] = math.isfinite, math
+        scope["isfinite"] = math.isfinite
+    if conditions:
+        scope["math"] = math
     return lines, scope
 
 

@@ -97,7 +97,7 @@ class Facts:
         body = "".join(f"        {line}\n" for line in lines)
         ending = f"    except {_GONE}:\n        return None\n"
         source = f"def reach({parameters}):\n    try:\n{body}{ending}"
-        exec(compile(source, "<reach>", "exec"), names)
+        exec(compile(source, "<tsfunc guard>", "exec"), names)
         return names["reach"]
 
     def _still_alike(self) -> tuple[list[str], Any]:

@@ -93,13 +93,14 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
     if nearest is None:
         return "the first call"
     if not nearest:
-        return "something has changed that the function reads beside its arguments"
+        return UNSEEN
     shown = nearest[:_SHOWN]
     if len(nearest) > _SHOWN:
         shown.append(f"and {len(nearest) - _SHOWN} more")
     return "; ".join(shown)
 
 
+UNSEEN = "something has changed that the function reads beside its arguments"
 _SHOWN = 4  # differences that a reason lists
 
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tsfunc import pytrees
 from tsfunc.errors import DescriptorError, DescriptorViolation, FileFormatError
 from tsfunc.program.cache import Entry
+from tsfunc.program.calls import FirstCall
 from tsfunc.program.entering import opening_lines
 from tsfunc.program.reach import Facts
+from tsfunc.program.unanswered import why_unanswered
 from tsfunc.transforms.specialize import Specialized
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` is to do without
@@ -27,6 +30,17 @@ class LoadedFunction(Specialized):
         return f"<loaded {self.name}, {len(self.programs)} programs>"
 
     saved_state: State
+    what: str  # where it was loaded from
+
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Says in what the call differs from those that there are programs for."""
+        flat, tree = pytrees.flatten((args, kwargs))
+        call = FirstCall(self.target, (args, kwargs), flat, tree)
+        raise DescriptorViolation(
+            f"{self.name}, loaded from {self.what}: there is no program for this call, and a file "
+            f"does not have the function itself: {why_unanswered(call, self.cache.entries)}"
+            f"Call it as these were called, or save it after a call like this one."
+        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -105,12 +119,7 @@ def _read(
     saved = read_function(file, what, classes, device)
 
     def missing(*args: Any, **kwargs: Any) -> Any:
-        listed = "".join(f"  {answer.reason}\n" for answer in saved.answers)
-        raise DescriptorViolation(
-            f"{saved.name}, loaded from {what}: there is no program for this call, and a file does "
-            f"not have the function itself. It has programs for:\n{listed}"
-            f"Call it as these were called, or save it after a call like this one."
-        )
+        raise DescriptorViolation(f"{saved.name}: it was loaded from {what}, without its function.")
 
     missing.__name__ = missing.__qualname__ = saved.name
     missing.__signature__ = saved.signature  # type: ignore[attr-defined]
@@ -120,7 +129,7 @@ def _read(
         raise FileFormatError(
             f"{what}: entry 'function.json': its descriptors are those of no function: {error}"
         ) from None
-    loaded.saved_state = saved.state
+    loaded.saved_state, loaded.what = saved.state, what
     loaded.cache.entries = tuple(_entry(answer) for answer in saved.answers)
     return loaded
 

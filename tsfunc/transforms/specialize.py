@@ -72,7 +72,7 @@ class Specialized:
         if target.closure == "freeze":
             return self._outside(*args, **kwargs)
         if target.contracts:
-            target.contract(dict(target.signature.bind(*args, **kwargs).arguments))
+            target.contract(target.bound(args, kwargs))
         return self.func(*args, **kwargs)
 
     @outside_dynamo

@@ -221,7 +221,7 @@ class Source:
             [f"def {name}({parameters}):", *start, *self.lines, f"    return {result}"]
         )
         scope = dict(self.scope)
-        exec(compile(text, "<type check>", "exec"), scope)
+        exec(compile(text, "<tsfunc type check>", "exec"), scope)
         fits: Fits = scope[name]
         return fits
 

@@ -32,6 +32,7 @@ from tsfunc.program.files.programs import (
     decode_program,
     encode_form,
     encode_program,
+    facts_of,
     what_it_does,
 )
 from tsfunc.program.files.state import State, StateWriter, read_state
@@ -39,10 +40,11 @@ from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.forms import CallForm
 from tsfunc.program.program import Program
+from tsfunc.program.unanswered import guards_of_form
 from tsfunc.types import parse_descriptor
 from tsfunc.types.descriptors import Descriptor
 
-KIND, VERSION = "tsfunc program", 2
+KIND, VERSION = "tsfunc program", 3
 _KINDS = {
     str(kind).lower(): kind
     for kind in (
@@ -137,7 +139,7 @@ def function_bytes(function: SavedFunction) -> bytes:
         "tensors.json": json_bytes(records),
         "tensors.safetensors": memory,
     }
-    version = 2 if len(state) else 1  # the first that has what is written
+    version = _version_of(function, bool(len(state)))
     about = {"format": KIND, "version": version, "tsfunc": _version(), "torch": torch.__version__}
     return write_archive(about, all_entries)
 
@@ -160,6 +162,15 @@ def _write_programs(
             entries[f"programs/{number}.json"] = json_bytes(encoded)
             entries[f"programs/{number}.py"] = f"{program}\n".encode(errors="replace")
     return numbers
+
+
+def _version_of(function: SavedFunction, has_state: bool) -> int:
+    """The first version of the format that has what is written."""
+    forms = [answer.form for answer in function.answers]
+    nodes = (node for answer in function.answers for node in answer.program.graph.nodes)
+    if any(map(facts_of, forms)) or any(node.target is torch.Size for node in nodes):
+        return 3
+    return 2 if has_state else 1
 
 
 def _version() -> str:
@@ -304,6 +315,7 @@ def _of_form(
             form=form,
             places=places_of(signature, len(form.leaves), form.tree),
             descriptors=described(form.leaves, form.inputs, form.tree, signature),
+            guards=guards_of_form(form, signature),
         )
     except (TypeError, ValueError) as error:
         field.fail(f"it is no call of the function: {error}")

@@ -265,15 +265,21 @@ class GraphReader:
     def _function(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
         args, kwargs = self._arguments(field, "function")
         function = function_named(field.at("function"))
-        numbers = (
-            self._kinds[arg] == NUMBER
-            if isinstance(arg, torch.fx.Node)
-            else type(arg) in (int, float, bool)
-            for arg in args
-        )
-        if kwargs or not 1 <= len(args) <= 3 or not all(numbers):
+        if function is torch.Size:
+            if kwargs or len(args) != 1 or type(args[0]) is not list or not self._numbers(args[0]):
+                field.fail("a shape is made of a list of numbers")
+            return [NUMBER], self.graph.create_node("call_function", function, args, name=name)
+        if kwargs or not 1 <= len(args) <= 3 or not self._numbers(args):
             field.fail("a function on sizes takes one to three numbers")
         return NUMBER, self.graph.create_node("call_function", function, args, name=name)
+
+    def _numbers(self, values: Sequence[Any]) -> bool:
+        return all(
+            self._kinds[value] == NUMBER
+            if isinstance(value, torch.fx.Node)
+            else type(value) in (int, float, bool)
+            for value in values
+        )
 
     def _item(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
         field.require_keys(("name", "item", "of"), _OPTIONAL)

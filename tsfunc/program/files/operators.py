@@ -48,6 +48,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         )
     },
     "int": int, "float": float, "bool": bool, "min": min, "max": max, "round": round,
+    "Size": torch.Size,
 }  # fmt: skip
 NAMES_OF_FUNCTIONS = {function: name for name, function in FUNCTIONS.items()}
 

@@ -16,7 +16,7 @@ import torch.fx
 
 from tsfunc.bridge.settings import SETTINGS
 from tsfunc.bridge.size_forms import symbol_of
-from tsfunc.bridge.symbols import Symbols
+from tsfunc.bridge.symbols import Condition, Symbols
 from tsfunc.errors import DescriptorError
 from tsfunc.program.codegen import generate
 from tsfunc.program.files.fields import Field
@@ -27,10 +27,12 @@ from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.trees import Trees, encode_tree
 from tsfunc.program.files.values import NoFileForm, Values, dtype_of, encode, printable
 from tsfunc.program.forms import CallForm, Watched
+from tsfunc.program.guards import variables_of
 from tsfunc.program.inputs import InputSpec
 from tsfunc.program.program import Program
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, parse_descriptor
 from tsfunc.types.dims import parse_dim
+from tsfunc.types.facts import fact_code
 
 
 def encode_program(
@@ -48,11 +50,6 @@ def encode_program(
         except NoFileForm as error:
             raise NoFileForm(f"{name}, {error}") from None
 
-    for condition in program.conditions:
-        if condition.dims:
-            raise NoFileForm(
-                f"a program that is held to {condition.text}, which no descriptor says"
-            )
     in_cells = [
         node
         for node in program.graph.nodes
@@ -190,7 +187,13 @@ def encode_form(form: CallForm, where: Callable[[int], str]) -> Any:
             setting.name: encode(value)
             for setting, value in zip(SETTINGS, form.ambient, strict=True)
         },
+        **({"conditions": conditions} if (conditions := facts_of(form)) else {}),
     }
+
+
+def facts_of(form: CallForm) -> list[str]:
+    """What a form asks of named dims; of numbers it asks that they are those of the call."""
+    return [condition.fact for condition in form.conditions if condition.dims]
 
 
 def _named(leaf: Any, error: NoFileForm) -> str:
@@ -232,16 +235,16 @@ class FormReader:
     """
 
     def __init__(self, context: Context, of_keywords: bool) -> None:
-        self._of_keywords = of_keywords
+        self._of_keywords, self._version = of_keywords, context.version
         self._values = Values(device=context.device)
         self._trees = Trees(context.classes, self._values)
         self._fake = Symbols({}).fake
 
     def decode(self, field: Field) -> CallForm:
         """The form that `encode_form` wrote."""
-        arguments, leaves_field, dims, ambient_field = field.record(
-            "arguments", "leaves", "dims", "settings"
-        )
+        keys = ("arguments", "leaves", "dims", "settings")
+        field.require_keys(keys, ("conditions",) if self._version > 2 else ())
+        arguments, leaves_field, dims, ambient_field = map(field.at, keys)
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
             arguments.expected("the structure of positional and keyword arguments")
@@ -254,7 +257,11 @@ class FormReader:
             if not is_value:
                 inputs.append(self._input(i, leaf, bounds))
         ambient = self._settings(ambient_field)
-        return CallForm(tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords)
+        said = field.get("conditions")
+        conditions = () if said is None else tuple(_condition(x, bounds) for x in said.items())
+        return CallForm(
+            tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions
+        )
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
         """torch's settings; of one that the file does not know, any value will do."""
@@ -282,6 +289,15 @@ class FormReader:
         except (RuntimeError, OverflowError, TypeError) as error:
             field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
         return InputSpec(position, name.line(), example, dims)
+
+
+def _condition(field: Field, bounds: Mapping[str, Dim]) -> Condition:
+    text = field.line()
+    try:
+        code = fact_code(text, variables_of(bounds, ()))
+    except DescriptorError as error:
+        field.fail(str(error))
+    return Condition(code, text, tuple(bounds), text)
 
 
 def _read_dim(field: Field, name: str) -> Dim:

@@ -1,0 +1,230 @@
+"""Named dims as numbers of a function: what is computed of them, returned, and asked."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import Dim, load, specialize
+from tsfunc import MetaTensorType as Meta
+from tsfunc.errors import ConstraintViolation, DescriptorViolation
+
+SIZES = (3, 8, 2, 1, 5)
+
+NUMBERS: dict[str, Callable[[int], Any]] = {
+    "floor of a float": lambda n: math.floor(n / 2),
+    "ceil": lambda n: math.ceil(n * 0.3),
+    "trunc": lambda n: math.trunc(n * 0.7),
+    "sym_int": lambda n: torch.sym_int(n * 0.5),
+    "round": lambda n: round(n * 0.3),
+    "round to digits": lambda n: round(n * 0.37, 1),
+    "// of floats": lambda n: n // 2.0,
+    "is_integer": lambda n: (n / 2).is_integer(),
+    "divmod": lambda n: divmod(2 * n, 3),
+    "divmod by it": lambda n: divmod(7, n),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_arithmetic_is_a_part_of_the_program(name: str) -> None:
+    f = specialize(lambda x: (NUMBERS[name](x.shape[0]), x), {"x": Meta(["n"])})
+    for n in SIZES:
+        got, want = f(torch.ones(n))[0], NUMBERS[name](n)
+        assert got == want and type(got) is type(want)
+    assert f.cache_info().programs <= 2  # 1 may have its own
+    f.program.verify()
+
+
+def test_a_number_reaches_tensors() -> None:
+    def f(x: Tensor) -> Any:
+        every = torch.tensor(x.shape), x.new_tensor(2 * x.shape[0]), x.new_tensor([x.shape[1], 0.5])
+        return every, x[: math.ceil(x.shape[0] / 2)]
+
+    made = specialize(f, {"x": Meta(["n", "m"])})
+    for n in SIZES:
+        x = torch.randn(n, n + 1)
+        torch.testing.assert_close(made(x), f(x))
+
+
+def test_new_tensor() -> None:
+    def f(x: Tensor) -> Any:
+        return x.new_tensor([1.0, 2.0]) + x, x.new_tensor(x.sum(), dtype=torch.float64), x * 2
+
+    x = torch.ones(2)
+    with pytest.warns(UserWarning, match="copy construct"):  # torch's own
+        want = f(x)
+    torch.testing.assert_close(specialize(f)(x), want)
+    learned = specialize(lambda x: x.new_tensor([2], requires_grad=True))(x)
+    assert learned.requires_grad and learned.dtype == torch.float32
+
+
+class TestShapesAsResults:
+    @staticmethod
+    def shapes(x: Tensor) -> Any:
+        return x.shape, {"last": [x.shape[1:], x.shape[0]]}, x.t().size(), torch.Size([2])
+
+    def check(self, f: Any) -> None:
+        for n in SIZES:
+            x = torch.ones(n, n + 2)
+            got = f(x)
+            assert got == self.shapes(x)
+            assert all(type(got[i]) is torch.Size for i in (0, 2, 3))
+
+    def test_they_are_those_of_the_call(self) -> None:
+        f = specialize(self.shapes, {"x": Meta(["n", "m"])})
+        self.check(f)
+        f.program.verify()
+        self.check(copy.deepcopy(f))
+
+    def test_they_go_into_files(self, tmp_path: Path) -> None:
+        f = specialize(self.shapes, {"x": Meta(["n", "m"])})
+        f(torch.ones(3, 4))
+        f.save(tmp_path / "f.tsf")
+        self.check(load(tmp_path / "f.tsf"))
+        self.check(pickle.loads(pickle.dumps(f)))
+
+    def test_without_a_named_dim_too(self) -> None:
+        assert type(specialize(lambda x: x.shape)(torch.ones(2, 3))) is torch.Size
+
+
+class TestChecks:
+    @staticmethod
+    def checked(x: Tensor, y: Tensor) -> Tensor:
+        torch._check(x.shape[0] >= y.shape[0], lambda: "y is longer")
+        torch._check(x.shape[0] % 2 == 0, lambda: "x is odd")
+        return x[: y.shape[0]] + y
+
+    def made(self) -> Any:
+        return specialize(self.checked, {"x": Meta(["n"]), "y": Meta(["m"])})
+
+    def test_what_is_checked_is_a_guard(self) -> None:
+        f = self.made()
+        for n, m in ((4, 3), (8, 2), (6, 6)):
+            f(torch.ones(n), torch.ones(m))
+        assert f.cache_info().programs == 1
+        assert {"n >= m", "n % 2 == 0"} <= set(f.guards)
+
+    def test_where_it_fails_the_function_says_so(self) -> None:
+        f = self.made()
+        f(torch.ones(4), torch.ones(3))
+        with pytest.raises(RuntimeError, match="y is longer"):
+            f(torch.ones(2), torch.ones(3))
+        with pytest.raises(RuntimeError, match="x is odd"):
+            f(torch.ones(5), torch.ones(3))
+
+    def test_a_check_that_is_caught_is_a_choice(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            try:
+                torch._check(x.shape[0] > 4)
+            except RuntimeError:
+                return x
+            return 2 * x
+
+        with pytest.raises(ConstraintViolation, match="n <= 4"):
+            specialize(f, {"x": Meta(["n"])})(torch.ones(3))
+
+    def test_a_loaded_program_is_held_to_it(self, tmp_path: Path) -> None:
+        f = self.made()
+        f(torch.ones(4), torch.ones(3))
+        f.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        loaded.save(tmp_path / "again.tsf")
+        for each in (loaded, load(tmp_path / "again.tsf")):
+            assert each(torch.ones(8), torch.ones(5)).shape == (5,)
+            with pytest.raises(DescriptorViolation, match=r"n % 2\) == 0 does not hold"):
+                each(torch.ones(7), torch.ones(5))
+            with pytest.raises(DescriptorViolation, match="n >= m does not hold"):
+                each(torch.ones(4), torch.ones(5))
+        assert "n >= m" in loaded.guards
+
+    def test_floats_and_steps(self, tmp_path: Path) -> None:
+        def f(x: Tensor, k: int) -> Tensor:
+            assert math.floor(x.shape[0] / 3) > 1 and x.shape[0] * 0.5 > 2.5
+            assert k <= x.shape[0]
+            return x[:k]
+
+        made = specialize(f, {"x": Meta([Dim("n", multiple_of=4)]), "k": int})
+        assert made(torch.ones(8), 3).shape == (3,)
+        assert made(torch.ones(12), 12).shape == (12,)
+        assert made.cache_info().programs == 1
+        with pytest.raises(AssertionError):
+            made(torch.ones(4), 3)
+        made.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        assert loaded(torch.ones(16), 3).shape == (3,)
+        with pytest.raises(DescriptorViolation, match=r"math.floor\(4\*\(n // 4\) / 3\) > 1"):
+            loaded(torch.ones(4), 3)
+
+
+def test_the_reason_of_a_program_for_size_1() -> None:
+    f = specialize(lambda x: x * x.shape[0], {"x": Meta(["n"])})
+    f(torch.ones(4)), f(torch.ones(1))
+    assert [entry.reason for entry in f.cache_info().entries] == ["n is 1", "the first call"]
+
+
+class TestMessages:
+    def test_a_call_of_size_1_is_told_its_own_size(self) -> None:
+        f = specialize(lambda x: x * len(x), {"x": Meta(["n"])})
+        with pytest.raises(ConstraintViolation, match=r"n == 1 .*\n.*\n.*shape=\[1\]"):
+            f(torch.ones(1))
+        with pytest.raises(ConstraintViolation, match=r"n == 0 .*\n.*\n.*shape=\[0\]"):
+            f(torch.ones(0))
+
+    def test_the_rewrite(self) -> None:
+        f = specialize(lambda x: x[: min(x.shape[0], 3)], {"x": Meta(["n"])})
+        with pytest.raises(ConstraintViolation, match=r"torch\.sym_min\(a, b\) for min\(a, b\)"):
+            f(torch.ones(5))
+        f = specialize(lambda x: x * len(x), {"x": Meta(["n"])})
+        with pytest.raises(ConstraintViolation, match=r"x\.shape\[0\] for len\(x\)"):
+            f(torch.ones(5))
+
+    def test_what_a_function_inside_promises_is_asked_at_the_users_line(self) -> None:
+        inner = specialize(lambda x: 2 * x, {"x": Meta([Dim("a", min=4)])})
+
+        def outer(x: Tensor) -> Any:
+            return inner(x)
+
+        with pytest.raises(ConstraintViolation, match=r"c >= 4  \(at .*, in outer; return inner"):
+            specialize(outer, {"x": Meta(["c"])})(torch.ones(5))
+
+    def test_numbers_are_spelled_as_people_do(self) -> None:
+        f = specialize(lambda x: x * int(x.shape[0] * 0.5), {"x": Meta(["n"])})
+        with pytest.raises(ConstraintViolation, match=r"int\(0\.5\*float\(n\)\) == 3 "):
+            f(torch.ones(6))
+
+    def test_a_call_without_an_argument_names_the_function(self) -> None:
+        def scaled(x: Tensor, by: Tensor) -> Tensor:
+            return x * by
+
+        with pytest.raises(TypeError, match=r"scaled\(x.*by.*\).*: missing a required argument"):
+            specialize(scaled)(torch.ones(2))
+
+
+class TestUnanswered:
+    def test_it_says_in_what_the_call_differs(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: x.sum(0), {"x": Meta(["n", 3])})
+        f(torch.ones(4, 3))
+        f.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        with pytest.raises(DescriptorViolation) as caught:
+            loaded(torch.ones(3, 5).t())
+        text = str(caught.value)
+        assert "in x.stride(): (1, 5), was contiguous. It has programs for:\n" in text
+        assert text.count("x: float32[n, 3]") == 1
+        with pytest.raises(DescriptorViolation, match="in x.dtype: float64, was float32"):
+            loaded(torch.ones(4, 3).double())
+
+    def test_the_guards_are_known(self, tmp_path: Path) -> None:
+        f = specialize(lambda x, k: x * k, {"x": Meta(["n", 3])})
+        f(torch.ones(4, 3), 2)
+        f.save(tmp_path / "f.tsf")
+        guards = load(tmp_path / "f.tsf").guards
+        assert guards[:3] == ("x: f32[n, 3] cpu no_grad contiguous", "k is 2 (int)", "n>=2")

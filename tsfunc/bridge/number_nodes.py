@@ -1,0 +1,142 @@
+"""Symbolic numbers as nodes of a graph: what a program computes of the sizes of its arguments.
+
+Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``sympy_interp``, which
+goes through an expression of ShapeEnv's, and ``PythonReferenceAnalysis``, which says what each
+function in one is of Python's numbers. They import sympy, which takes half a second, so this file
+imports them where a number is first recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.types.dims import DimExpr
+from tsfunc.types.polynomials import solved_for
+
+
+def number_node(graph: torch.fx.Graph, values: Mapping[Any, torch.fx.Node], expr: Any) -> Any:
+    """The node that computes an expression.
+
+    Args:
+        graph: where it is recorded.
+        values: the node of each symbol in the expression.
+        expr: of sympy, as ShapeEnv writes them.
+    """
+    from torch.utils._sympy.interp import sympy_interp
+
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    known = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in values.items()}
+    return sympy_interp(_recorded(), known, expr).node
+
+
+@functools.cache
+def _recorded() -> Any:
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    base: Any = PythonReferenceAnalysis
+
+    class Recorded(base):  # type: ignore[misc]
+        """Python's operators and functions on the graph's values."""
+
+        int_truediv = staticmethod(operator.truediv)
+
+        @staticmethod
+        def floor_to_int(x: Any, dtype: Any) -> Any:
+            return _called(math.floor, x)
+
+        @staticmethod
+        def ceil_to_int(x: Any, dtype: Any) -> Any:
+            return _called(math.ceil, x)
+
+        @staticmethod
+        def trunc_to_int(x: Any, dtype: Any) -> Any:
+            return _called(math.trunc, x)
+
+        @staticmethod
+        def round_to_int(x: Any, dtype: Any) -> Any:
+            return _called(round, x)
+
+        @staticmethod
+        def round_decimal(x: Any, digits: int) -> Any:
+            return _called(round, x, digits)
+
+        @staticmethod
+        def floor(x: Any) -> Any:
+            return torch.sym_float(_called(math.floor, x))
+
+        @staticmethod
+        def ceil(x: Any) -> Any:
+            return torch.sym_float(_called(math.ceil, x))
+
+        @staticmethod
+        def trunc(x: Any) -> Any:
+            return torch.sym_float(_called(math.trunc, x))
+
+    return Recorded
+
+
+def _called(function: Callable[..., Any], x: Any, *rest: Any) -> Any:
+    """A function that asks its argument for a Python number, which a node has none of yet."""
+    if isinstance(x, torch.fx.Proxy):
+        return x.tracer.create_proxy("call_function", function, (x, *rest), {})
+    return function(x, *rest)
+
+
+def divided(node: torch.fx.Node, step: int) -> torch.fx.Node:
+    """The node for how often a step goes into a number."""
+    if step == 1:
+        return node
+    return node.graph.call_function(operator.floordiv, (node, step))
+
+
+def solved_node(
+    graph: torch.fx.Graph,
+    size: torch.fx.Node,
+    expression: str,
+    name: str,
+    nodes: Mapping[str, torch.fx.Node],
+) -> torch.fx.Node:
+    """The node for a name that an expression is solved for, which is a size."""
+    factors = solved_for(expression, name)
+    assert factors is not None
+    slope, rest = factors
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    known: Any = {each: torch.fx.Proxy(node, tracer) for each, node in nodes.items()}
+    found: Any = torch.fx.Proxy(size, tracer)
+    if rest != "0":
+        found = found - DimExpr(rest).evaluate(known)
+    if slope != "1":
+        found = found // DimExpr(slope).evaluate(known)
+    node: torch.fx.Node = found.node
+    return node
+
+
+def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
+    """The node for a size of a tensor."""
+    return graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
+
+
+def shape_node(graph: torch.fx.Graph, sizes: Sequence[Any]) -> torch.fx.Node:
+    """The node for a ``torch.Size`` of numbers and nodes."""
+    return graph.call_function(torch.Size, (list(sizes),))
+
+
+def _divmod(number: Any, by: Any) -> tuple[Any, Any]:
+    return number // by, number % by
+
+
+def _rdivmod(by: Any, number: Any) -> tuple[Any, Any]:
+    return number // by, number % by
+
+
+# torch's symbolic ints have // and %, and no divmod, which Python makes of neither.
+for _name, _function in (("__divmod__", _divmod), ("__rdivmod__", _rdivmod)):
+    if not hasattr(torch.SymInt, _name):
+        setattr(torch.SymInt, _name, _function)

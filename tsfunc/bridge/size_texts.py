@@ -1,0 +1,60 @@
+"""Expressions over sizes as Python: for people, and for guards.
+
+Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has the functions that the
+expressions of ShapeEnv are made of, and ``PythonPrinter``, which spells them. They import sympy,
+which takes half a second, so this file imports them where something is first spelled.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def python_text(expr: Any) -> str:
+    """An expression for people."""
+    from sympy import Function
+    from sympy.core.relational import Relational
+    from torch.utils._sympy.functions import Max, Min
+
+    if isinstance(expr, Relational):
+        return f"{python_text(expr.lhs)} {expr.rel_op} {python_text(expr.rhs)}"
+    # sympy's own text puts terms in the usual order, and is no Python where there are functions.
+    return code_text(expr) if expr.has(Function, Max, Min) else str(expr)
+
+
+def code_text(expr: Any) -> str:
+    """An expression as Python that can run: of its functions ``math`` must be known."""
+    return str(_printer()().doprint(expr))
+
+
+@functools.cache
+def _printer() -> Any:
+    from torch.utils._sympy.printers import PythonPrinter
+
+    base: Any = PythonPrinter
+
+    class Printer(base):  # type: ignore[misc]
+        """Python's own functions in the place of torch's for symbolic numbers."""
+
+        def _print_ToFloat(self, expr: Any) -> str:
+            return f"float({self._print(expr.args[0])})"
+
+        def _print_TruncToInt(self, expr: Any) -> str:
+            return f"int({self._print(expr.args[0])})"
+
+        def _print_Float(self, expr: Any) -> str:
+            return repr(float(expr))
+
+        def _helper_sqrt(self, expr: Any) -> str:
+            return f"math.sqrt({self._print(expr)})"
+
+    return Printer
+
+
+def moduli(expr: Any) -> list[int]:
+    """The numbers by which an expression divides a symbol, to look at the remainder."""
+    from torch.utils._sympy.functions import Mod
+
+    pairs = [each.args for each in expr.atoms(Mod)]
+    return [int(by) for value, by in pairs if value.is_Symbol and by.is_number]

@@ -1,0 +1,81 @@
+"""Why none of the programs that there are answers a call, where no other can be made."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optree
+
+from tsfunc.program.cache import Entry
+from tsfunc.program.calls import FirstCall, places_of
+from tsfunc.program.forms import CallForm
+from tsfunc.program.guard_texts import Guards, guard_texts
+from tsfunc.program.guards import variables_of
+from tsfunc.program.inputs import describe_inputs, sizes_of_call
+from tsfunc.program.reasons import differing, facts_of_call, reason_for
+
+_MOST_LISTED = 12
+
+
+def why_unanswered(call: FirstCall, entries: Sequence[Entry]) -> str:
+    """In what a call differs from the nearest that there is a program for, and which there are."""
+    inputs, _ = describe_inputs(call.flat, call.places, call.contract, call.bindings)
+    facts = call.facts(inputs)
+    forms = [entry.form for entry in entries]
+    known = [_facts(form, call.target.signature) for form in forms]
+    sizes = sizes_of_call(inputs)
+    broken = [
+        fact
+        for form, others in zip(forms, known, strict=True)
+        if not differing(facts, others)
+        for fact in _broken(form, sizes)
+    ]
+    if broken:
+        unlike = " and ".join(f"{fact} does not hold" for fact in dict.fromkeys(broken))
+    else:
+        unlike = f"it differs from the nearest that has one in {reason_for(facts, known)}"
+    kinds = list(dict.fromkeys(entry.reason for entry in entries))
+    listed = "".join(f"  {kind}\n" for kind in kinds[:_MOST_LISTED])
+    if len(kinds) > _MOST_LISTED:
+        listed += f"  and {len(kinds) - _MOST_LISTED} more\n"
+    return f"{unlike}. It has programs for:\n{listed}"
+
+
+def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
+    """What a program that was read from a file takes for granted."""
+    places, arguments = _named(form, signature)
+    return guard_texts(
+        form.leaves, places, form.inputs, form.bounds, form.ambient, arguments, {}, (),
+        form.conditions,
+    )  # fmt: skip
+
+
+def _facts(form: CallForm, signature: inspect.Signature) -> Mapping[str, Any]:
+    places, arguments = _named(form, signature)
+    return facts_of_call(form.leaves, places, form.inputs, form.ambient, arguments, form.orders)
+
+
+def _named(
+    form: CallForm, signature: inspect.Signature
+) -> tuple[Mapping[int, tuple[Any, ...]], Mapping[str, Any]]:
+    """The paths of a form's leaves, and the arguments by parameter."""
+    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
+    places = places_of(signature, len(form.leaves), form.tree)
+    return places, signature.bind(*args, **kwargs).arguments
+
+
+def _broken(form: CallForm, sizes: Mapping[str, int]) -> list[str]:
+    """The conditions of a form that do not hold for some sizes."""
+    variables = {
+        variable: sizes[name]
+        for name, variable in variables_of(form.bounds, ()).items()
+        if name in sizes
+    }
+    return [
+        condition.text
+        for condition in form.conditions
+        if not eval(condition.code, {"math": math}, variables)
+    ]

@@ -1,0 +1,90 @@
+"""Facts about named sizes as text, such as ``n % 4 == 0`` and ``n <= 2 * m``, read with care.
+
+A file says in this way what a program asks of named sizes. Only comparisons of arithmetic on names
+and numbers are read; guards are generated anew from what was read.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping
+
+from tsfunc.errors import DescriptorError
+
+_LONGEST = 2000  # characters
+_LARGEST = 1 << 63
+_HIGHEST_POWER = 8
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Div)
+_COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_FUNCTIONS = frozenset({
+    "min", "max", "abs", "int", "float", "round", "math.floor", "math.ceil", "math.trunc",
+    "math.sqrt",
+})  # fmt: skip
+
+
+def fact_code(text: str, variables: Mapping[str, str]) -> str:
+    """A fact as Python that can run where ``math`` is known.
+
+    Args:
+        text: comparisons of sums, products, quotients and remainders of names and numbers, of
+            ``min``, ``max``, ``abs``, ``round``, ``int``, ``float`` and some functions of ``math``
+            of these, joined by ``and``, ``or`` and ``not``.
+        variables: what the code calls each name.
+
+    Raises:
+        DescriptorError: the text is no such fact, or has a name that is not among `variables`.
+
+    Example:
+        >>> fact_code("n % 2 == 0 and n > m", {"n": "size_n", "m": "size_m"})
+        'size_n % 2 == 0 and size_n > size_m'
+    """
+    if len(text) > _LONGEST:
+        raise DescriptorError(f"{text[:20]!r}...: a fact has at most {_LONGEST} characters")
+    try:
+        return ast.unparse(_fact(ast.parse(text, mode="eval").body, variables))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise DescriptorError(f"{text[:200]!r} is no fact about sizes") from None
+
+
+def _fact(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
+    match node:
+        case ast.BoolOp(op=op, values=values):
+            return ast.BoolOp(op, [_fact(value, variables) for value in values])
+        case ast.UnaryOp(op=ast.Not() as op, operand=operand):
+            return ast.UnaryOp(op, _fact(operand, variables))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, _COMPARISONS):
+            return ast.Compare(_number(left, variables), [op], [_number(right, variables)])
+        case _:
+            raise DescriptorError(f"{ast.unparse(node)!r} compares no sizes")
+
+
+def _number(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
+    match node:
+        case ast.Constant(value=value) if _is_tame(value):
+            return ast.Constant(value)
+        case ast.Name(id=name) if name in variables:
+            return ast.parse(variables[name], mode="eval").body
+        case ast.UnaryOp(op=ast.USub() as op, operand=operand):
+            return ast.UnaryOp(op, _number(operand, variables))
+        case ast.BinOp(left=base, op=ast.Pow() as op, right=power) if _is_power(power):
+            return ast.BinOp(_number(base, variables), op, power)
+        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _OPERATORS):
+            return ast.BinOp(_number(left, variables), op, _number(right, variables))
+        case ast.Call(func=func, args=args, keywords=[]) if ast.unparse(func) in _FUNCTIONS:
+            return ast.Call(func, [_number(arg, variables) for arg in args], [])
+        case _:
+            raise DescriptorError(f"{ast.unparse(node)!r} is made of no sizes")
+
+
+def _is_tame(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _is_power(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node = node.operand
+    value = node.value if isinstance(node, ast.Constant) else None
+    return _is_tame(value) and isinstance(value, int | float) and value <= _HIGHEST_POWER
