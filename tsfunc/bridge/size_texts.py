@@ -13,14 +13,14 @@ from typing import Any
 
 def python_text(expr: Any) -> str:
     """An expression for people."""
-    from sympy import Function
+    from sympy import Float, Function
     from sympy.core.relational import Relational
     from torch.utils._sympy.functions import Max, Min
 
     if isinstance(expr, Relational):
         return f"{python_text(expr.lhs)} {expr.rel_op} {python_text(expr.rhs)}"
     # sympy's own text puts terms in the usual order, and is no Python where there are functions.
-    return code_text(expr) if expr.has(Function, Max, Min) else str(expr)
+    return code_text(expr) if expr.has(Function, Max, Min, Float) else str(expr)
 
 
 def code_text(expr: Any) -> str:
@@ -38,16 +38,16 @@ def _printer() -> Any:
         """Python's own functions in the place of torch's for symbolic numbers."""
 
         def _print_ToFloat(self, expr: Any) -> str:
-            return f"float({self._print(expr.args[0])})"
+            return f"float({self.stringify(expr.args, '', 0)})"
 
         def _print_TruncToInt(self, expr: Any) -> str:
-            return f"int({self._print(expr.args[0])})"
+            return f"int({self.stringify(expr.args, '', 0)})"
 
         def _print_Float(self, expr: Any) -> str:
             return repr(float(expr))
 
         def _helper_sqrt(self, expr: Any) -> str:
-            return f"math.sqrt({self._print(expr)})"
+            return f"math.sqrt({self.stringify([expr], '', 0)})"
 
     return Printer
 

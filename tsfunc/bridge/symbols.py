@@ -32,7 +32,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, MappingProxyType
+from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -158,9 +158,11 @@ class Symbols:
         step = dim.multiple_of or 1
         hint //= step
         source = _source(name if step == 1 else f"{name} // {step}")
+        # The symbol is no size where it counts steps: it may be 1, of which torch knows otherwise.
         symbol = self._env.create_symbol(
-            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-        )
+            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None,
+            do_not_specialize_zero_one=step > 1,
+        )  # fmt: skip
         most = dim.max if dim.max is not None else 1 << 62
         low = min(-(-max(2, dim.min or 2) // step), hint)
         self._env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=most // step)
@@ -406,11 +408,10 @@ _KINDS: dict[type, Callable[[Any], Any]] = {
 
 
 def _hint(dim: Dim, size: int, number: int) -> int:
-    """The size that a named dim is traced with: at least twice what it is a multiple of."""
-    low = 2 * (dim.multiple_of or 1)
-    if size >= low:
+    """The size that a named dim is traced with: that of the call, where it is 2 or more."""
+    if size >= 2:
         return size
-    low, prime = max(low, dim.min or 2), _HINTS[number % len(_HINTS)]
+    low, prime = max(2 * (dim.multiple_of or 1), dim.min or 2), _HINTS[number % len(_HINTS)]
     sizes = [prime * step for step in range(1, 1025)] + [*range(low, low + 4096)]
     return next((each for each in sizes if each >= low and dim.admits(each)), 0)
 
@@ -443,9 +444,12 @@ def _environment_class() -> Any:
             finally:
                 new = len(self.guards) - len(self.asked)
                 if new > 0:
-                    frame = asking_frame()
-                    is_check = refused_value(frame) is not None or _is_checked(frame)
-                    self.asked += [(users_place(), is_users(frame), is_check)] * new
+                    frame, through = _way_to_asking()
+                    is_check = refused_value(frame) is not None or (
+                        _CHECK in through and not may_be_caught(frame)
+                    )
+                    by_user = is_users(frame) and not _PYTHONS_QUESTIONS.isdisjoint(through)
+                    self.asked += [(users_place(), by_user, is_check)] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts
@@ -459,24 +463,31 @@ def _environment_class() -> Any:
 
 def asking_frame() -> FrameType:
     """The frame that asks a symbolic number for its value, by a test or in a call."""
+    return _way_to_asking()[0]
+
+
+def _way_to_asking() -> tuple[FrameType, set[CodeType]]:
+    """That frame, and the functions that it asks by."""
     frame = inspect.currentframe()
     assert frame is not None
+    through = set()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_ANSWERING):
+        through.add(frame.f_code)
         frame = frame.f_back
-    return frame
+    return frame, through
 
 
-def _is_checked(frame: FrameType) -> bool:
-    """Whether a frame asks by ``torch._check``, which raises if the answer is no."""
-    inner = inspect.currentframe()
-    while inner is not None and inner is not frame:
-        if inner.f_code is _CHECK:
-            return not may_be_caught(frame)
-        inner = inner.f_back
-    return False
-
-
+# torch._check raises if the answer is no.
 _CHECK = torch._check_with.__code__
+
+# By these Python asks. What is asked without them is a question of torch's C++, which is called
+# from the same frame: whether a tensor is contiguous, where the user's code calls ``contiguous()``.
+_PYTHONS_QUESTIONS = {
+    method.__code__
+    for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)
+    for name in ("__bool__", "__int__", "__index__", "__float__")
+    if isinstance(method := getattr(kind, name, None), FunctionType)
+}
 
 # Where torch's symbolic numbers, and our tracers, work their answers out.
 _HERE = os.path.dirname(__file__) + os.sep

@@ -161,6 +161,9 @@ class FirstCall:
             cache.history.appendleft(facts)
         if made is not None:
             small = {name: size for name, size in sizes.items() if _is_small(made[0], name, size)}
+            if not small and made[0].form.unmet(self.flat, sizes):
+                # It was traced with others: for its own sizes, the function says what is wrong.
+                small = {name: size for name, size in sizes.items() if name in bounds}
         if small:
             # NOTE [sizes 0 and 1] in program/equal, NOTE [sizes at the edge] in program/edges
             if known is None and made is not None:

@@ -98,7 +98,7 @@ def _refusal(
 
 
 def _rewritten(unmet: Sequence[Need]) -> str:
-    text = rewrites_of(dict.fromkeys(source_of(need.place) for need in unmet if need.by_user))
+    text = rewrites_of(dict.fromkeys(source_of(need.place) for need in unmet))
     return f"\n{text}" if text else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tsfunc.bridge import torch_state
 from tsfunc.bridge.symbols import Condition, Symbols
 from tsfunc.dispatch import state
 from tsfunc.program.entering import key_orders
-from tsfunc.program.guards import guard_lines
+from tsfunc.program.guards import guard_lines, variables_of
 from tsfunc.program.holding import is_instance
 from tsfunc.program.inputs import InputSpec, sizes_of_call
 from tsfunc.types import Dim
@@ -56,6 +57,16 @@ class CallForm:
         for spec in self.inputs:
             flat[spec.position] = spec.example
         return guard_lines(flat, self.inputs, self.bounds, (), self.conditions)
+
+    def unmet(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
+        """The conditions that do not hold for some arguments, whose named dims have these sizes."""
+        named = variables_of(self.bounds, ())
+        known = {variable: sizes[name] for name, variable in named.items() if name in sizes}
+        return [
+            condition.text
+            for condition in self.conditions
+            if not eval(condition.code, {"math": math, "args": flat}, known)
+        ]
 
 
 def form_of_call(

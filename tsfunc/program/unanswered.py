@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from tsfunc.program.cache import Entry
 from tsfunc.program.calls import FirstCall, places_of
 from tsfunc.program.forms import CallForm
 from tsfunc.program.guard_texts import Guards, guard_texts
-from tsfunc.program.guards import variables_of
 from tsfunc.program.inputs import describe_inputs, sizes_of_call
 from tsfunc.program.reasons import differing, facts_of_call, reason_for
 
@@ -31,7 +29,7 @@ def why_unanswered(call: FirstCall, entries: Sequence[Entry]) -> str:
         fact
         for form, others in zip(forms, known, strict=True)
         if not differing(facts, others)
-        for fact in _broken(form, sizes)
+        for fact in form.unmet(call.flat, sizes)
     ]
     if broken:
         unlike = " and ".join(f"{fact} does not hold" for fact in dict.fromkeys(broken))
@@ -65,17 +63,3 @@ def _named(
     args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
     places = places_of(signature, len(form.leaves), form.tree)
     return places, signature.bind(*args, **kwargs).arguments
-
-
-def _broken(form: CallForm, sizes: Mapping[str, int]) -> list[str]:
-    """The conditions of a form that do not hold for some sizes."""
-    variables = {
-        variable: sizes[name]
-        for name, variable in variables_of(form.bounds, ()).items()
-        if name in sizes
-    }
-    return [
-        condition.text
-        for condition in form.conditions
-        if not eval(condition.code, {"math": math}, variables)
-    ]

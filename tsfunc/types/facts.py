@@ -43,6 +43,8 @@ def fact_code(text: str, variables: Mapping[str, str]) -> str:
         raise DescriptorError(f"{text[:20]!r}...: a fact has at most {_LONGEST} characters")
     try:
         return ast.unparse(_fact(ast.parse(text, mode="eval").body, variables))
+    except DescriptorError:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise DescriptorError(f"{text[:200]!r} is no fact about sizes") from None
 
