@@ -40,7 +40,7 @@ from tsfunc.program.inputs import (
 from tsfunc.program.instances import Instances
 from tsfunc.program.module_state import state_of
 from tsfunc.program.program import Program
-from tsfunc.program.reasons import UNSEEN, facts_of_call, reason_for
+from tsfunc.program.reasons import UNSEEN, facts_of_call, passed_text, reason_for
 from tsfunc.program.surroundings import FUNCTIONS, Surroundings
 from tsfunc.program.untyped import any_arguments
 from tsfunc.program.widening import size_names, varying_sizes, widen
@@ -140,7 +140,7 @@ class FirstCall:
         self.parameters = target.signature
         self.arguments = target.bound(args, kwargs)
         self.places = places_of(target.signature, len(flat), tree)
-        self.passed = f"({', '.join([*['_'] * len(args), *(f'{name}=_' for name in kwargs)])})"
+        self.passed = passed_text(len(args), kwargs)
         self.contract, self.bindings = target.contract(self.arguments)
 
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:

@@ -58,6 +58,11 @@ def facts_of_call(
     return facts
 
 
+def passed_text(positional: int, keywords: Iterable[str]) -> str:
+    """Which arguments are passed by position, and which by name: ``(_, y=_)``."""
+    return f"({', '.join([*['_'] * positional, *(f'{name}=_' for name in keywords)])})"
+
+
 def _tensor(name: str, spec: InputSpec) -> dict[str, Any]:
     x = spec.example
     facts = {f"{name}.dtype": x.dtype, f"{name}.device": x.device, f"{name}.dim()": x.dim()}

@@ -80,7 +80,7 @@ def _built(shape: tuple[type, tuple[Any, ...], tuple[str, ...]], children: Seque
     return value
 
 
-_FROM_ITEMS = (torch.Size, set, frozenset)
+_FROM_ITEMS = (set, frozenset)
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque, tuple, set, frozenset)
 
 
@@ -156,14 +156,12 @@ _ITERATORS = ("builtins", "itertools")
 
 def _is_simple(value: Any) -> bool:
     """Whether a leaf is a value of the program, or its type is that of a constant."""
-    return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) or (
-        isinstance(value, PLAIN) and type(value) is not torch.Size
-    )
+    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *PLAIN))
 
 
 def _is_container(value: Any) -> bool:
     """Whether an object is a container of a class that is no pytree's, which graphs do not keep."""
-    return isinstance(value, (*_BASES, torch.Size))
+    return isinstance(value, _BASES)
 
 
 def _can_be_made(value: Any) -> bool:

@@ -13,7 +13,7 @@ from tsfunc.program.calls import FirstCall, places_of
 from tsfunc.program.forms import CallForm
 from tsfunc.program.guard_texts import Guards, guard_texts
 from tsfunc.program.inputs import describe_inputs, sizes_of_call
-from tsfunc.program.reasons import differing, facts_of_call, reason_for
+from tsfunc.program.reasons import differing, facts_of_call, passed_text, reason_for
 
 _MOST_LISTED = 12
 
@@ -53,7 +53,11 @@ def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
 
 def _facts(form: CallForm, signature: inspect.Signature) -> Mapping[str, Any]:
     places, arguments = _named(form, signature)
-    return facts_of_call(form.leaves, places, form.inputs, form.ambient, arguments, form.orders)
+    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
+    return facts_of_call(
+        form.leaves, places, form.inputs, form.ambient, arguments, form.orders,
+        passed_text(len(args), kwargs),
+    )  # fmt: skip
 
 
 def _named(
