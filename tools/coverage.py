@@ -87,6 +87,9 @@ What draws random numbers draws the same ones on both sides (`randomness="same"`
 draw from distributions of their own, `"same"` is refused in torch.func's words, as PyTorch's tests
 ask; there `"different"` is tried, and what does not depend on the numbers compared.
 
+Not among the first samples, and refused: `_foreach_add_` of a list that is not batched and a number
+that is. Python asks the number for its value before anybody sees the call.
+
 `python -m tools.coverage --modes derivatives --variants function,inplace --most 2` does this again
 and writes this page; `tests/ops/test_database_derivatives.py` has a sample of it, and all of it in
 slow tests.
