@@ -684,3 +684,48 @@ def test_rare_branches_do_not_take_a_batch_apart() -> None:
     x = torch.arange(40.0)
     same(vmap(func, data_dependent="split")(x), torch.stack([func(row) for row in x]))
     assert len(runs) == 6 + 40
+
+
+def _slope_of_slope(f: Any) -> Any:
+    return tsfunc.grad(lambda x, n: tsfunc.grad(f)(x, n).square().sum())
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        tsfunc.grad,
+        _slope_of_slope,
+        tsfunc.hessian,
+        tsfunc.jacrev,
+        lambda f: lambda x, n: tsfunc.jvp(lambda x: f(x, n), (x,), (x.cos(),))[1],
+        lambda f: lambda x, n: tsfunc.jvp(lambda x: tsfunc.grad(f)(x, n), (x,), (x.cos(),))[1],
+        lambda f: lambda x, n: tsfunc.vjp(lambda x: f(x, n), x)[1](n.to(x.dtype))[0],
+        lambda f: lambda x, n: tsfunc.grad(lambda x: tsfunc.hvp(lambda y: f(y, n), (x,), (x,))
+                                           .sum())(x),
+    ],
+    ids=["grad", "grad(grad)", "hessian", "jacrev", "jvp", "jvp(grad)", "vjp", "grad(hvp)"],
+)  # fmt: skip
+def test_derivatives_of_examples_by_themselves(derivative: Any) -> None:
+    """These are differentiated as outside of the vmap; so are parameters, and the vmap itself."""
+    weight = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64, requires_grad=True)
+
+    def func(x: Tensor, n: Tensor) -> Tensor:
+        while n > 0:
+            n, x = n - 1, (x * weight).sin() + x
+        return x.prod()
+
+    f = derivative(func)
+    counts = torch.arange(5)
+    x = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3).requires_grad_()
+    split, each = vmap(f, data_dependent="split"), [f(*row) for row in zip(x, counts, strict=True)]
+    got, expected = split(x, counts), torch.stack(each)
+    same(got, expected)
+    for leaf in (x, weight):
+        (slope,) = torch.autograd.grad(got.sum(), leaf, retain_graph=True)
+        (wanted,) = torch.autograd.grad(expected.sum(), leaf, retain_graph=True)
+        same(slope, wanted)
+    same(tsfunc.grad(lambda x: split(x, counts).sum())(x), slope_by(x, expected))
+
+
+def slope_by(x: Tensor, y: Tensor) -> Tensor:
+    return torch.autograd.grad(y.sum(), x)[0]

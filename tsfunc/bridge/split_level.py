@@ -61,12 +61,13 @@ class SplitLevel(BatchLevel):
         generation: how often the batch became smaller.
         asked: whether any Python value was asked for.
         copying: whether its arguments are copies of the caller's.
+        alone: whether its one example is given as it is, and not as a tracer.
         written: which of these copies were written into, by their places among the inputs.
         writes_arguments: whether the function was about to write into arguments that are not.
     """
 
-    __slots__ = ("_call_size", "_moves", "_past", "_picked", "asked", "copying", "generation",
-                 "lanes", "put_off", "writes_arguments", "written")  # fmt: skip
+    __slots__ = ("_call_size", "_moves", "_past", "_picked", "alone", "asked", "copying",
+                 "generation", "lanes", "put_off", "writes_arguments", "written")  # fmt: skip
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class SplitLevel(BatchLevel):
         self.copying = copying
         self.written: set[int] = set()
         self.writes_arguments = False
+        self.alone = False
         self._past: list[torch.Tensor] = []
         self._picked: dict[int, torch.Tensor] = {}
         outer = [level for level in self.outer.levels if isinstance(level, SplitLevel)]

@@ -490,7 +490,16 @@ def at_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
 
 def current_tracer_level() -> TracerLevel | None:
     """The innermost active level of this thread whose values are tracers."""
-    for level in reversed(tls.state.levels):
+    return _innermost(tls.state.levels)
+
+
+def tracer_level_outside(level: TracerLevel) -> TracerLevel | None:
+    """As ``current_tracer_level``, where a level was entered."""
+    return _innermost(level.outer.levels)
+
+
+def _innermost(levels: Sequence[Level]) -> TracerLevel | None:
+    for level in reversed(levels):
         if isinstance(level, TracerLevel):
             return level
     return None

@@ -10,12 +10,14 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.bodies import current_trace
+from tsfunc.bridge.split_level import SplitLevel
 from tsfunc.bridge.tracer import (
     Tracer,
     TracerLevel,
     all_seen_here,
     current_tracer_level,
     innermost_level,
+    tracer_level_outside,
 )
 
 Argnums = int | tuple[int, ...]
@@ -66,8 +68,13 @@ def with_places(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]
 
 
 def level_of(values: Any) -> TracerLevel | None:
-    """The level that autograd is recorded at: the innermost of the thread and of the values."""
+    """The level that autograd is recorded at: the innermost of the thread and of the values.
+
+    A level whose one example is given as it is has no tracers to record on, and is left out.
+    """
     current = current_tracer_level()
+    while isinstance(current, SplitLevel) and current.alone and current.axis_name is None:
+        current = tracer_level_outside(current)
     found = innermost_level(pytrees.leaves_of(values))
     if found is None or (current is not None and current.depth >= found.depth):
         return current

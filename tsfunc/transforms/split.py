@@ -122,6 +122,7 @@ class Runner:
             lanes, self.randomness, spec.label, spec.strict, self.generators, self._copying
         )
         level.splitter = level if spec.splits else None
+        level.alone = alone
         inputs = _inputs(self.sources, level, alone)
         try:
             out = self.run(level, inputs)
