@@ -417,6 +417,43 @@ def test_an_inner_vmap_draws_in_a_branch_of_the_outer(outer: str, inner: str) ->
     same(whole, rows)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("func", [halve, coins])
+def test_checkpoints_draw_again_what_each_example_drew(func: Func, nested: bool) -> None:
+    """Also what all drew together before some ran by themselves."""
+
+    def total(x: Tensor) -> Tensor:
+        return func(x).square().sum()  # type: ignore[no-any-return]
+
+    def kept(x: Tensor) -> Any:
+        return checkpoint(total, x, use_reentrant=False)
+
+    def slopes(f: Func) -> Any:
+        torch.manual_seed(9)
+        each = drawing(tsfunc.grad(f))
+        return (drawing(each) if nested else each)(x)
+
+    x = torch.linspace(0.2, 9, 6, dtype=torch.float64)
+    x = x.view(2, 3) if nested else x
+    same(slopes(kept), slopes(total))
+
+
+def test_a_loop_in_checkpoints_draws_the_same_again() -> None:
+    def func(x: Tensor) -> Any:
+        return tsfunc.while_loop(
+            lambda x: x > 0.5,
+            lambda x: x.sin() * (0.5 + 0.4 * torch.rand(())),
+            x,
+            checkpoint="sqrt",
+        )
+
+    x = torch.linspace(0.2, 9, 6, dtype=torch.float64)
+    torch.manual_seed(9)
+    whole = drawing(tsfunc.grad(func))(x)
+    torch.manual_seed(9)
+    same(drawing(tsfunc.grad(func), chunk_size=1)(x), whole)
+
+
 def test_checkpoints_of_examples_that_run_by_themselves() -> None:
     def dropped(x: Tensor) -> Any:
         return checkpoint(lambda x: nnf.dropout(x, 0.5).square(), x, use_reentrant=False)

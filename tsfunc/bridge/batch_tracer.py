@@ -23,6 +23,7 @@ from tsfunc.bridge.courses import Courses, course_for, keys_in
 from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.questions import environment_of, unasked_of
+from tsfunc.bridge.reruns import is_noted
 from tsfunc.bridge.tracer import (
     NO_KWARGS,
     SlottedTracer,
@@ -119,7 +120,10 @@ class BatchLevel(TracerLevel):
         """The key for the whole batch, or one for each example (NOTE [courses of draws])."""
         courses = self.whole.courses
         if courses is None:
-            return nonce
+            if not is_noted():
+                return nonce
+            # The run of a checkpoint, in which the nonces come again after courses may have begun.
+            courses = self.whole.courses = {}
         if generator not in courses:
             courses[generator] = course_for(self.whole)
         return keys_in(courses[generator], self, nonce)

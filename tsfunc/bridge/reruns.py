@@ -39,6 +39,11 @@ def first_run(record: list[Any]) -> Iterator[None]:
         _notes.noted.pop()
 
 
+def is_noted() -> bool:
+    """Whether what runs may be run again, and finds what it makes."""
+    return bool(_notes.noted)
+
+
 @contextmanager
 def another_run(record: list[Any]) -> Iterator[None]:
     """What is made in the block is what was noted."""
