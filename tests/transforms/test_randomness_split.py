@@ -438,6 +438,32 @@ def test_checkpoints_draw_again_what_each_example_drew(func: Func, nested: bool)
     same(slopes(kept), slopes(total))
 
 
+@pytest.mark.parametrize("order", ["vmap(vmap(grad))", "vmap(grad(vmap))", "grad(vmap(vmap))"])
+def test_a_checkpoint_of_an_inner_vmap_in_a_branch_of_the_outer(order: str) -> None:
+    """It is run again with the outer examples that were in the branch."""
+
+    def branch(x: Tensor) -> Any:
+        return (nnf.dropout(x) * torch.rand(40)).square().sum()
+
+    def kept(x: Tensor) -> Any:
+        return checkpoint(branch, x, use_reentrant=False)
+
+    def slopes(taken: Func) -> Any:
+        def func(x: Tensor, flag: Tensor) -> Any:
+            return tsfunc.cond(flag, taken, torch.sum, x)
+
+        torch.manual_seed(9)
+        if order == "vmap(vmap(grad))":
+            return drawing(drawing(tsfunc.grad(func), in_dims=(0, None)))(x, flags)
+        inner = drawing(func, in_dims=(0, None))
+        if order == "vmap(grad(vmap))":
+            return drawing(tsfunc.grad(lambda x, flag: inner(x, flag).sum()))(x, flags)
+        return tsfunc.grad(lambda x: drawing(inner)(x, flags).sum())(x)
+
+    x, flags = torch.ones(3, 4, 40), torch.tensor([True, False, True])
+    same(slopes(kept), slopes(branch))
+
+
 def test_a_loop_in_checkpoints_draws_the_same_again() -> None:
     def func(x: Tensor) -> Any:
         return tsfunc.while_loop(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.tracer import TracerLevel
 from tsfunc.dispatch import Level
-from tsfunc.dispatch.state import State, active_levels, using
+from tsfunc.dispatch.state import State, active_levels, capturing, using
 
 _running: Counter[int] = Counter()  # by its id, how often a level that has ended runs again
 _lock = threading.Lock()
@@ -25,8 +25,11 @@ def entered_again(state: State) -> Iterator[None]:
             _running[id(level)] += 1
             level.alive = True
             active_levels[level] = threading.get_ident()
+    # Those inside of lanes have captured these for as long as they were in a level's place.
+    here = state.levels
+    inside = [level for i, level in enumerate(here) if level.outer.levels != here[:i]]
     try:
-        with using(state), watching_random():
+        with capturing(inside, lambda levels: here[: len(levels)]), using(state), watching_random():
             yield
     finally:
         with _lock:
