@@ -89,6 +89,7 @@ def while_loop(
 
     As ``jax.lax.while_loop``, with reverse mode beside. ``torch``'s form, with functions that take
     the entries of a tuple or list as arguments, is taken too, and its names of the parameters.
+    So functions of one argument get the entry of a tuple of one, not the tuple.
     """
     if checkpoint not in (None, "sqrt", "log"):
         raise ValueError(
