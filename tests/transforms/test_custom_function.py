@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.func
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import tsfunc
 from tests.transforms.support import Api, as_torch_func, same
+from tsfunc.errors import UndefinedDerivativeError
 
 X = torch.arange(12.0).view(3, 4).sin()
 W = torch.arange(4.0).cos()
@@ -252,6 +254,51 @@ def test_custom_function_marks_dirty() -> None:
     )
 
 
+class Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x.exp_())
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return g * y
+
+
+def written(x: Tensor) -> Any:
+    y = x.clone()
+    view = y.view(-1)
+    z = Exp.apply(y)  # type: ignore[no-untyped-call]
+    return (y + 2 * z + view).sum()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: tsfunc.specialize(tsfunc.vmap(f)),
+        lambda f: tsfunc.vmap(tsfunc.specialize(f)),
+        lambda f: tsfunc.specialize(tsfunc.vmap(tsfunc.checkpoint(f))),
+    ],
+    ids=["specialize(vmap)", "vmap(specialize)", "checkpoint"],
+)
+def test_programs_of_functions_that_write_to_an_argument(wrap: Any) -> None:
+    kept = W.clone()
+    expected = 4 * W.exp()
+    torch.testing.assert_close(wrap(written)(W), expected)
+    torch.testing.assert_close(wrap(tsfunc.grad(written))(W), expected)
+    torch.testing.assert_close(wrap(tsfunc.grad(tsfunc.grad(written)))(W), expected)
+    torch.testing.assert_close(tsfunc.grad(total(wrap(written)))(W), expected)
+    assert W.equal(kept)
+
+
+def test_a_program_writes_to_the_callers_argument_as_the_function_does() -> None:
+    x = torch.tensor([0.0, 1.0])
+    found = tsfunc.specialize(lambda x: Exp.apply(x))(x)  # type: ignore[no-untyped-call]
+    assert found.equal(x) and x.equal(torch.tensor([0.0, 1.0]).exp())
+
+
 def of_rule(rule: Callable[..., Any], generate: bool = False) -> Any:
     """An autograd.Function whose vmap staticmethod is the given one."""
 
@@ -446,3 +493,127 @@ def test_a_function_that_returns_its_argument() -> None:
         tsfunc.jvp(tsfunc.vmap(f), (x,), (torch.ones_like(x),))[1],
     ):
         same(found, x.cos())
+
+
+class Once(torch.autograd.Function):
+    """A function whose derivative is no function that can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, power: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.power = power
+        return x**power
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        assert len(ctx.needs_input_grad) >= 2 and not torch.is_grad_enabled()
+        return g * ctx.power * x ** (ctx.power - 1), None
+
+
+class OnceWithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, power: int) -> Tensor:
+        return x**power
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.power = inputs
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+
+    backward = Once.backward
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _power: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return tangent * ctx.power * x ** (ctx.power - 1)
+
+
+class OnceWithVmap(OnceWithSetup):
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, power: int) -> Any:
+        return OnceWithVmap.apply(x, power), in_dims[0]  # type: ignore[no-untyped-call]
+
+
+ONCE = pytest.mark.parametrize("cls", [Once, OnceWithSetup, OnceWithVmap])
+
+
+@ONCE
+def test_functions_that_are_differentiable_once(cls: Any) -> None:
+    def f(x: Tensor) -> Any:
+        return cls.apply(x, 3).sum()
+
+    slope = 3 * W**2
+    for found in (
+        tsfunc.grad(f)(W),
+        tsfunc.vmap(tsfunc.grad(f))(W),
+        tsfunc.grad(lambda w: tsfunc.vmap(f)(w).sum())(W),
+        tsfunc.jacrev(tsfunc.vmap(f))(W).diagonal(),
+        tsfunc.specialize(tsfunc.vmap(tsfunc.grad(f)))(W),
+        tsfunc.vmap(tsfunc.grad(tsfunc.specialize(f)))(W),
+    ):
+        torch.testing.assert_close(found, slope)
+    if cls is not Once:
+        torch.testing.assert_close(tsfunc.vmap(tsfunc.jacfwd(f))(W), slope)
+
+
+def _tangent(f: Any) -> Any:
+    return lambda x: tsfunc.jvp(f, (x,), (torch.ones_like(x),))[1].sum()
+
+
+@ONCE
+@pytest.mark.parametrize(
+    "name", ["grad(grad)", "jvp(grad)", "grad(jvp)", "hessian", "jacrev(vmap)"]
+)
+def test_a_second_derivative_of_those_is_an_error(cls: Any, name: str) -> None:
+    def f(x: Tensor) -> Any:
+        return cls.apply(x, 3).sum()
+
+    slope = tsfunc.grad(f)
+    twice: Any = {
+        "grad(grad)": tsfunc.grad(slope),
+        "jvp(grad)": _tangent(slope),
+        "grad(jvp)": tsfunc.grad(_tangent(f)),
+        "hessian": tsfunc.hessian(f),
+        "jacrev(vmap)": tsfunc.jacrev(lambda s: tsfunc.vmap(slope)(s.expand(3))),
+    }[name]
+    if cls is not Once and name == "grad(jvp)":  # its jvp is differentiable
+        torch.testing.assert_close(twice(S), 6 * S)
+        return
+    for run in (twice, tsfunc.specialize(twice), lambda s: tsfunc.vmap(twice)(s.expand(2))):
+        with pytest.raises(
+            UndefinedDerivativeError, match=rf"^{cls.__name__}: .*differentiate twice"
+        ):
+            run(S)
+    assert tsfunc.grad(f)(S).isfinite()
+
+
+def test_forward_mode_of_those_without_a_jvp_is_an_error() -> None:
+    with pytest.raises(UndefinedDerivativeError, match=r"^Once: .*nor a forward mode"):
+        _tangent(lambda x: Once.apply(x, 3))(S)  # type: ignore[no-untyped-call]
+
+
+def test_the_graph_of_an_outer_level_goes_through_a_function_of_an_inner_one() -> None:
+    """The function's inner call has a tensor of the outer vmap alone, which is differentiated."""
+
+    def f(x: Tensor) -> Any:
+        def inner(y: Tensor) -> Any:
+            return (OldStyle.apply(x) * y).sum()  # type: ignore[no-untyped-call]
+
+        return tsfunc.vmap(inner)(W).sum()
+
+    expected = torch.stack(
+        [tsfunc.grad(lambda x: (OldStyle.apply(x) * W.sum()).sum())(x) for x in X]
+    )
+    torch.testing.assert_close(tsfunc.vmap(tsfunc.grad(f))(X), expected)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_programs_of_checkpointed_derivatives_of_mapped_functions(order: int) -> None:
+    f = total(lambda x: OldStyle.apply(x))  # type: ignore[no-untyped-call]
+    for _ in range(order):
+        f = tsfunc.grad(f)
+    found = tsfunc.specialize(tsfunc.vmap(tsfunc.checkpoint(f)))(W)
+    torch.testing.assert_close(found, [4.5 * W**2, 9 * W][order - 1])

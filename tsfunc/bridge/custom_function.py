@@ -45,6 +45,7 @@ from tsfunc.bridge.mapped_function import (
     value_of,
     with_outer_tangents,
 )
+from tsfunc.bridge.once import guarded, is_once_differentiable
 from tsfunc.bridge.tracer import (
     Tracer,
     TracerLevel,
@@ -78,10 +79,12 @@ def _apply(cls: Any, *args: Any) -> Any:
         return not_reentrant(*args)
     args = tuple([seen_here(arg) for arg in args])
     level = innermost_level(args)
+    if level is not None and not level.alive:
+        refuse_escaped(cls, level)
+    if is_once_differentiable(cls, args):
+        return guarded(cls, args)
     if level is None:
         return torch_apply(cls, *args)
-    if not level.alive:
-        refuse_escaped(cls, level)
     if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
         return torch_apply(cls, *args)
     return _at_level(cls, level, args)
@@ -105,7 +108,7 @@ def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
         return _record[-1](cls, trace, args)
     if isinstance(level, TraceLevel):
         return torch_apply(cls, *args)
-    if not mapped and not any(_differentiated_outside(arg) for arg in args):
+    if not mapped and not any(_differentiated_outside(arg, level) for arg in args):
         return torch_apply(_returning_tracers(cls) if level.autograd else cls, *args)
     if not level.autograd:
         return _inside(cls, level, args)
@@ -169,9 +172,9 @@ def _lifted(arg: Any, level: TracerLevel) -> Any:
     return arg
 
 
-def _differentiated_outside(arg: Any) -> bool:
-    """Whether the value inside of a tracer, or a tensor of no level, records or has a tangent."""
-    value = arg.value if isinstance(arg, BatchTracer | GradTracer) else arg
+def _differentiated_outside(arg: Any, level: TracerLevel) -> bool:
+    """Whether what levels outside have for an argument records or has a tangent."""
+    value = value_of(arg, level)
     with DisableTorchFunctionSubclass():
         while isinstance(value, torch.Tensor):
             if value.requires_grad:

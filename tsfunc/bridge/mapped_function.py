@@ -278,12 +278,11 @@ class MappedFunction:
         self, method: str, ctx: Any, given: Sequence[Any], at: Sequence[Any], moved: Any
     ) -> list[Any]:
         """``backward`` or ``jvp`` of the class; ``moved(x, i, level)`` is its result's value."""
+        kept = ctx.saved_tensors  # outside: a checkpoint's run its function again
 
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
             dims = self.stored_of(self.dims, self.out_dims)
-            saved = ctx.saved_tensors
-            if isinstance(level, BatchLevel):
-                saved = _wrapped(saved, dims, level)
+            saved = _wrapped(kept, dims, level) if isinstance(level, BatchLevel) else kept
             own = self.restored(saved)
             own.needs_input_grad = tuple(ctx.needs_input_grad)
             found = getattr(self.cls, method)(own, *inputs)

@@ -43,6 +43,10 @@ class FunctionCall(Operator):
 
     What else it takes is fixed. Nothing is known of what its methods do, so calls are neither
     merged nor removed.
+
+    Attributes:
+        written: the tensors that are marked dirty, by their places. The call in a program writes to
+            copies, which are its results, and the program copies these to what was written to.
     """
 
     opaque = True
@@ -57,6 +61,7 @@ class FunctionCall(Operator):
         for i in (*self.places, *self.sizes):
             self.leaves[i] = None
         self.maps: Sequence[_Mapped] = ()
+        self.written: Sequence[int] = ()
 
     def filled(self, operands: Sequence[Any]) -> Sequence[Any]:
         """The arguments: of flattened tensors, and after these the sizes."""
@@ -70,6 +75,7 @@ class FunctionCall(Operator):
         tensors, sizes = operands[: len(self.places)], operands[len(self.places) :]
 
         def run(*tensors: Any) -> tuple[Any, ...]:
+            tensors = tuple(x.clone() if i in self.written else x for i, x in enumerate(tensors))
             call_of = getattr(self.function, "called", self.function.apply)
             leaves = pytrees.leaves_of(call_of(*self.filled((*tensors, *sizes))))
             return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -101,12 +107,19 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     op = FunctionCall(function, args)
     given, sizes = op.given[: len(op.places)], op.given[len(op.places) :]
     op.given = []
-    tensors = []
-    for value in given:
-        x = as_traced(value, trace)
-        tensors.append(arranged(x, common([needed_layers(x)])))
+    tensors = [_arranged(as_traced(value, trace)) for value in given]
     outline = getattr(function, "outline", functools.partial(torch_apply, function))
-    body = TracedBody(trace, lambda *xs: outline(*op.filled((*xs, *sizes))), tensors)
+    inputs: list[Sequence[Any]] = []
+
+    def run(*xs: Any) -> Any:
+        inputs[:] = [xs]
+        return outline(*op.filled((*xs, *sizes)))
+
+    body = TracedBody(trace, run, tensors)
+    dirty = _dirty(body.leaves, inputs[0])
+    op.written = list(dirty.values())
+    for i in op.written:
+        tensors[i] = _arranged(as_traced(given[i], trace).clone())
     batched = _batched_layers(tensors)
     wanted = [
         common([needed, batched if differentiable(leaf) else {}])
@@ -117,7 +130,28 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     results = [result for result in body.end(wanted) if result is not None]
     op.maps = _maps(trace, [peeled(x)[1] for x in tensors], [result.wrapping for result in results])
     numbers = [trace.sizes(size) for size in sizes]
-    return filled(body, call(op, trace, tensors, numbers, results))
+    found = list(call(op, trace, tensors, numbers, results))
+    for place, i in dirty.items():
+        found[place] = given[i].copy_(found[place])
+    return filled(body, found)
+
+
+def _arranged(x: Any) -> Any:
+    return arranged(x, common([needed_layers(x)]))
+
+
+def _dirty(leaves: Sequence[Any], inputs: Sequence[Any]) -> dict[int, int]:
+    """Which results, among the tensors, are arguments that were written to: their places.
+
+    What ``forward`` returns of its arguments without marking it dirty is another tensor for torch.
+    """
+    results = [x for x in leaves if isinstance(x, torch.Tensor)]
+    return {
+        place: i
+        for place, result in enumerate(results)
+        for i, x in enumerate(inputs)
+        if result is x
+    }
 
 
 def _batched_layers(tensors: Sequence[Any]) -> dict[int, Layer]:
