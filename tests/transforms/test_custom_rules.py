@@ -16,6 +16,9 @@ from tsfunc import (
     custom_vjp,
     custom_vmap,
     grad,
+    hessian,
+    jacfwd,
+    jacrev,
     jvp,
     sequential_vmap,
     specialize,
@@ -390,3 +393,38 @@ def test_named_sizes_among_the_arguments_in_programs() -> None:
             assert program(x).tolist() == [n] * n
             assert grad(lambda x, p=program: p(x).sum())(x).tolist() == [10 * n] * n
         assert program.cache_info().programs == 2  # with autograd, and without
+
+
+@custom_vmap
+def halved_sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+@halved_sine.def_vmap
+def _halved(axis_size: int, in_batched: Any, x: torch.Tensor) -> Any:
+    # Not the function, to tell who was asked.
+    return x.sin() / 2, in_batched[0]
+
+
+def test_a_batching_rule_is_asked_where_only_a_tangent_differs() -> None:
+    x, tangents = torch.tensor(0.7), torch.tensor([1.0, 2.0])
+
+    def pushed(x: torch.Tensor, t: torch.Tensor) -> Any:
+        return jvp(halved_sine, (x,), (t,))
+
+    y, ty = vmap(pushed, in_dims=(None, 0), out_dims=(None, 0))(x, tangents)
+    torch.testing.assert_close(y, x.sin() / 2)
+    torch.testing.assert_close(ty, x.cos() / 2 * tangents)
+    torch.testing.assert_close(jacfwd(halved_sine)(tangents), (tangents.cos() / 2).diag())
+
+
+@pytest.mark.parametrize("run", [lambda f: f, specialize], ids=["eager", "specialize"])
+def test_jacobians_of_batching_rules(run: Any) -> None:
+    xs = torch.arange(6.0).view(3, 2)
+    slopes = torch.diag_embed(xs.cos() / 2)
+    for jacobian in (jacrev, jacfwd):
+        torch.testing.assert_close(run(vmap(jacobian(halved_sine)))(xs), slopes)
+    second = torch.diag_embed(-xs.sin() / 2)
+    found = run(vmap(jacrev(lambda x: jacrev(halved_sine)(x).sum(0))))(xs)
+    torch.testing.assert_close(found, second)
+    torch.testing.assert_close(run(vmap(hessian(lambda x: halved_sine(x).sum())))(xs), second)

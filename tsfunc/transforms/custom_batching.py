@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.autograd import outside_graph
+from tsfunc.bridge.autograd import outside_graph, requires_grad, unpack_dual
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.custom_function import torch_apply
 from tsfunc.bridge.linear_maps import batched_value, is_recorded
@@ -27,13 +27,17 @@ from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.vmap import vmap
 
 # Takes values, and whether each is batched; returns results, and whether each is.
 WholeBatch = Callable[[Sequence[Any], Sequence[bool]], tuple[Sequence[Any], Sequence[bool]]]
 
 
 def level_to_batch(leaves: Sequence[Any]) -> BatchLevel | None:
-    """The innermost level of the leaves, if it is a vmap's and one of them is batched there."""
+    """The innermost level of the leaves, if it is a vmap's and one of them is batched there.
+
+    A leaf that is the same for all examples is, if its tangent differs.
+    """
     level = innermost_level(leaves)
     if not isinstance(level, BatchLevel):
         return None
@@ -41,8 +45,9 @@ def level_to_batch(leaves: Sequence[Any]) -> BatchLevel | None:
 
 
 def _is_batched(leaf: Any, level: BatchLevel) -> bool:
-    own = isinstance(leaf, BatchTracer) and leaf.dispatch_level is level
-    return own and leaf.bdim is not None
+    if not (isinstance(leaf, BatchTracer) and leaf.dispatch_level is level):
+        return False
+    return leaf.bdim is not None or (level.forward > 0 and _is_batched(unpack_dual(leaf)[1], level))
 
 
 def call_rule(
@@ -96,7 +101,10 @@ def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: i
 def call_whole(
     whole: WholeBatch, level: BatchLevel, tensors: Sequence[torch.Tensor]
 ) -> Sequence[Any]:
-    """Calls a function of whole batches on a level's tensors."""
+    """Calls a function of whole batches on tensors of a level, and of vmaps inside of it."""
+    inner = innermost_level(tensors)
+    if isinstance(inner, BatchLevel) and inner is not level and inner.depth > level.depth:
+        return call_whole(_within(inner, whole, level), inner, tensors)
     recorded = [
         isinstance(x, BatchTracer) and x.dispatch_level is level and is_recorded(x) for x in tensors
     ]
@@ -111,11 +119,39 @@ def call_whole(
     return plan.filled(outs)
 
 
+def _within(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBatch:
+    """The function for tensors of a vmap inside of the level: a batch of its calls.
+
+    Such are the cotangents of a Jacobian's rows.
+    """
+
+    def through(values: Sequence[Any], inside: Sequence[bool]) -> Any:
+        def mapped(values: Sequence[Any], flags: Sequence[bool]) -> Any:
+            batched: list[bool] = []
+
+            def one(*values: Any) -> tuple[Any, ...]:
+                outs, batched[:] = whole(values, flags)
+                return tuple(outs)
+
+            dims = [int(flag) if here else None for here, flag in zip(inside, flags, strict=True)]
+            outs = vmap(one, tuple(dims), randomness=inner.randomness)(*values)
+            pairs = zip(outs, batched, strict=True)
+            return [x.movedim(0, 1) if flag else x for x, flag in pairs], batched
+
+        if not any(inside):
+            found = call_whole(whole, level, values)
+        else:
+            found = call_whole(mapped, level, values)
+        return found, [any(inside)] * len(found)
+
+    return through
+
+
 @dataclass(eq=False)
 class _Plan:
     """A call: the function, the level, and which tensors the level differentiates by.
 
-    Those are given to the function batched, for their cotangents are.
+    Those that have cotangents are given to the function batched, for these are.
     """
 
     whole: WholeBatch
@@ -127,7 +163,7 @@ class _Plan:
         values, flags = [], []
         for x, recorded in zip(tensors, self.recorded, strict=True):
             own = isinstance(x, BatchTracer) and x.dispatch_level is self.level
-            if own and (x.bdim is not None or recorded):
+            if own and (x.bdim is not None or (recorded and requires_grad(x, self.level))):
                 value, dim = batched_value(x, self.level)
                 values.append(value.movedim(dim, 0))
                 flags.append(True)
