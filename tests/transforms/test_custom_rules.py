@@ -24,6 +24,7 @@ from tsfunc import (
     specialize,
     vmap,
 )
+from tsfunc.errors import CustomRuleError
 
 X = torch.linspace(-1, 2, 5, dtype=torch.float64)
 Fn = Callable[[Tensor], Any]
@@ -428,3 +429,41 @@ def test_jacobians_of_batching_rules(run: Any) -> None:
     found = run(vmap(jacrev(lambda x: jacrev(halved_sine)(x).sum(0))))(xs)
     torch.testing.assert_close(found, second)
     torch.testing.assert_close(run(vmap(hessian(lambda x: halved_sine(x).sum())))(xs), second)
+
+
+def test_a_batching_rule_returns_the_structure_that_the_function_does() -> None:
+    calls: list[torch.Size] = []
+
+    def pair(x: torch.Tensor, scale: float) -> Any:
+        calls.append(x.shape)
+        return {"a": x * scale, "b": None}
+
+    f = custom_vmap(pair)
+    f.def_vmap(lambda size, batched, x, scale: ({"a": x * scale, "b": None}, True))
+    for _ in range(2):
+        assert vmap(f, in_dims=(0, None))(torch.ones(3), 2.0)["a"].tolist() == [2, 2, 2]
+    assert calls == [torch.Size([])]  # once, without data
+    f.def_vmap(lambda size, batched, x, scale: ([x * scale], True))
+    with pytest.raises(
+        CustomRuleError, match=r"rule of pair must return.* structure .*\{'a': \*.*got.*\[\*\]"
+    ):
+        vmap(f, in_dims=(0, None))(torch.ones(3), 2.0)
+
+
+def test_functions_that_need_data_are_not_compared_with_their_batching_rules() -> None:
+    f = custom_vmap(lambda x: x if x > 0 else -x)
+    f.def_vmap(lambda size, batched, x: (x.abs(), True))
+    assert vmap(f)(torch.tensor([1.0, -2.0])).tolist() == [1, 2]
+
+
+def test_a_function_may_return_another_structure_by_what_it_closes_over() -> None:
+    several = False
+
+    def result(x: torch.Tensor) -> Any:
+        return (x, x) if several else x
+
+    f = custom_vmap(result)
+    f.def_vmap(lambda size, batched, x: (result(x), True))
+    assert vmap(f)(torch.ones(2)).tolist() == [1, 1]
+    several = True
+    assert [x.tolist() for x in vmap(f)(torch.ones(2))] == [[1, 1], [1, 1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -165,3 +166,22 @@ def test_results_have_a_graph_only_where_somebody_outside_differentiates() -> No
     x.requires_grad_()
     _, push = tsfunc.linearize(torch.sin, x)
     torch.testing.assert_close(torch.autograd.grad(push(t).sum(), x)[0], -x.sin())
+
+
+@pytest.mark.parametrize("run", [lambda f: f, tsfunc.vmap, tsfunc.specialize])
+def test_an_auxiliary_part_is_passed_through(run: Any) -> None:
+    def f(x: Tensor) -> Any:
+        out, push, aux = tsfunc.linearize(lambda x: (x.sin(), {"x": x}), x, has_aux=True)
+        return out, push(torch.ones_like(x)), aux["x"]
+
+    for found, expected in zip(run(f)(Y), (Y.sin(), Y.cos(), Y), strict=True):
+        torch.testing.assert_close(found, expected)
+        assert not found.requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own linearize warns of its graph
+        same(torch.func.functionalize(f)(Y)[2], Y)
+
+
+def test_a_function_without_an_auxiliary_part_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"^linearize.*should be a tuple: \(output, aux\)"):
+        tsfunc.linearize(torch.sin, X, has_aux=True)

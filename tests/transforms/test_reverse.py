@@ -240,6 +240,11 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "dims. Maybe you wanted to use the vjp or jacrev APIs instead?",
     ),
     (
+        lambda: tsfunc.grad(lambda x: x.sum() * 1j)(W),
+        RuntimeError,
+        "grad can be implicitly created only for real scalar outputs but got torch.complex64",
+    ),
+    (
         lambda: tsfunc.grad(lambda x: 3.0)(W),
         RuntimeError,
         "Expected f(*args) to return a Tensor, got <class 'float'>.",

@@ -51,9 +51,21 @@ def _is_batched(leaf: Any, level: BatchLevel) -> bool:
 
 
 def call_rule(
-    what: str, rule: Callable[..., Any], args: tuple[Any, ...], otherwise: Callable[..., Any]
+    what: str,
+    rule: Callable[..., Any],
+    args: tuple[Any, ...],
+    otherwise: Callable[..., Any],
+    check: Callable[[Any, Any], None],
 ) -> Any:
-    """Calls a ``custom_vmap`` rule where an argument is batched, and the function where none is."""
+    """Calls a ``custom_vmap`` rule where an argument is batched, and the function where none is.
+
+    Args:
+        what: the rule, in words.
+        rule: the rule.
+        args: the arguments.
+        otherwise: the function.
+        check: is given the arguments of one example, and the rule's result.
+    """
     leaves, tree = pytrees.flatten(pytrees.tree_map(seen_here, args))
     level = level_to_batch(leaves)
     if level is None:
@@ -73,7 +85,6 @@ def call_rule(
                 f"batched, got {type(found).__name__}."
             )
         out, out_tree = pytrees.flatten(found[0])
-        structure[:] = [out_tree]
         try:
             flat = pytrees.broadcast_prefix(found[1], found[0], lambda x: isinstance(x, bool))
         except ValueError:
@@ -82,6 +93,9 @@ def call_rule(
                 f"it, got {found[1]!r}."
             ) from None
         _check_sizes(what, out, flat, level.batch_size)
+        if not structure:
+            check(pytrees.unflatten(tree, leaves), found[0])
+            structure.append(out_tree)
         return out, flat
 
     outs = call_whole(whole, level, [leaves[i] for i in places])
@@ -90,6 +104,8 @@ def call_rule(
 
 def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: int) -> None:
     for value, flag in zip(out, batched, strict=True):
+        if value is None:  # no leaf for JAX, whatever the bools are a prefix of
+            continue
         if flag and (not isinstance(value, torch.Tensor) or value.shape[:1] != (size,)):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CustomRuleError(

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.bodies import current_trace
 from tsfunc.bridge.custom_function import trace_of
+from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.scan import map as map_examples
 from tsfunc.transforms.custom_batching import call_rule
 from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, apply
+from tsfunc.transforms.outlines import eval_shape
+from tsfunc.types import MetaTensorType
 
 
 class custom_vmap(Rule):
@@ -29,7 +33,8 @@ class custom_vmap(Rule):
 
     Raises:
         UndefinedRuleError: at a call that has no rule.
-        CustomRuleError: the rule does not return what it must.
+        CustomRuleError: the rule does not return what it must: a pair, of a result of the
+            structure that the function returns, and of bools.
 
     Example:
         >>> import torch
@@ -53,6 +58,7 @@ class custom_vmap(Rule):
     def __init__(self, func: Callable[..., Any]) -> None:
         super().__init__(func)
         self.rule: Callable[..., Any] | None = None
+        self._structures: dict[Any, Any] = {}
 
     def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Gives the rule; can be used as a decorator."""
@@ -66,8 +72,11 @@ class custom_vmap(Rule):
         args = self.positional(args, kwargs)
         if self.rule is None:
             raise self.missing("def_vmap")
-        what = f"custom_vmap: the rule of {self.name}"
-        return call_rule(what, self.rule, args, self.alone)
+        return call_rule(self._what, self.rule, args, self.alone, self._compare)
+
+    @property
+    def _what(self) -> str:
+        return f"custom_vmap: the rule of {self.name}"
 
     def alone(self, *args: Any) -> Any:
         """A call where nothing is batched; in a program it keeps the rule, for vmaps of that."""
@@ -75,6 +84,58 @@ class custom_vmap(Rule):
         if trace_of(operands) is None:
             return self.func(*args)
         return call.result(apply(_Alone, call, sizes, *operands))
+
+    def _compare(self, args: Any, out: Any) -> None:
+        """Checks that the rule returns the structure that the function does.
+
+        Which that is, is found without data, once for arguments of the same types; of functions
+        that need data nothing is known.
+        """
+        if current_trace() is not None:
+            return
+        leaves, tree = pytrees.flatten(args)
+        try:
+            key = tree, tuple(_key(leaf) for leaf in leaves)
+            known = key in self._structures
+        except TypeError:  # an argument without a hash
+            return
+        if not known:
+            if len(self._structures) >= _MOST_KNOWN:
+                self._structures.clear()
+            self._structures[key] = self._structure(leaves, tree)
+        got = pytrees.structure_of(out)
+        if self._structures[key] in (None, got):
+            return
+        expected = self._structures[key] = self._structure(leaves, tree)  # it may be another by now
+        if expected not in (None, got):
+            raise CustomRuleError(
+                f"{self._what} must return a result of the structure that the function returns, "
+                f"{expected}, got {got}."
+            )
+
+    def _structure(self, leaves: Sequence[Any], tree: Any) -> Any:
+        """What the function returns for arguments of such types, None where that is not known."""
+        given = [
+            MetaTensorType(list(x.shape), dtype=x.dtype, device=x.device)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in leaves
+        ]
+        try:
+            return pytrees.structure_of(eval_shape(self.func, *pytrees.unflatten(tree, given)))
+        except Exception:  # the user's own: it asks for more than a type
+            return None
+
+
+# For how many types of arguments a function's structure is remembered.
+_MOST_KNOWN = 64
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    hash(leaf)
+    return type(leaf), leaf
 
 
 class _Alone(RuleFunction):

@@ -11,26 +11,29 @@ from tsfunc import pytrees
 from tsfunc.bridge import autograd
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.functorch import delegate
-from tsfunc.transforms.arguments import flatten_output, flatten_tensors
+from tsfunc.transforms.arguments import flatten_output, flatten_tensors, split_aux
 from tsfunc.transforms.reverse import record, vjp
 
 API = "linearize(f, *primals)"
 
 
 @outside_dynamo
-def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
+def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The value of a function, and its derivative there as a function of the direction.
 
     ``jvp`` runs the function for each direction; here it runs once, and each direction costs as
     much as a backward pass.
 
     Args:
-        func: takes pytrees of tensors, returns a pytree of tensors.
+        func: takes pytrees of tensors, returns a pytree of tensors; with ``has_aux`` a tuple of
+            that and anything else.
         primals: where it is linearized.
+        has_aux: whether ``func`` returns an auxiliary part, which is passed through.
 
     Returns:
-        ``(output, jvp_fn)``. ``jvp_fn(*tangents)`` takes what has the structure, shapes and types
-        of the primals and returns what has the output's.
+        ``(output, jvp_fn)``, with ``has_aux`` ``(output, jvp_fn, aux)``. ``jvp_fn(*tangents)``
+        takes what has the structure, shapes and types of the primals and returns what has the
+        output's.
 
     Raises:
         RuntimeError: an output is no tensor; the tangents are not like the primals.
@@ -43,21 +46,28 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
         >>> jvp_fn(torch.tensor([1., 2.]))
         tensor([1., 2.])
 
-    As ``torch.func.linearize`` and ``jax.linearize``. The pullback is linear in the cotangent, and
-    its own pullback is the derivative: operators whose backward formula can't be differentiated
-    can't be linearized.
+    As ``torch.func.linearize``, and ``jax.linearize`` with its ``has_aux``. The pullback is linear
+    in the cotangent, and its own pullback is the derivative: operators whose backward formula can't
+    be differentiated can't be linearized.
     """
     if (other := delegate("linearize")) is not None:
-        return other(func, *primals)  # type: ignore[no-any-return]
+        kept: list[Any] = []
+
+        def without_aux(*primals: Any) -> Any:
+            out, kept[:] = _split(func(*primals), has_aux)
+            return out
+
+        return (*other(without_aux, *primals), *kept)
     if torch.is_inference_mode_enabled():
-        return autograd.out_of_inference(linearize, func, *primals)  # type: ignore[no-any-return]
+        return autograd.out_of_inference(linearize, func, *primals, has_aux=has_aux)
     flat, spec = flatten_tensors(API, "primals", primals)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
-        leaves, out_spec = flatten_output(API, func(*pytrees.unflatten(spec, inputs)))
-        return leaves, (leaves, out_spec)
+        out, aux = _split(func(*pytrees.unflatten(spec, inputs)), has_aux)
+        leaves, out_spec = flatten_output(API, out)
+        return leaves, (leaves, out_spec, aux)
 
-    recorded, (outs, out_spec) = record(run, flat, primals)
+    recorded, (outs, out_spec, aux) = record(run, flat, primals)
     zeros = [torch.zeros_like(x) for x in outs]
     smooth = [i for i, x in enumerate(outs) if x.is_floating_point() or x.is_complex()]
 
@@ -79,7 +89,14 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
             pushed[i] = tangent if graph else recorded.released(tangent)
         return pytrees.unflatten(out_spec, pushed)
 
-    return pytrees.unflatten(out_spec, [recorded.released(out) for out in outs]), jvp_fn
+    output = pytrees.unflatten(out_spec, [recorded.released(out) for out in outs])
+    return (output, jvp_fn, *pytrees.tree_map(recorded.released, aux))
+
+
+def _split(output: Any, has_aux: bool) -> tuple[Any, list[Any]]:
+    """The output, and the auxiliary part if there is one."""
+    output, aux = split_aux(API, output, has_aux)
+    return output, [aux] if has_aux else []
 
 
 def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> list[torch.Tensor]:

@@ -229,6 +229,11 @@ def _check_scalar(api: str, out: Any) -> torch.Tensor:
             f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} "
             f"dims. Maybe you wanted to use the vjp or jacrev APIs instead?"
         )
+    if out.is_complex():
+        raise RuntimeError(
+            f"{api}: grad can be implicitly created only for real scalar outputs but got "
+            f"{out.dtype}. Differentiate its real part, or use vjp."
+        )
     return out
 
 
