@@ -10,7 +10,19 @@ import torch
 from torch import Tensor
 
 import tsfunc
-from tsfunc import cond, grad, jvp, specialize, vmap, while_loop
+from tsfunc import (
+    all_gather,
+    axis_index,
+    axis_size,
+    cond,
+    grad,
+    jvp,
+    pmax,
+    psum,
+    specialize,
+    vmap,
+    while_loop,
+)
 
 X = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3)
 SQUARE = torch.linspace(-1, 2, 48, dtype=torch.float64).reshape(4, 4, 3)
@@ -312,3 +324,30 @@ def test_a_function_of_torchs_may_exchange_values() -> None:
         vmap(grad(lambda x: apply(x).sin()), axis_name="i")(x),
         grad(lambda x: (x - x.sum() + torch.arange(3)).sin().sum())(x),
     )
+
+
+@pytest.mark.parametrize("run", [lambda f: f, specialize], ids=["eager", "specialize"])
+def test_collectives_over_two_axes_are_those_over_the_examples_of_both(run: Any) -> None:
+    x = torch.arange(24.0).view(2, 3, 4)
+
+    def over(f: Any, names: Any) -> Any:
+        if isinstance(names, str):
+            return run(vmap(f, axis_name=names))(x.flatten(0, 1))
+        inner = vmap(f, axis_name=names[1])
+        return run(vmap(inner, axis_name=names[0]))(x).flatten(0, 1)
+
+    for f in (
+        lambda x, name: all_gather(x, name),
+        lambda x, name: all_gather(x, name, axis=1),
+        lambda x, name: all_gather(x, name, tiled=True),
+        lambda x, name: x * axis_index(name) + axis_size(name),
+        lambda x, name: psum(x, name) + pmax(x, name),
+        lambda x, name: grad(lambda x: (all_gather(x, name).cumsum(0) * x).sum())(x),
+    ):
+        both = over(lambda x, f=f: f(x, ("a", "b")), ("a", "b"))
+        torch.testing.assert_close(both, over(lambda x, f=f: f(x, "i"), "i"))
+
+
+def test_none_among_the_values_stays() -> None:
+    found = vmap(lambda x: psum({"x": x, "none": None}, "i"), axis_name="i")(torch.ones(3))
+    assert found["x"].tolist() == [3, 3, 3] and found["none"] is None

@@ -8,6 +8,7 @@ over the axis.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from operator import mul
 from typing import Any
@@ -112,7 +113,7 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
 
     Args:
         x: a pytree of tensors and numbers.
-        axis_name: the axis.
+        axis_name: the axis; of a tuple of them the examples of the first come slowest.
         axis: where the new dim stands.
         tiled: whether they are put one after the other along the dim ``axis`` that there is.
 
@@ -131,12 +132,16 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
 
     As ``jax.lax.all_gather``.
     """
-    level = _level(axis_name, "all_gather")
+    levels = _levels(axis_name, "all_gather")
 
     def gathered(leaf: torch.Tensor) -> torch.Tensor:
         at = _axis("all_gather", leaf, axis, 0 if tiled else 1)
-        found: torch.Tensor = physical.Gather(level, at).of(leaf)
-        return found.flatten(at, at + 1) if tiled else found
+        merged = tiled
+        for level in reversed(levels):
+            found: torch.Tensor = physical.Gather(level, at).of(leaf)
+            leaf = found.flatten(at, at + 1) if merged else found
+            merged = True
+        return leaf
 
     return _each("all_gather", x, gathered, _of_number(gathered))
 
@@ -266,7 +271,8 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
     """Each example's number along an axis, an int64 tensor of no dims.
 
     Args:
-        axis_name: the axis.
+        axis_name: the axis; of a tuple of them, the number among all examples of all, those of the
+            last counted first.
         device: where the tensor is; by default on torch's default device.
 
     Raises:
@@ -280,15 +286,20 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
 
     As ``jax.lax.axis_index``.
     """
-    level = physical.level_named(axis_name, "axis_index", alone=True)
-    return physical.index(level, None if device is None else torch.device(device))
+    on = None if device is None else torch.device(device)
+    levels = [physical.level_named(name, "axis_index", alone=True) for name in _names(axis_name)]
+    first, *others = levels
+    found: torch.Tensor = physical.index(first, on)
+    for level in others:
+        found = found * physical.size(level) + physical.index(level, on)
+    return found
 
 
 def axis_size(axis_name: Hashable) -> int:
     """How many examples an axis has.
 
     Args:
-        axis_name: the axis.
+        axis_name: the axis; of a tuple of them the product.
 
     Raises:
         UnboundAxisError: no active ``vmap`` has that name.
@@ -301,7 +312,8 @@ def axis_size(axis_name: Hashable) -> int:
 
     As ``jax.lax.axis_size``.
     """
-    return physical.size(physical.level_named(axis_name, "axis_size", alone=True))
+    levels = [physical.level_named(name, "axis_size", alone=True) for name in _names(axis_name)]
+    return math.prod(map(physical.size, levels))
 
 
 def _level(name: Hashable, what: str) -> BatchLevel:
@@ -309,7 +321,11 @@ def _level(name: Hashable, what: str) -> BatchLevel:
 
 
 def _levels(names: Any, what: str) -> list[BatchLevel]:
-    return [_level(name, what) for name in (names if isinstance(names, tuple) else (names,))]
+    return [_level(name, what) for name in _names(names)]
+
+
+def _names(names: Any) -> tuple[Any, ...]:
+    return names if isinstance(names, tuple) else (names,)
 
 
 def _itself(number: Any) -> Any:
@@ -327,6 +343,8 @@ def _each(
     of_number: Callable[[Any], Any] | None = None,
 ) -> Any:
     def one(leaf: Any) -> Any:
+        if leaf is None:
+            return None
         if isinstance(leaf, torch.Tensor):
             return of(leaf)
         if of_number is not None and isinstance(leaf, bool | int | float | complex):

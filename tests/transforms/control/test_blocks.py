@@ -161,3 +161,28 @@ def test_bodies_inside_of_bodies_are_looked_into_first() -> None:
     names = [node.name for body in op.bodies for node in body.graph.nodes]
     assert not any("exp" in name or "tan" in name for name in names)
     assert torch.equal(specialize(f)(torch.tensor(True), X), X.sin())
+
+
+def _checked_branch(x: torch.Tensor) -> Any:
+    def checked() -> Any:
+        torch._assert_async(x.sum() < 3)
+        return x
+
+    return cond(x.sum() > 0, checked, lambda: x)
+
+
+def _checked_steps(x: torch.Tensor) -> Any:
+    def step(carry: Any, row: torch.Tensor) -> Any:
+        torch._assert_async(row < 3)
+        return carry, None
+
+    return scan(step, x, x)[0]
+
+
+@pytest.mark.parametrize("f", [_checked_branch, _checked_steps])
+@pytest.mark.parametrize("wrap", [lambda f: f, grad], ids=["plain", "grad"])
+def test_what_bodies_assert_is_used(f: Any, wrap: Any) -> None:
+    run = specialize(wrap(lambda x: f(x).sum()))
+    run(X)
+    with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value"):
+        run(2 * X + 1)

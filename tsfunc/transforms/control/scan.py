@@ -141,7 +141,8 @@ def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> i
     if length is not None:
         sizes.append(length)
     if not sizes:
-        raise ValueError(f"{what}: there is no tensor to go along; give length=.")
+        also = "; give length=" if what == "scan" else ""
+        raise ValueError(f"{what}: there is no tensor to go along{also}.")
     if any(size != sizes[0] for size in sizes):
         raise ValueError(
             f"{what}: expected one size in dim {dim}, got {sizes}"
