@@ -523,7 +523,7 @@ class OnceWithSetup(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.save_for_forward(x)
 
-    backward = Once.backward
+    backward = Once.backward  # type: ignore[assignment]
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _power: Any) -> Any:
@@ -605,7 +605,7 @@ def test_the_graph_of_an_outer_level_goes_through_a_function_of_an_inner_one() -
         return tsfunc.vmap(inner)(W).sum()
 
     expected = torch.stack(
-        [tsfunc.grad(lambda x: (OldStyle.apply(x) * W.sum()).sum())(x) for x in X]
+        [tsfunc.grad(lambda x: (OldStyle.apply(x) * W.sum()).sum())(x) for x in X]  # type: ignore[no-untyped-call]
     )
     torch.testing.assert_close(tsfunc.vmap(tsfunc.grad(f))(X), expected)
 
