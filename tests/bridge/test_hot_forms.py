@@ -106,6 +106,54 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
+def test_writes_into_views_reach_the_tensor_of_nested_levels(name: str) -> None:
+    """Views that rules of the inner level make are views of the outer level's tensors."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        WRITES[name](y)
+        return y
+
+    pairs = torch.stack([X, X.cos()], 1)
+    expected = torch.stack([loop(f, X), loop(f, X.cos())], 1)
+    torch.testing.assert_close(vmap(vmap(f))(pairs), expected)
+    torch.testing.assert_close(vmap(vmap(f, 1, 1))(pairs.movedim(1, 2)), expected.movedim(1, 2))
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_an_error_in_a_hook_is_raised_at_once(error: type[Exception], inner: bool) -> None:
+    """A call that has raised is not made again by another way: its hooks would run again."""
+    calls = []
+
+    def pack(x: torch.Tensor) -> Any:
+        calls.append(x)
+        raise error("no more")
+
+    def hooked(f: F) -> F:
+        def run(x: torch.Tensor) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                return f(x)
+
+        return run
+
+    sines = vmap(hooked(torch.sin)) if inner else hooked(vmap(torch.sin))
+    with pytest.raises(error, match="no more"):
+        sines(X.clone().requires_grad_())
+    assert len(calls) == 1
+    with pytest.raises(error, match="no more"):
+        vmap(grad(hooked(lambda x: (x * x).sum())))(X)
+
+
+def test_calls_of_wrong_shapes_are_refused_by_torch() -> None:
+    for f in (lambda x, y: x + y, torch.mul, lambda x, y: torch.sub(x, y, alpha=2)):
+        with pytest.raises(RuntimeError, match="must match the size of tensor"):
+            vmap(f)(torch.ones(2, 3), torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match="must match the size of tensor"):
+            vmap(grad(lambda x, y, f=f: f(x, y).sum()))(torch.ones(2, 3), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("name", WRITES)
 def test_writes_into_views_reach_the_tensor(name: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x * 1

@@ -160,6 +160,15 @@ def _property(name: str) -> property:
     return property(read)
 
 
+def _layout(self: Tracer) -> torch.layout:
+    """That of the value: compressed tracers are strided themselves."""
+    inner = getattr(self, "value", None)
+    if isinstance(inner, torch.Tensor):
+        return inner.layout
+    with DisableTorchFunctionSubclass():
+        return _T.layout.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+
 def _method(name: str) -> Callable[..., Any]:
     call = getattr(_T, name)
 
@@ -174,7 +183,10 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in ("shape", "dtype", "device", "ndim"):
     setattr(Tracer, _name, _property(_name))
-for _name in ("dim", "stride", "is_contiguous", "numel", "storage_offset"):
+Tracer.layout = property(_layout)  # type: ignore[assignment]
+for _name in (
+    "dim", "stride", "is_contiguous", "is_complex", "is_floating_point", "numel", "storage_offset",
+):  # fmt: skip
     setattr(Tracer, _name, _method(_name))
     # A function mode is told of the class's own attribute.
     METHODS[getattr(Tracer, _name)] = metadata

@@ -13,23 +13,28 @@ from typing import Any
 
 import torch
 from torch._C import (
+    DisableTorchFunctionSubclass,
     _current_graph_task_id,
     _ForceDispatchKeyGuard,
     _functorch,
     _set_grad_enabled,
 )
+from torch._ops import OpOverload
 
 from tsfunc.bridge.courses import Courses, course_for, keys_in
 from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.questions import environment_of, unasked_of
 from tsfunc.bridge.reruns import is_noted
+from tsfunc.bridge.torch_state import below_autograd
 from tsfunc.bridge.tracer import (
+    METHODS,
     NO_KWARGS,
     SlottedTracer,
     Tracer,
     TracerLevel,
     door_1,
+    hop,
     refuse_escaped,
     written,
 )
@@ -41,10 +46,16 @@ from tsfunc.ops.compressed import LAYOUTS as _COMPRESSED
 from tsfunc.ops.compressed import check_batch
 from tsfunc.ops.registry import Rule, Splitter
 from tsfunc.ops.splitting import BatchChanged, answers_of, same_answer
+from tsfunc.ops.tensor_iterator import pointwise
 
 maybe_functorch_level = _functorch.maybe_current_level
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
+_Tensor = torch.Tensor
+_shape_of = _Tensor.shape.__get__  # type: ignore[attr-defined]
+_dtype_of = _Tensor.dtype.__get__  # type: ignore[attr-defined]
+_device_of = _Tensor.device.__get__
+is_inference_mode_enabled = torch.is_inference_mode_enabled
 
 
 _NUMBERS = frozenset({"scalar_tensor", "lift_fresh"})
@@ -203,9 +214,16 @@ class BatchTracer(Tracer):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if not kwargs:
+            if type(func) is OpOverload:
+                out = _hot_overload(operator_of(func), args)
+                return door_1(func, types, args, NO_KWARGS) if out is NotImplemented else out
             rule = HOT.get(func)
             if rule is not None:
-                out = hot_call(rule, func, args)
+                out = NotImplemented
+                if rule is pointwise:
+                    out = direct_call(func, types, args)
+                if out is NotImplemented:
+                    out = hot_call(rule, func, args)
                 if out is not NotImplemented:
                     return out
             return door_1(func, types, args, NO_KWARGS)
@@ -285,44 +303,55 @@ def wrap(
     value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any = None
 ) -> BatchTracer:
     """The tracer for a physical value, which begins at ``offset`` of its memory (None: at 0)."""
-    if type(value) is not torch.Tensor and environment_of(value.shape) is not None:
-        return _wrap_symbolic(value, bdim, level, offset)
     if type(offset) is int and offset == 0:
         offset = None
-    layout = value.layout
-    if layout is not _strided:
-        shape: Any = value.shape if bdim is None else value.shape[:bdim] + value.shape[bdim + 1 :]
-        strides: Any = None
-        offset = None
-        if layout in _COMPRESSED:  # NOTE [compressed tracers]
-            check_batch(value)
-            layout = _strided
-    elif bdim is None:
-        shape = value.shape
-        strides = None if offset is None and value.is_contiguous() else value.stride()
-    else:
-        shape = value.shape
+    tracer: Any
+    if (
+        bdim == 0
+        and offset is None
+        and type(value) is _Tensor
+        and value.layout is _strided
+        and value.is_contiguous()
+    ):
         # With the batch outermost in a contiguous value, the examples are contiguous too.
-        if bdim == 0 and offset is None and value.is_contiguous():
-            shape, strides = shape[1:], None
-        else:
-            shape = shape[:bdim] + shape[bdim + 1 :]
-            steps = value.stride()
-            strides = steps[:bdim] + steps[bdim + 1 :]
-    # By position, which is parsed in less time: no memory format.
-    tracer: Any = _make_wrapper(
-        level.kind, shape, strides, offset, None, value.dtype, layout, value.device
-    )
+        # By position, which is parsed in less time: no memory format.
+        tracer = _make_wrapper(
+            level.kind, value.shape[1:], None, None, None, value.dtype, _strided, value.device
+        )
+    else:
+        tracer = _wrapper(value, bdim, level, offset)
     tracer.dispatch_level = level
     tracer.bdim = bdim
     tracer.value = value
     return tracer  # type: ignore[no-any-return]
 
 
-def _wrap_symbolic(
-    value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any
-) -> BatchTracer:
-    """As ``wrap``, for a value of symbolic sizes, of which nothing is asked for it."""
+def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
+    # Past the doors, all at once: a value may be a tracer itself.
+    with DisableTorchFunctionSubclass():
+        shape: Any = _shape_of(value)
+        if type(value) is not _Tensor and environment_of(shape) is not None:
+            return _symbolic_wrapper(value, bdim, level, offset)
+        layout, dtype, device = value.layout, _dtype_of(value), _device_of(value)
+        strides: Any = None
+        if layout is _strided and not (
+            not bdim and offset is None and _Tensor.is_contiguous(value)
+        ):
+            strides = _Tensor.stride(value)
+    if bdim is not None:
+        shape = shape[:bdim] + shape[bdim + 1 :]
+        if strides is not None:
+            strides = strides[:bdim] + strides[bdim + 1 :]
+    if layout is not _strided:
+        offset = None
+        if layout in _COMPRESSED:  # NOTE [compressed tracers]
+            check_batch(value)
+            layout = _strided
+    return _make_wrapper(level.kind, shape, strides, offset, None, dtype, layout, device)
+
+
+def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
+    """For a value of symbolic sizes, of which nothing is asked."""
     shape: Any = value.shape
     strided = value.layout is _strided
     strides = value.stride() if strided else None
@@ -330,14 +359,10 @@ def _wrap_symbolic(
         shape = shape[:bdim] + shape[bdim + 1 :]
         strides = None if strides is None else strides[:bdim] + strides[bdim + 1 :]
     with unasked_of(value.shape):
-        tracer: Any = _make_wrapper(
+        return _make_wrapper(
             level.kind, shape, strides, offset if strided else None, None, value.dtype,
             value.layout, value.device,
         )  # fmt: skip
-    tracer.dispatch_level = level
-    tracer.bdim = bdim
-    tracer.value = value
-    return tracer  # type: ignore[no-any-return]
 
 
 def read(tracer: BatchTracer, name: str) -> Any:
@@ -368,8 +393,8 @@ _ITEMS = frozenset({int, slice, type(None), type(Ellipsis)})
 _SEQUENCES = frozenset({list, tuple, torch.Size})
 
 
-def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
-    """The level, values and batch dims of a plain call: of one vmap, and something batched."""
+def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
+    """The level, values and batch dims of a plain call, of one vmap, and if any is batched."""
     level: Any = None
     batched = False
     values = []
@@ -391,11 +416,73 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any]] | None:
             dims.append(None)
         else:
             return None
-    return (level, values, dims) if batched else None
+    return None if level is None else (level, values, dims, batched)
 
 
-def _is_strided(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.layout is _strided
+def _is_the_calls(level: BatchLevel, values: Sequence[Any]) -> bool:
+    """Whether an error is the user's: NOTE [no examples], and sparse batches have their own rules.
+
+    It is raised at once then: what is called again calls hooks again.
+    """
+    return level.batch_size != 0 and not any(
+        isinstance(value, torch.Tensor) and value.layout is not _strided for value in values
+    )
+
+
+# NOTE [direct calls]
+# Most calls are elementwise, of one tracer, of two that are batched alike, or of one and a number.
+# Of such a call nothing needs to be put together for a rule: it is made on the values as it is.
+def _alike(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | None:
+    """The level, batch dim and values of such a call."""
+    x = args[0]
+    if type(x) is not MadeTracer:
+        return None
+    level, at = x.dispatch_level, x.bdim
+    if at is None:
+        return None
+    count = len(args)
+    if count == 1:
+        return level, at, (x.value,)
+    if count != 2:
+        return None
+    y = args[1]
+    kind = type(y)
+    if kind is MadeTracer:
+        value, other = x.value, y.value
+        if y.dispatch_level is not level or y.bdim != at or value.dim() != other.dim():
+            return None
+        return level, at, (value, other)
+    return (level, at, (x.value, y)) if kind is float or kind is int else None
+
+
+def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> Any:
+    """Door 1 for pointwise functions: NotImplemented where ``hot_call`` is to look at the call."""
+    alike = _alike(args)
+    if alike is None:
+        return NotImplemented
+    level, at, values = alike
+    state = tls.state
+    if not level.alive or state.taking_over is not None or maybe_functorch_level() is not None:
+        return NotImplemented
+    if level.autograd:
+        # C++ records; no operand is of a level outside, which would have to be lifted.
+        if func in METHODS or is_inference_mode_enabled():
+            return NotImplemented
+        return hop(func, types, args, NO_KWARGS)
+    if level._restores or not state.plain:
+        return NotImplemented
+    tls.state = level.outer
+    try:
+        out = func(*values)
+    except BatchChanged:
+        return NotImplemented
+    except Exception:
+        if _is_the_calls(level, values):
+            raise
+        return NotImplemented
+    finally:
+        tls.state = state
+    return wrap(out, at, level)
 
 
 def hot_call(
@@ -403,9 +490,9 @@ def hot_call(
 ) -> Any:
     """Door 1 without C++: NotImplemented where the call is not of the plain kind."""
     taken = _taken(args)
-    if taken is None:
+    if taken is None or not taken[3]:
         return NotImplemented
-    level, values, dims = taken
+    level, values, dims, _ = taken
     if level.autograd or level._restores or not level.alive:
         return NotImplemented
     state = tls.state
@@ -414,9 +501,9 @@ def hot_call(
         if found is not None:
             args, kwargs = found
             taken = _taken(args)
-            if taken is None or taken[0].autograd:
+            if taken is None or not taken[3] or taken[0].autograd:
                 return func(*args, **kwargs)
-            level, values, dims = taken
+            level, values, dims, _ = taken
     if not state.plain or maybe_functorch_level() is not None:
         return NotImplemented
     tls.state = level.outer
@@ -425,14 +512,32 @@ def hot_call(
     except BatchChanged:
         return NotImplemented  # C++ brings the tracers here again
     except Exception:
-        if level.batch_size != 0 and all(_is_strided(value) for value in values):
+        if _is_the_calls(level, values):
             raise
-        return NotImplemented  # NOTE [no examples]; a sparse batch has rules of its own
+        return NotImplemented
     finally:
         tls.state = state
     if out is NotImplemented:
         return out
+    if type(func) is OpOverload:
+        return rewrap(operator_of(func), level, args, kwargs, out[0], out[1])
     return wrap(out[0], out[1], level, out[2] if len(out) == 3 else None)
+
+
+def _hot_overload(op: TorchOperator, args: Sequence[Any]) -> Any:
+    """Door 1 for what rules of inner levels call. Dispatch modes call it past autograd, too."""
+    if op.hot is None or below_autograd():
+        return NotImplemented
+    for arg in args:
+        if type(arg) is MadeTracer:
+            if not tls.state.mask & arg.dispatch_level.bits:
+                return NotImplemented  # the level's own kernel calls on outwards
+            break
+    if op.function is not None:
+        out = direct_call(op.overload, (), args)
+        if out is not NotImplemented:
+            return out
+    return hot_call(op.hot, op.overload, args)
 
 
 # NOTE [hot calls]
@@ -442,10 +547,14 @@ def hot_call(
 # functions do just that, without the steps between.
 def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
     """Door 2 without the table: NotImplemented where the call is not of the plain kind."""
-    taken = _taken(args)
-    if taken is None:
-        return NotImplemented
-    level, values, dims = taken
+    alike = _alike(args) if op.function is not None else None
+    if alike is None:
+        taken = _taken(args)
+        if taken is None or (op.ruled and not taken[3]):
+            return NotImplemented
+        level, values, dims, batched = taken
+    else:
+        level = alike[0]
     if not level.alive or level._restores:
         return NotImplemented
     state = tls.state
@@ -462,18 +571,25 @@ def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
         _set_grad_enabled(want)
     tls.state = level.kernel_state(level.bit)
     try:
-        out = rule(op.overload, level, dims, values, NO_KWARGS)
+        if alike is not None:
+            out = op.function(*alike[2])
+        elif batched:
+            out = rule(op.overload, level, dims, values, NO_KWARGS)
+        else:
+            out = op.overload(*values), None
     except BatchChanged:
         return NotImplemented  # the table brings the tracers to the same rule again
     except Exception:
-        if level.batch_size != 0:
+        if _is_the_calls(level, () if alike is None else alike[2]):
             raise
-        return NotImplemented  # NOTE [no examples]
+        return NotImplemented
     finally:
         tls.state = state
         if want is not grad:
             _set_grad_enabled(grad)
         guard.__exit__(None, None, None)
+    if alike is not None:
+        return wrap(out, alike[1], level)
     if out is NotImplemented:
         return out
     return rewrap(op, level, args, NO_KWARGS, out[0], out[1])

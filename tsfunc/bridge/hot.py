@@ -93,7 +93,7 @@ def _give_way(op: Operator, key: DispatchKey | None) -> None:
         _registered.add(_base(op.name))
         HOT.clear()  # filled anew by the next vmap
         NAMED.clear()
-        op.hot = None
+        op.hot = op.function = None
 
 
 def _base(name: str) -> str:

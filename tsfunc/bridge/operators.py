@@ -30,6 +30,7 @@ from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
 from tsfunc.ops.catalogue.reader import install
 from tsfunc.ops.registry import Rule, on_declare
+from tsfunc.ops.tensor_iterator import pointwise
 
 # Their fourth and fifth arguments are running statistics, which they write to in training; most of
 # their schemas do not say so.
@@ -53,8 +54,8 @@ def updates_statistics(name: str, args: Sequence[Any]) -> bool:
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
-    __slots__ = ("asserts", "composite", "hot", "inplace", "is_view", "out_names", "overload",
-                 "random", "reshapes", "returned", "row", "ruled", "special", "writes",
+    __slots__ = ("asserts", "composite", "function", "hot", "inplace", "is_view", "out_names",
+                 "overload", "random", "reshapes", "returned", "row", "ruled", "special", "writes",
                  "written")  # fmt: skip
 
     overload: OpOverload
@@ -103,8 +104,18 @@ class TorchOperator(Operator):
         # any more where somebody registers a kernel of their own.
         self.special = self.writes or self.random or self.name == "aten::detach"
         self.hot = self.row.rule if self.row is not None and not self.special else None
+        # What runs it on values alone, quicker than the overload (NOTE [direct calls]).
+        self.function = self._function()
         if not any("Tensor" in str(argument.type) for argument in arguments):
             register(self, DispatchKey.BackendSelect, functools.partial(_select_backend, self))
+
+    def _function(self) -> Any:
+        """For pointwise operators of one tensor, or of two, or of one and a number."""
+        if self.hot is not pointwise:
+            return None
+        name = self.name.removeprefix("aten::").partition(".")[0]
+        found = getattr(torch, name, None)
+        return found if isinstance(found, type(torch.sin)) else self.overload._op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As user code calls it: where a level records autograd on its values, that goes first.
@@ -157,6 +168,7 @@ def _declared_late(row: Row) -> None:
     if isinstance(op, TorchOperator):
         op.row = row
         op.hot = None if op.special else row.rule
+        op.function = op._function()
 
 
 def overload_of(name: str) -> OpOverload | None:

@@ -335,7 +335,7 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
 
 
 # torch declares it for tuples and dicts only, which is what comes.
-_hop: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
+hop: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
 
 # How a C function's type is told from a Python function, which meets the doors again inside.
 _C_TYPES = (
@@ -400,7 +400,7 @@ def into_torch(
                 refuse_escaped(func, level)
             if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
                 # A transform of torch.func inside of the level: it is to see the call first.
-                return _hop(func, types, args, kwargs)
+                return hop(func, types, args, kwargs)
             _prepare_write(func, args, kwargs)
             if not level.autograd or torch.is_inference_mode_enabled():
                 if isinstance(func, OpOverload) and not kwargs:
@@ -410,11 +410,11 @@ def into_torch(
                     args = tuple([_lift_recorded(arg, level) for arg in args])
                     kwargs = {k: _lift_recorded(v, level) for k, v in kwargs.items()}
                 with without_autograd():
-                    return _hop(func, types, args, kwargs)
+                    return hop(func, types, args, kwargs)
             args, kwargs = lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}
     elif isinstance(func, OpOverloadPacket):
         WRITERS[OpOverloadPacket](func, args, kwargs)
-    return _hop(func, types, args, kwargs)
+    return hop(func, types, args, kwargs)
 
 
 # NOTE [operands of outer levels]
