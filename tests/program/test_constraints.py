@@ -147,6 +147,9 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
     "without the last": (
         lambda x, y: x + y[:-1], {"x": ["n"], "y": ["m"]}, (r(3), r(4)), {"y": ["n + 1"]},
     ),
+    "without the first, of other sizes": (
+        lambda x, y: x + y[4:], {"x": ["n"], "y": ["m"]}, (r(30), r(34)), {"y": ["n + 4"]},
+    ),
     "the first few": (
         lambda x, y: x + y[:3], {"x": ["n"], "y": ["m"]}, (r(3), r(6)),
         {"x": [3], "y": [Dim("m", min=3)]},

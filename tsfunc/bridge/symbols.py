@@ -446,7 +446,7 @@ def _environment_class() -> Any:
                 if new > 0:
                     frame, through = _way_to_asking()
                     is_check = refused_value(frame) is not None or (
-                        _CHECK in through and not may_be_caught(frame)
+                        _CHECK in through and is_users(frame) and not may_be_caught(frame)
                     )
                     by_user = is_users(frame) and not _PYTHONS_QUESTIONS.isdisjoint(through)
                     self.asked += [(users_place(), by_user, is_check)] * new
@@ -477,7 +477,8 @@ def _way_to_asking() -> tuple[FrameType, set[CodeType]]:
     return frame, through
 
 
-# torch._check raises if the answer is no.
+# torch._check raises if the answer is no. Where torch's own code calls it, it asks of operators'
+# arguments, which is another matter (``equalities``).
 _CHECK = torch._check_with.__code__
 
 # By these Python asks. What is asked without them is a question of torch's C++, which is called
