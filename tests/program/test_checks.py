@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tsfunc import MetaTensorType as Meta
-from tsfunc import grad, specialize, vmap
+from tsfunc import grad, load, specialize, vmap
 from tsfunc.errors import ConstraintViolation, DataDependentError
 
 
@@ -68,15 +68,18 @@ class TestOfSizes:
         with pytest.raises(ConstraintViolation, match="n <= 4"):
             specialize(f, {"x": Meta(["n"])})(torch.ones(3))
 
-    def test_a_file_does_not_hold_them(self, tmp_path: Path) -> None:
+    def test_a_file_has_them(self, tmp_path: Path) -> None:
         def f(x: Tensor) -> Tensor:
             assert x.shape[0] < 9
             return x
 
         s = specialize(f, {"x": Meta(["n"])})
         s(torch.ones(3))
-        with pytest.raises(ValueError, match="held to n < 9, which no descriptor says"):
-            s.save(tmp_path / "f.tsf")
+        s.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        assert loaded(torch.ones(8)).shape == (8,)
+        with pytest.raises(ValueError, match="n < 9"):
+            loaded(torch.ones(9))
 
 
 class TestOfData:
