@@ -275,3 +275,38 @@ def test_a_dim_may_have_any_name() -> None:
         for n in (2, 3, 2):
             assert g(torch.ones(n), torch.ones(2 * n)).equal(torch.full((2 * n,), float(n)))
         assert g.cache_info().programs == 1
+
+
+def _sum_of_some(x: Tensor, y: Tensor, z: Tensor) -> Tensor | None:
+    if x.shape[0] >= 5 and x.shape[0] <= 36 and y.shape[0] % 3 == 0:
+        return x + y[1:] + z[3:]
+    return None
+
+
+XYZ = {"x": Meta(["a"]), "y": Meta(["b"]), "z": Meta(["c"])}
+PLANES = {"x": Meta(["a", "b"]), "y": Meta(["c", "d"]), "z": Meta(["e", "f"])}
+
+
+@pytest.mark.parametrize(
+    ("f", "described", "shapes", "others"),
+    [
+        (lambda x, y, z: x + y + z, PLANES, [(6, 3)] * 3, [[(4, 4)] * 3, [(1, 1)] * 3]),
+        (lambda x, y, z: x + y + z, {**PLANES, "z": Meta(["e", 3])}, [(6, 3)] * 3, [[(4, 3)] * 3]),
+        (lambda x, y, z: x + y[1:] + z[3:], XYZ, [(11,), (12,), (14,)], [[(5,), (6,), (8,)]]),
+        (_sum_of_some, XYZ, [(11,), (12,), (14,)], []),
+        (lambda x, y, z: x.flatten() + y.flatten() + z, {**PLANES, "z": Meta(["n"])},
+         [(6, 8), (3, 16), (48,)], [[(5, 8), (4, 10), (40,)]]),
+    ],
+)  # fmt: skip
+def test_what_several_facts_say_together_holds_when_pasted(
+    f: Callable[..., Any],
+    described: Any,
+    shapes: list[tuple[int, ...]],
+    others: list[list[tuple[int, ...]]],
+) -> None:
+    """Also where a dim that others are said in terms of is said in terms of another one itself."""
+    _, offered = refused(f, described, *map(r, shapes))
+    g = specialize(f, offered)
+    for each in (shapes, *others):
+        args = [r(shape) for shape in each]
+        torch.testing.assert_close(g(*args), f(*args))

@@ -119,8 +119,8 @@ def _advice(
     )
     opened = sorted(name for name, dim in mended.items() if dim is None)
     also = (
-        f" (No descriptor says it of {', '.join(opened)}: left open, None, each size has a program "
-        f"of its own.)"
+        f"\n(No descriptor says it of {', '.join(opened)}: left open, None, each size has a "
+        f"program of its own.)"
         if opened
         else ""
     )
@@ -131,19 +131,40 @@ def _mended(
     needs: Sequence[Need], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> dict[str, DimSpec]:
     """For each dim of which something was asked, one that promises it; None: an open one."""
+    from sympy import Eq, Integer, Symbol
+
+    def equates(need: Need) -> bool:
+        return isinstance(need.expr, Eq) and len(need.expr.free_symbols) > 1
+
+    def solve(name: str, solution: Any) -> None:
+        for each, value in solved.items():
+            solved[each] = value.xreplace({Symbol(name): solution})
+        solved[name] = solution
+
     found: dict[str, DimSpec] = {}
-    for need in needs:
-        names = sorted((str(symbol) for symbol in need.expr.free_symbols), key=list(dims).index)
-        if any(not isinstance(found.get(name, Dim("d")), Dim) for name in names):
-            continue  # one of them is said in terms of others, or fixed, or open
-        mended: dict[str, DimSpec]
+    solved: dict[str, Any] = {}  # those that are said in terms of others, or fixed
+    for need in sorted(needs, key=equates, reverse=True):  # bounds are of what is left then
+        fact = need.expr.xreplace({Symbol(name): value for name, value in solved.items()})
+        names = sorted((str(symbol) for symbol in fact.free_symbols), key=list(dims).index)
+        if not names or any(found.get(name, 0) is None for name in names):
+            continue  # nothing is left to say, or it is left open
+        bounded = {name: dim for name in names if isinstance(dim := found.get(name), Dim)}
         if len(names) == 1:
-            known = found.get(names[0], dims[names[0]])
-            assert isinstance(known, Dim)
-            mended = {names[0]: _bounded(need.expr, known, sizes.get(names[0], 0))}
-        else:
-            mended = _equated(need.expr, names, dims, sizes) or dict.fromkeys(names)
-        found.update(mended)
+            known = {**dims, **bounded}[names[0]]
+            found[names[0]] = mended = _bounded(fact, known, sizes.get(names[0], 0))
+            if isinstance(mended, int):
+                solve(names[0], Integer(mended))
+            continue
+        equated = _equated(fact, names, {**dims, **bounded}, sizes)
+        if equated is None:
+            found.update(dict.fromkeys(names))
+            continue
+        name, solution, others = equated
+        found.update(others)
+        solve(name, solution)
+    opened = {Symbol(name) for name, dim in found.items() if dim is None}
+    for name, value in solved.items():
+        found[name] = None if value.free_symbols & opened else _spelled(value)
     return found
 
 
@@ -219,31 +240,34 @@ def _boundary(holds: Callable[[int], bool], inside: int, limit: int) -> int:
 
 def _equated(
     fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
-) -> dict[str, DimSpec] | None:
-    """One of several dims in terms of the others, where the fact says what it is."""
+) -> tuple[str, Any, dict[str, DimSpec]] | None:
+    """One of several dims in terms of the others, where the fact says what it is.
+
+    Returns:
+        Its name, what it is, and bounds of another one for which the fact holds then.
+    """
     from sympy import Eq
 
     for case in choices(fact) if isinstance(fact, Eq) else ():
         if not holds_at(case, sizes):
             continue
         for name in reversed(names):
-            found = _solved_for(case, name)
-            if found is None:
+            solution = _solved_for(case, name)
+            if solution is None:
                 continue
-            solution, text = found
             rest = fact.xreplace({s: solution for s in fact.free_symbols if str(s) == name})
             if holds(rest, dims):
-                return {name: text}
+                return name, solution, {}
             others = [str(symbol) for symbol in rest.free_symbols]
             if len(others) == 1:
                 bounded = _bounded(rest, dims[others[0]], sizes[others[0]])
-                if bounded is not None:
-                    return {name: text, others[0]: bounded}
+                if isinstance(bounded, Dim):
+                    return name, solution, {others[0]: bounded}
     return None
 
 
-def _solved_for(fact: Any, name: str) -> tuple[Any, str | int] | None:
-    """What an equality says that a dim is, as an expression and as a descriptor has it."""
+def _solved_for(fact: Any, name: str) -> Any:
+    """What an equality says that a dim is; None where a descriptor can't say that."""
     from sympy import Symbol, solve
 
     symbols = {str(symbol): symbol for symbol in fact.free_symbols}
@@ -252,12 +276,15 @@ def _solved_for(fact: Any, name: str) -> tuple[Any, str | int] | None:
     free = Symbol(name)
     difference = (fact.lhs - fact.rhs).xreplace({symbols[name]: free})
     found = solve(difference, free) if difference.is_polynomial(free) else []
-    if len(found) != 1:
-        return None
-    if found[0].is_Integer:
-        return (found[0], int(found[0])) if found[0] >= 0 else None
+    return found[0] if len(found) == 1 and _spelled(found[0]) is not None else None
+
+
+def _spelled(value: Any) -> DimSpec:
+    """An expression as a descriptor has it; None where it can't have it."""
+    if value.is_Integer:
+        return int(value) if value >= 0 else None
     try:
-        text = python_text(found[0])
-        return found[0], text if text in symbols else DimExpr(text).text
+        text = python_text(value)
+        return text if value.is_Symbol else DimExpr(text).text
     except DescriptorError:
         return None
