@@ -261,3 +261,40 @@ def test_what_it_has_no_place_for() -> None:
         with_object.to_exported_program()
     with pytest.raises(ExportError, match="no record"):
         make_graph(torch.sin)(torch.ones(2)).to_exported_program()
+
+
+class Scaled(torch.nn.Module):
+    """A module with a constant, and a non-persistent buffer."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.rand(3)
+        self.weight = torch.nn.Parameter(torch.rand(3))
+        self.register_buffer("shift", torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return x * self.scale + self.weight + self.shift
+
+
+def test_constants_have_the_names_that_the_module_has_for_them() -> None:
+    net = torch.nn.Sequential(Scaled(), Scaled())
+    f = specialize(net)
+    x = torch.randn(2, 3)
+    want = f(x)
+    program = f.program.to_exported_program()
+    assert set(program.constants) == {"0.scale", "0.shift", "1.scale", "1.shift"}
+    assert set(program.state_dict) == {"0.weight", "1.weight"}
+    torch.testing.assert_close(program.module()(x), want)
+
+
+def test_hooks_of_the_users_state_dict_are_left_alone() -> None:
+    net = Scaled()
+    called: list[str] = []
+    hook: Any = net.register_state_dict_pre_hook
+    hook(lambda *args: called.append("pre"))
+    f = specialize(net)
+    f(torch.ones(3))
+    f.program.to_exported_program()
+    assert called == []

@@ -73,6 +73,11 @@ _PLAIN = (
 SETTINGS = (*_PLAIN, Setting("autocast", autocast), Setting("default device", default_device))
 
 
+def is_persistent(owner: torch.nn.Module, name: str) -> bool:
+    """Whether a buffer of a module is part of its ``state_dict()``, which may have hooks."""
+    return name not in owner._non_persistent_buffers_set
+
+
 def hooks_of_all_modules() -> tuple[Any, ...]:
     """The hooks that torch calls with every module, in their order."""
     if not module._has_any_global_hook():

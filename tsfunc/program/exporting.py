@@ -21,6 +21,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
+from tsfunc.bridge.settings import is_persistent
 from tsfunc.errors import ExportError
 from tsfunc.program.forms import CallForm, Watched
 from tsfunc.program.fx_module import graph_module
@@ -223,7 +224,6 @@ def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
 
     What is one submodule or one tensor by two names is one here too.
     """
-    kept = module.state_dict(keep_vars=True).keys()
     made = {id(module): root}
     for path, each in module.named_modules(remove_duplicate=False):
         parent, _, name = path.rpartition(".")
@@ -234,8 +234,7 @@ def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
         for name, parameter in each.named_parameters(recurse=False, remove_duplicate=False):
             like.register_parameter(name, parameter)
         for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False):
-            full = f"{path}.{name}" if path else name
-            like.register_buffer(name, buffer, persistent=full in kept)
+            like.register_buffer(name, buffer, persistent=is_persistent(each, name))
 
 
 def _places_of_lifted(program: Program, root: torch.nn.Module) -> list[str]:
@@ -260,7 +259,8 @@ def _places_of_lifted(program: Program, root: torch.nn.Module) -> list[str]:
         place = program.state.names.get(name)
         if place is None or not of_module:
             fixed = (of_module or name in program.constants) and node not in changed
-            place = _put(root, place or name, name, tensor, fixed)
+            wanted = place or program.state.attributes.get(name, name)
+            place = _put(root, wanted, name, tensor, fixed)
         places.append(place)
     return places
 

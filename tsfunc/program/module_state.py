@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,16 +28,19 @@ class ModuleState:
         inputs: the same for tensors that each call replaces, by where they stand in the list that
             the program is called with.
         assigned: the buffers that its updates assign, by the updates' numbers.
+        attributes: the names of lifted tensors that are attributes of the module or of those in
+            it, and neither parameters nor buffers.
     """
 
     module: torch.nn.Module | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[int, str] = field(default_factory=dict)
     assigned: Mapping[int, str] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         module = copy.deepcopy(self.module, memo)
-        return ModuleState(module, self.names, self.inputs, self.assigned)
+        return replace(self, module=module)
 
 
 def state_of(
@@ -72,7 +75,13 @@ def state_of(
         owner = values[update.owner - first]
         if update.buffer is not None and id(owner) in prefixes:
             assigned[i] = prefixes[id(owner)] + update.buffer
-    return ModuleState(module, _named(lifted, tensors), inputs, assigned)
+    own = {
+        id(value): prefixes[id(each)] + name
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if isinstance(value, torch.Tensor) and id(value) not in tensors
+    }
+    return ModuleState(module, _named(lifted, tensors), inputs, assigned, _named(lifted, own))
 
 
 def _state(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
