@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tsfunc
-from tsfunc.errors import FailedCheckError
+from tsfunc.errors import DataDependentError, FailedCheckError
 
 
 def head(x: Tensor, n: Tensor) -> Tensor:
@@ -124,3 +124,22 @@ def test_scripted_modules() -> None:
     program = tsfunc.specialize(torch.jit.script(Scaled()))
     for x in (torch.ones(2), torch.zeros(2)):
         torch.testing.assert_close(program(x, x), 3 * x)
+
+
+def test_a_test_of_a_number_whose_other_side_raises_is_checked() -> None:
+    def zeros(n: torch.Tensor) -> torch.Tensor:
+        k = n.item()
+        if k < 2:
+            raise ValueError("too few")
+        if not k <= 8:
+            raise ValueError("too many")
+        return torch.zeros(k)  # type: ignore[arg-type]
+
+    f = tsfunc.specialize(zeros)
+    for k in (3, 8, 2):
+        assert f(torch.tensor(k)).shape == (k,)
+    for k in (1, 9):
+        with pytest.raises(FailedCheckError, match=r"item_default .* does not hold"):
+            f(torch.tensor(k))
+    with pytest.raises(DataDependentError, match="item_default > 3 depends on data"):
+        tsfunc.specialize(lambda n: n + 1 if n.item() > 3 else n)(torch.tensor(3))

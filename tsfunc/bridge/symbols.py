@@ -418,7 +418,9 @@ def _hint(dim: Dim, size: int, number: int) -> int:
 
 @functools.cache
 def _environment_class() -> Any:
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from sympy import Not
+    from sympy.logic.boolalg import Boolean
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
     base: Any = ShapeEnv
 
@@ -438,9 +440,16 @@ def _environment_class() -> Any:
             self.symbols = symbols
             self.asked: list[tuple[Place, bool, bool]] = []
 
-        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return super().evaluate_expr(*args, **kwargs)
+                return super().evaluate_expr(expr, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                refused = refused_value(asking_frame()) if isinstance(expr, Boolean) else None
+                if refused is None:
+                    raise
+                # NOTE [checks of arguments]: the program checks it when it runs.
+                self.guard_or_defer_runtime_assert(Not(expr) if refused else expr, "")
+                return not refused
             finally:
                 new = len(self.guards) - len(self.asked)
                 if new > 0:
