@@ -405,3 +405,48 @@ def test_names_of_parameters_are_not_those_of_the_program() -> None:
     g = specialize(scope["f"])
     for got, want in zip(g(*given), scope["f"](*given), strict=True):
         torch.testing.assert_close(got, want)
+
+
+class TestTensorsThatAreOnlyKept:
+    """NOTE [counters]: what is only changed is looked at where tensors are put into it."""
+
+    def test_in_containers(self) -> None:
+        seen: list[Any] = []
+        last: dict[str, Any] = {}
+
+        def f(x: Tensor) -> Tensor:
+            y = x * 2
+            seen.append(y)
+            last["y"] = y
+            return y
+
+        g = specialize(f)
+        for i, x in enumerate((torch.ones(2), torch.zeros(2))):
+            g(x)
+            assert len(seen) == i + 1
+            assert seen[i].equal(x * 2) and last["y"].equal(x * 2)
+
+    def test_in_a_variable(self) -> None:
+        total = torch.zeros(2)
+
+        def f(x: Tensor) -> Tensor:
+            nonlocal total
+            total += x
+            return x * 2
+
+        g = specialize(f)
+        for i in range(3):
+            g(torch.ones(2))
+            assert total.equal(torch.full((2,), i + 1.0))
+
+    def test_counts_stay_as_they_are(self) -> None:
+        calls = []
+
+        def f(x: Tensor) -> Tensor:
+            calls.append(1)
+            return x * 2
+
+        g = specialize(f)
+        for _ in range(3):
+            g(torch.ones(2))
+        assert calls == [1] and g.cache_info().programs == 1

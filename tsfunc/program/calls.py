@@ -37,7 +37,7 @@ from tsfunc.program.inputs import (
     with_dims_raised,
     with_sizes_fixed,
 )
-from tsfunc.program.instances import Instances
+from tsfunc.program.instances import Instances, KeepsTensors
 from tsfunc.program.module_state import state_of
 from tsfunc.program.program import Program
 from tsfunc.program.reasons import UNSEEN, facts_of_call, passed_text, reason_for
@@ -286,12 +286,15 @@ class FirstCall:
         self._record(entry)
         return entry, facts.values
 
-    def _captured(self, request: TraceRequest) -> tuple[Program, Instances]:
-        instances = self._instances()
+    def _captured(self, request: TraceRequest, every: bool = False) -> tuple[Program, Instances]:
+        """The program of a trace; with ``every`` counters are taken in as what is read."""
+        instances = self._instances(every)
         try:
             return capture(request, instances), instances
+        except KeepsTensors:
+            return self._captured(request, every=True)
         except AtTheEdge as edge:
-            instances = self._instances()
+            instances = self._instances(every)
             request = dataclasses.replace(request, retraced=edge.names)
             try:
                 return capture(request, instances), instances
@@ -349,12 +352,12 @@ class FirstCall:
             leaves[scalar.position] = type(scalar.value)
         return described(leaves, inputs, self.tree, self.parameters)
 
-    def _instances(self) -> Instances:
+    def _instances(self, every: bool) -> Instances:
         instances = Instances(self.name, self.closure)
         for i, value in enumerate(self.flat):
             if is_instance(value):
                 instances.add(value, _spell(self.places[i]), f"args[{i}]")
-        surroundings = Surroundings(instances)
+        surroundings = Surroundings(instances, every)
         surroundings.add(self.func)
         for i, value in enumerate(self.flat):
             if isinstance(value, FUNCTIONS):

@@ -7,7 +7,8 @@ NOTE [counters]
 ``calls.append(1)``, ``count += 1`` and ``seen[key] = x`` change a variable without looking at it.
 Where a function does no more with one than that, its results can't depend on it: it is not
 guarded, and is changed when the function is traced, as a ``print`` prints then. Where the function
-reads it too, it is guarded, and every call changes it (NOTE [updates] in ``updates.py``).
+reads it too, it is guarded, and every call changes it (NOTE [updates] in ``updates.py``). So it is
+where the function puts tensors into it: these are others at every call.
 """
 
 from __future__ import annotations

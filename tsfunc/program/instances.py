@@ -41,6 +41,10 @@ _TORCH_LOOKUPS = {
 }  # fmt: skip
 
 
+class KeepsTensors(Exception):
+    """Internal: a function puts tensors into what it only changes, so that is to be taken in."""
+
+
 class Instances:
     """The objects that a trace knows; a context manager in which they are watched.
 
@@ -53,12 +57,16 @@ class Instances:
         generators: those of random numbers that a trace can't record.
         met: is told of functions and classes whose code the trace runs.
         others: gives the changes to what is no object's attribute.
+        free_counters: takes traced tensors out of what the function only changes (NOTE [counters]
+            in ``code_reads.py``), and says whether there were any.
     """
 
     def __init__(self, name: str, closure: Closure = "guard") -> None:
         self.name = name
         self.met: Callable[[Any], None] = lambda value: None
         self.others: Callable[[], Iterator[Change]] = lambda: iter(())
+        self.free_counters: Callable[[], bool] = lambda: False
+        self._counted_tensors = False
         self.generators = Generators(f"specialize({name})")
         self.held = Held(
             name, self._enter, lambda value: self.met(value), self.generators.add, closure
@@ -138,6 +146,7 @@ class Instances:
             changes += self.others()
             for change in changes:
                 change.undo()
+            self._counted_tensors = self.free_counters()
         self.generators.put_back()
         return changes
 
@@ -149,6 +158,7 @@ class Instances:
 
         Raises:
             TypeCheckError: there was one that a program can't do.
+            KeepsTensors: the function puts tensors into what it only changes.
         """
         # What was two objects may not be one in a later call: `a is b` was answered.
         for own in {False, self.held.closure == "freeze"}:
@@ -157,6 +167,8 @@ class Instances:
                          self.held.facts_of(own)]  # fmt: skip
             self.held.facts_of(own).require_distinct(variables)
         changes = self.put_back()
+        if self._counted_tensors:
+            raise KeepsTensors
         if self.held.closure != "freeze":
             self.generators.refuse_moved()
         return updates_of(changes, self.held)

@@ -10,6 +10,7 @@ call, so writing into it is seen). Of objects, what was reached for of them: NOT
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
 import importlib.util
 import inspect
@@ -17,17 +18,20 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tsfunc import pytrees
+from tsfunc.bridge.tracer import Tracer
 from tsfunc.errors import ReadOnceWarning
 from tsfunc.program import libraries
 from tsfunc.program.changes import MISSING, Change
 from tsfunc.program.code_reads import Access, code_reads
-from tsfunc.program.holding import Place, is_instance
+from tsfunc.program.holding import Copied, Place, is_instance, put_back
 from tsfunc.program.instances import Instances
 
 FUNCTIONS = (
@@ -36,6 +40,7 @@ FUNCTIONS = (
 )  # fmt: skip
 _CODE = (types.ModuleType, type, property, *FUNCTIONS)
 _PLAIN = (int, float, bool, str, type(None))
+_FILLED = (list, dict, set, deque)
 
 
 class _Variable:
@@ -104,20 +109,23 @@ class Surroundings:
 
     Args:
         instances: of the trace.
+        every: whether what is only changed is taken in too: NOTE [counters] in ``code_reads.py``.
     """
 
-    def __init__(self, instances: Instances) -> None:
-        self.instances = instances
+    def __init__(self, instances: Instances, every: bool = False) -> None:
+        self.instances, self.every = instances, every
         self.held = instances.held
         self.facts = instances.held.facts_of(own=True)
         self._seen: dict[int, Any] = {}
         self._variables: dict[tuple[int, str | None], _Variable] = {}
         self._owners: dict[int, str] = {}
         self._looks_at_environment = False
+        self._counters: list[tuple[_Variable, Any]] = []
         self._names: set[str] = set()
         self._waiting: dict[str, list[Callable[[], None]]] = {}
         instances.met = self.scan
         instances.others = self._changes
+        instances.free_counters = self._free_counters
 
     def add(self, func: Any) -> None:
         """The specialized function itself."""
@@ -164,13 +172,15 @@ class Surroundings:
         # NOTE [counters] in ``code_reads.py``: what is only changed is looked at if it is read too.
         looked_at = {(each.kind, each.name) for each in found.reads if not each.only_changes}
         for access in found.writes:
-            if not access.only_changes or (access.kind, access.name) in looked_at:
+            if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
                 self._follow(func, access, writes=True)
         for access in found.reads:
-            if not access.only_changes or (access.kind, access.name) in looked_at:
+            if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
                 self._follow(func, access)
                 for text in found.texts - {*access.attributes}:
                     self._follow(func, replace(access, attributes=(*access.attributes, text)))
+            else:
+                self._count(func, access)
         for text in found.texts & func.__globals__.keys():
             self._follow(func, Access("global", text, (), func.__code__.co_firstlineno))
         for name in found.names - self._names:
@@ -238,6 +248,28 @@ class Surroundings:
             if name is None or not _is_followed(owner, name):
                 return
             text = f"{text}.{name}"
+
+    def _count(self, func: types.FunctionType, access: Access) -> None:
+        """Keeps what a variable is that the function only changes."""
+        found = _root(func, access)
+        if found is not None and not found[-1]:
+            variable = _Variable(*found[:3], at="", line="")
+            value = variable.before
+            self._counters.append((variable, copy.copy(value) if type(value) in _FILLED else None))
+
+    def _free_counters(self) -> bool:
+        """Takes traced tensors out of what the function only changes; whether there were any."""
+        kept = False
+        for variable, elements in self._counters:
+            value = variable.read()
+            if isinstance(value, Tracer):
+                variable.put_back()
+            elif elements is not None and _has_tracers(value):
+                put_back(Copied(value, elements, Place("", variable.text, variable.text, True)))
+            else:
+                continue
+            kept = True
+        return kept
 
     def _of_library(
         self, owner: Any, name: str | None, value: Any, attributes: Sequence[str], line: str
@@ -349,6 +381,12 @@ class Surroundings:
                 each.text, place, each.owner, each.target, each.before, after,
                 undo=each.put_back, line=each.line,
             )  # fmt: skip
+
+
+def _has_tracers(container: Any) -> bool:
+    """Whether there are tracers among the elements of a container."""
+    items: Iterable[Any] = container.values() if isinstance(container, dict) else container
+    return any(isinstance(leaf, Tracer) for leaf in pytrees.flatten(list(items))[0])
 
 
 def _root(
