@@ -29,7 +29,7 @@ from tsfunc.bridge.questions import unasked
 from tsfunc.bridge.taking_over import takes_over
 from tsfunc.bridge.tracer import StandIn, Tracer, TracerLevel, seen_here
 from tsfunc.bridge.tracing import TraceLevel, TraceTracer, is_traced, traced_as
-from tsfunc.dispatch.state import Level, tls, using
+from tsfunc.dispatch.state import Level, capturing, tls, using
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,25 @@ class BodyLevel(TraceLevel, StandIn):
             it inside.
         inputs: the tensors from outside, in the order of the graph's inputs.
         around: the levels that are active where the body is called.
+        surroundings: the dispatch state there.
         numbers: the symbolic numbers from outside, whose inputs come after these.
     """
 
-    __slots__ = ("_numbers", "_own_numbers", "around", "inputs", "numbers", "parent", "taken")
+    __slots__ = (
+        "_numbers",
+        "_own_numbers",
+        "around",
+        "inputs",
+        "numbers",
+        "parent",
+        "surroundings",
+        "taken",
+    )
 
     def __init__(self, parent: TraceLevel) -> None:
         self.stand_in_for(parent)
         self.parent = parent
+        self.surroundings = tls.state
         self.around = tls.state.levels
         self.graph = torch.fx.Graph()
         self.lifted = {}
@@ -129,7 +140,8 @@ class BodyLevel(TraceLevel, StandIn):
         """A new input of the body's graph, for a tensor from outside, or what is like one."""
         outer = self.outside(value)
         if _any_recorded(outer):
-            outer = arranged(outer, wrapped_in(needed_layers(outer, self.around)))
+            with self._surroundings():
+                outer = arranged(outer, wrapped_in(needed_layers(outer, self.around)))
         inner, wrapping = peeled(outer)
         if not isinstance(inner, TraceTracer):
             return outer  # nothing of it is traced: a constant of a level inside
@@ -138,6 +150,28 @@ class BodyLevel(TraceLevel, StandIn):
         return wrapping.around(
             traced_as(inner.value if like is None else like, node, self, inner.tracks)
         )
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """The levels are those where the body is called, and not lanes that the body runs on."""
+        outside = {level.depth: level for level in self.around}
+        lanes = [
+            level for level in tls.state.levels if level is not outside.get(level.depth, level)
+        ]
+        if not any(isinstance(level, BatchLevel) for level in lanes):
+            yield
+            return
+
+        def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
+            return tuple(
+                [
+                    outside.get(level.depth, level) if isinstance(level, BatchLevel) else level
+                    for level in levels
+                ]
+            )
+
+        with capturing(self.around, seen), using(self.surroundings):
+            yield
 
     def argument(self, value: torch.Tensor) -> Any:
         """An input for what the body is called with, of which nothing but the type is known.

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from tsfunc import cond, fori_loop, grad, jacfwd, jacrev, scan, specialize, switch, vmap, while_loop
+from tsfunc import (
+    cond,
+    fori_loop,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    scan,
+    specialize,
+    switch,
+    vmap,
+    while_loop,
+)
 from tsfunc.bridge.bodies import BodyLevel
 from tsfunc.bridge.lanes import LaneLevel
 
@@ -138,3 +150,18 @@ def _stand_ins() -> list[Any]:
     from tsfunc.dispatch.state import tls
 
     return [level for level in tls.state.levels if isinstance(level, LaneLevel | BodyLevel)]
+
+
+@pytest.mark.parametrize("derivative", [jacfwd, hessian], ids=["jacfwd", "hessian"])
+@pytest.mark.parametrize("name", ["cond", "while_loop"])
+def test_programs_of_jacobians_of_choices_that_differ(derivative: Any, name: str) -> None:
+    """The Jacobian's own vmap is inside of the one whose examples are on lanes."""
+
+    def choosing(x: torch.Tensor) -> Any:
+        if name == "cond":
+            return cond(x.sum() > 0, lambda x: (x**3).sum(), lambda x: x.sin().sum(), x)
+        return while_loop(lambda c: c.sum() < 3, lambda c: c * c + 1, x).sum()
+
+    x = torch.tensor([[0.5, -1.5], [0.3, 1.2]], dtype=torch.float64)
+    expected = torch.stack([derivative(choosing)(row) for row in x])
+    torch.testing.assert_close(specialize(vmap(derivative(choosing)))(x), expected)
