@@ -147,6 +147,18 @@ class TestLimit:
         assert len(traced) == misses == f.cache_info().misses
         assert f.cache_info().hits == len(calls) - misses
 
+    def test_the_reason_says_that_a_program_was_dropped(self) -> None:
+        f = specialize(lambda x: x + 1, max_specializations=1, auto_widen=False)
+        for n in (2, 3, 2):
+            f(torch.ones(n))
+        (entry,) = f.cache_info().entries
+        assert entry.reason == "its program was dropped, of more than max_specializations=1"
+
+    @pytest.mark.parametrize("limit", [0, -1, 2.5, None, "3", True])
+    def test_a_wrong_limit(self, limit: Any) -> None:
+        with pytest.raises(ValueError, match="max_specializations= takes how many programs"):
+            specialize(lambda x: x, max_specializations=limit)
+
 
 class TestWidening:
     def test_plain_case(self) -> None:

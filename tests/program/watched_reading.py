@@ -21,7 +21,7 @@ class Forbidden(Exception):
 
 _watching = False
 # Generated code is compiled and run; `ast.parse`, which runs nothing, compiles "<unknown>".
-_OWN = ("<program ", "<reach>", "<type check>", "<unknown>", "<string>")
+_OWN = ("<tsfunc ", "<unknown>", "<string>")
 _QUIET = ("object.__", "gc.", "sys._getframe", "code.__new__", "builtins.id", "os.listdir")
 
 

@@ -153,7 +153,11 @@ class FirstCall:
         inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
         facts = self.facts(inputs)
         self.reason = reason or reason_for(facts, cache.history)
-        known = cache.known(self.signature(inputs), self.flat)
+        signature = self.signature(inputs)
+        dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
+        if self.reason == UNSEEN and all(each.signature != signature for each in cache.entries):
+            self.reason = dropped
+        known = cache.known(signature, self.flat)
         sizes = self.bindings.sizes if self.bindings is not None else {}
         small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
         made = known or self._widened(cache, inputs, bounds) or self._traced(inputs, bounds, small)
@@ -168,7 +172,7 @@ class FirstCall:
             # NOTE [sizes 0 and 1] in program/equal, NOTE [sizes at the edge] in program/edges
             if known is None and made is not None:
                 cache.keep(made[0])
-            if self.reason == UNSEEN:
+            if self.reason in (UNSEEN, dropped):
                 self.reason = "; ".join(f"{name} is {size}" for name, size in small.items())
             inputs = [with_sizes_fixed(spec, small) for spec in inputs]
             bounds = {name: dim for name, dim in bounds.items() if name not in small}

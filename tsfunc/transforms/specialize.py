@@ -339,7 +339,7 @@ def specialize(
         ConstraintViolation: the function's course depends on the size of a named dim.
         DataDependentError: the function uses a tensor as a Python number or bool.
         ClosureError: it reads what is no argument, with ``closure="error"``.
-        ValueError: ``closure`` or ``backend`` is something else.
+        ValueError: ``closure``, ``backend`` or ``max_specializations`` is something else.
         ExportError: a program has what the backend has no place for.
 
     Example:
@@ -372,6 +372,11 @@ def specialize(
         )
     if closure not in get_args(Closure):
         raise ValueError(f"specialize: closure= takes one of {get_args(Closure)}, got {closure!r}.")
+    if type(max_specializations) is not int or max_specializations < 1:
+        raise ValueError(
+            f"specialize: max_specializations= takes how many programs are kept, an int of 1 or "
+            f"more, got {max_specializations!r}."
+        )
     if not callable(func):
         raise TypeError(
             f"specialize: expected a function and descriptors for its parameters, got "
