@@ -182,3 +182,16 @@ def test_the_environment_asks_for_it(
     monkeypatch.setattr(verify, "verify", lambda *args: calls.append(args))
     specialize(lambda x: x.sin())(torch.ones(2))
     assert bool(calls) is asked
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_composite_is_run_again_as_it_was_traced(reduction: str) -> None:
+    """By its parts: a rule that torch has for the whole of one says another shape."""
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(x, target, reduction=reduction)
+
+    f = specialize(loss, {"x": Meta(["n", "c"]), "target": Meta(["n"], dtype=torch.int64)})
+    for n in (8, 1, 0):
+        x, target = torch.randn(n, 3), torch.ones(n, dtype=torch.int64)
+        torch.testing.assert_close(f(x, target), loss(x, target), equal_nan=True)

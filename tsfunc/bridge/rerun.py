@@ -41,12 +41,12 @@ class Rerun:
     def call(
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What an operator returns."""
-        with (
-            torch_state.outside_all_levels(),
-            state.outside_all_levels(),
-            torch_state.without_autograd(),
-        ):
+        """What an operator returns, with autograd's keys as in the trace.
+
+        Without them torch's fake tensors take a composite whole, and some rules that they have for
+        one are wrong: that of ``nll_loss`` has its arguments in another order.
+        """
+        with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
             op = operator_of(target) if isinstance(target, OpOverload) else None
             name, writes = (op.name, op.writes) if op is not None else ("", False)
             return results_of(self._mode, name, target, writes, _lists(args), _lists(dict(kwargs)))
