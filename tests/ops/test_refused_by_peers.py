@@ -294,6 +294,19 @@ def test_ctc_loss(reduction: str) -> None:
     check(f, logits[0], targets, in_dims=(None, 0))
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_ctc_loss_with_lengths_in_lists(reduction: str) -> None:
+    logits = rand(B, 6, 2, 4).log_softmax(-1)
+    targets = torch.tensor([[[1, 2], [3, 1]], [[2, 2], [1, 3]], [[3, 3], [2, 1]]])
+
+    def f(x: Tensor, t: Tensor) -> Tensor:
+        return F.ctc_loss(x, t, (6, 5), (2, 1), reduction=reduction)
+
+    check(f, logits, targets)
+    check(lambda x: f(x, targets[0]), logits)
+    check(lambda t: f(logits[0], t), targets)
+
+
 def test_ctc_loss_with_lengths_of_each_example() -> None:
     logits = rand(B, 6, 2, 4).log_softmax(-1)
     targets = torch.tensor([[[1, 2], [3, 1]]] * B)

@@ -271,6 +271,12 @@ def _attention(
     return torch.dropout(weights, dropout_p, True) @ value
 
 
+def _ctc_loss(x: Tensor, targets: Tensor, lengths: Any, target_lengths: Any, *rest: Any) -> Any:
+    """With tensors for lists: a mean writes the list into the memory of what a factory makes."""
+    tensors = (torch.tensor(lengths), torch.tensor(target_lengths))
+    return torch.ops.aten.ctc_loss.Tensor(x, targets, *tensors, *rest)
+
+
 @_instead(F.linear_cross_entropy)
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     """In one piece: torch's operator that works in chunks to save memory keeps to itself."""
@@ -321,6 +327,7 @@ def _resize_as(
 
 
 PARTS["aten::resize_as_"] = _resize_as
+PARTS["aten::ctc_loss.IntList"] = _ctc_loss
 
 
 @_instead(Tensor.coalesce)
