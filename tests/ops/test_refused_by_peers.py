@@ -299,8 +299,11 @@ def test_ctc_loss_with_lengths_in_lists(reduction: str) -> None:
     logits = rand(B, 6, 2, 4).log_softmax(-1)
     targets = torch.tensor([[[1, 2], [3, 1]], [[2, 2], [1, 3]], [[3, 3], [2, 1]]])
 
+    lengths: Any = (6, 5)  # torch's annotation says tensors
+    sizes: Any = (2, 1)
+
     def f(x: Tensor, t: Tensor) -> Tensor:
-        return F.ctc_loss(x, t, (6, 5), (2, 1), reduction=reduction)
+        return F.ctc_loss(x, t, lengths, sizes, reduction=reduction)
 
     check(f, logits, targets)
     check(lambda x: f(x, targets[0]), logits)
