@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +47,43 @@ def policy_of(operators: Sequence[Any]) -> Policy:
     chosen = frozenset(operators)
     if not all(isinstance(op, OpOverload | OpOverloadPacket) for op in chosen):
         raise TypeError
-    return lambda ctx, op, *args, **kwargs: op in chosen or op.overloadpacket in chosen
+    return KeepsOperators(chosen)
+
+
+@dataclass(frozen=True)
+class KeepsOperators:
+    """A policy that keeps the results of some operators."""
+
+    chosen: frozenset[Any]
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return op in self.chosen or op.overloadpacket in self.chosen
+
+    def overloads(self) -> list[Any]:
+        """The operators, each overload by itself, in an order that is always the same."""
+        found = {
+            each
+            for op in self.chosen
+            for each in (
+                [getattr(op, name) for name in op.overloads()]
+                if isinstance(op, OpOverloadPacket)
+                else [op]
+            )
+        }
+        return sorted(found, key=str)
+
+
+@dataclass(frozen=True)
+class KeepsEither:
+    """A policy that keeps what either of two keeps."""
+
+    first: Policy
+    second: Policy
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return any(
+            policy(ctx, op, *args, **kwargs) in SAVES for policy in (self.first, self.second)
+        )
 
 
 class KeptResults:

@@ -137,7 +137,7 @@ def run(
     return torch_checkpoint(flat, *states, *tensors, use_reentrant=False, **options)
 
 
-class _Checkpoint(Operator):
+class CheckpointCall(Operator):
     """A checkpoint in a program: what its body uses."""
 
     def __init__(self, body: Body, policy: Policy, preserve: bool) -> None:
@@ -155,10 +155,10 @@ class _Checkpoint(Operator):
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
         """Runs the body and pulls back through it at once: there is nothing to keep meanwhile."""
-        return _Once(self.name, self.bodies).pullback(count, by, of)
+        return OnceCall(self.name, self.bodies).pullback(count, by, of)
 
 
-class _Once(Operator):
+class OnceCall(Operator):
     """The body of a checkpoint."""
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
@@ -186,5 +186,5 @@ def _record(
     ]
     results = [result for result in traced.end(wanted) if result is not None]
     tensors, numbers, (places,) = operands_of([traced], 0)
-    op = _Checkpoint(Body("checkpointed", traced.level.graph, places), policy, preserve)
+    op = CheckpointCall(Body("checkpointed", traced.level.graph, places), policy, preserve)
     return filled(traced, call(op, trace, tensors, numbers, results))

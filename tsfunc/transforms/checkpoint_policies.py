@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tsfunc.bridge.kept import SAVES, Policy
+from tsfunc.bridge.kept import KeepsEither, Policy
 
 _WITHOUT_BATCH = frozenset(
     f"aten::{name}"
@@ -65,11 +65,7 @@ def save_from_both_policies(first: Policy, second: Policy) -> Policy:
         >>> both = policies.save_from_both_policies(policies.dots_saveable, exponentials)
         >>> f = checkpoint(lambda x: (x @ x).exp(), policy=both)
     """
-
-    def either(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        return any(policy(ctx, op, *args, **kwargs) in SAVES for policy in (first, second))
-
-    return either
+    return KeepsEither(first, second)
 
 
 # JAX's other names of two of them.

@@ -20,7 +20,26 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 
 EncodeGraph = Callable[[torch.fx.Graph], Any]
-DecodeGraph = Callable[[Field], torch.fx.Graph]
+
+
+@dataclass(frozen=True)
+class DecodeGraph:
+    """Reads what control flow is made of.
+
+    Attributes:
+        graph: reads the graph of a body.
+        device: reads a device.
+        version: of the format that the file is of.
+        made_with: the torch version of the file, for errors.
+    """
+
+    graph: Callable[[Field], torch.fx.Graph]
+    device: Callable[[Field], torch.device]
+    version: int
+    made_with: str
+
+    def __call__(self, field: Field) -> torch.fx.Graph:
+        return self.graph(field)
 
 
 @dataclass(frozen=True)
@@ -33,12 +52,14 @@ class ControlKind:
         encode: what a file says of one beside its bodies: names to what JSON has.
         decode: makes one of what a file says, its name, what reads the graphs of bodies, and the
             kinds of what it is called with; refuses by `Field.fail` what does not go together.
+        since: the version of the format that has it first.
     """
 
     name: str
     cls: type[ControlFlow]
     encode: Callable[[Any, EncodeGraph], dict[str, Any]]
     decode: Callable[[Field, str, DecodeGraph, Sequence[Any]], ControlFlow]
+    since: int = 1
 
 
 _by_name: dict[str, ControlKind] = {}
@@ -61,6 +82,21 @@ def encode_control(op: ControlFlow, graph: EncodeGraph) -> dict[str, Any]:
     raise NoFileForm(f"{op.name}, which runs Python code of its own")
 
 
+def version_of(graph: torch.fx.Graph) -> int:
+    """The first version of the format that has all control flow of a graph."""
+    ops = [node.target for node in graph.nodes if isinstance(node.target, ControlFlow)]
+    return max(map(_version_of, ops), default=1)
+
+
+def _version_of(op: ControlFlow) -> int:
+    own = [kind.since for kind in _by_name.values() if type(op) is kind.cls]
+    inside = [version_of(body.graph) for body in op.bodies]
+    derived = getattr(op, "op", None)
+    if isinstance(derived, ControlFlow):
+        inside.append(_version_of(derived))
+    return max([1, *own, *inside])
+
+
 def encode_bodies(op: ControlFlow, graph: EncodeGraph) -> list[Any]:
     """The bodies of an operator."""
     return [
@@ -77,7 +113,8 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
         graph: reads the graph of a body.
         kinds: what the operator is called with.
     """
-    kind = field.at("kind").one_of(_by_name, "a kind of control flow")
+    known = {name: each for name, each in _by_name.items() if each.since <= graph.version}
+    kind = field.at("kind").one_of(known, "a kind of control flow")
     name = field.at("name").text(_NAME, "a name")
     found: ControlFlow = kind.decode(field, name, graph, kinds)
     return found

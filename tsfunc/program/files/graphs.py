@@ -27,7 +27,7 @@ from tsfunc.bridge.operators import TorchOperator
 from tsfunc.bridge.schemas import name_of
 from tsfunc.bridge.size_forms import form_of_size
 from tsfunc.bridge.symbols import check_size
-from tsfunc.program.files.control import decode_control, encode_control
+from tsfunc.program.files.control import DecodeGraph, decode_control, encode_control
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.node_types import NodeTypes, encode_type
 from tsfunc.program.files.operators import (
@@ -159,6 +159,7 @@ class GraphReader:
         values: reads constants.
         types: reads what is known of values.
         made_with: the torch version of the file, for errors.
+        version: of the format.
     """
 
     def __init__(
@@ -167,7 +168,9 @@ class GraphReader:
         device: torch.device | None,
         types: NodeTypes,
         made_with: str,
+        version: int,
     ) -> None:
+        self._version = version
         self._lifted = lifted
         self._device = device
         self._types = types
@@ -295,14 +298,16 @@ class GraphReader:
         kinds = [self._kinds[arg] if isinstance(arg, torch.fx.Node) else NUMBER for arg in args]
         if kwargs or not all(kind in (TENSOR, NUMBER) for kind in kinds):
             field.fail("control flow takes tensors and numbers")
-        op = decode_control(field.at("control"), self._body, kinds)
+        parts = DecodeGraph(self._body, self._values.device, self._version, self._made_with)
+        op = decode_control(field.at("control"), parts, kinds)
         return [TENSOR], self.graph.create_node("call_function", op, args, name=name)
 
     def _body(self, field: Field) -> torch.fx.Graph:
         def none(name: Field) -> torch.Tensor:
             name.fail("there are no tensors of the file inside of control flow")
 
-        return GraphReader(none, self._device, self._types, self._made_with).read(field)
+        reader = GraphReader(none, self._device, self._types, self._made_with, self._version)
+        return reader.read(field)
 
     def _arguments(self, field: Field, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         field.require_keys(("name", kind, "args", "kwargs"), _OPTIONAL)

@@ -122,10 +122,11 @@ def decode_program(field: Field, context: Context) -> Program:
     values = Values(device=context.device)
     symbols = _symbols(dims_field)
     reader = GraphReader(
-        context.tensors.tensor, context.device, NodeTypes(symbols, values), context.made_with
-    )
+        context.tensors.tensor, context.device, NodeTypes(symbols, values), context.made_with,
+        context.version,
+    )  # fmt: skip
     graph = reader.read(graph_field)
-    tree = Trees(context.classes, values).decode(results)
+    tree = Trees(context.classes, values, context.version).decode(results)
     (*_, last) = graph.nodes
     more = len(last.args[0]) - tree.num_leaves
     state_field = field.get("state")
@@ -237,7 +238,7 @@ class FormReader:
     def __init__(self, context: Context, of_keywords: bool) -> None:
         self._of_keywords, self._version = of_keywords, context.version
         self._values = Values(device=context.device)
-        self._trees = Trees(context.classes, self._values)
+        self._trees = Trees(context.classes, self._values, context.version)
         self._fake = Symbols({}).fake
 
     def decode(self, field: Field) -> CallForm:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from tsfunc.bridge.control_flow import ControlFlow
+from tsfunc.bridge.control_flow import Body, ControlFlow, RandomStates
+from tsfunc.bridge.kept import KeepsEither, KeepsOperators, Policy
 from tsfunc.program.files.control import (
     ControlKind,
     DecodeGraph,
@@ -18,9 +19,12 @@ from tsfunc.program.files.control import (
     results_of,
 )
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.operators import NUMBER, TENSOR
+from tsfunc.program.files.operators import NUMBER, TENSOR, operator_named
+from tsfunc.program.files.values import NoFileForm
+from tsfunc.transforms import checkpoint_policies as policies
+from tsfunc.transforms.checkpoint import CheckpointCall, OnceCall
 from tsfunc.transforms.control.arguments import Batching
-from tsfunc.transforms.control.derived import Mapped, Operator, Pullback, Pushforward
+from tsfunc.transforms.control.derived import Mapped, Operator, Pullback, Pushforward, Replayed
 from tsfunc.transforms.control.operators import (
     AssociativeScan,
     Checkpoint,
@@ -124,8 +128,14 @@ def _inner(field: Field, graph: DecodeGraph, kinds: Kinds, count: int, more: int
     numbers = list(kinds[count + more :])
     if any(kind != NUMBER for kind in numbers):
         field.fail("numbers come after all tensors")
-    op = decode_control(field, graph, [*kinds[:count], *numbers])
-    assert isinstance(op, Operator)
+    return _operator(field, graph, [*kinds[:count], *numbers])
+
+
+def _operator(field: Field, graph: DecodeGraph, kinds: Kinds) -> Operator:
+    """Control flow that others are derived from."""
+    op = decode_control(field, graph, kinds)
+    if not isinstance(op, Operator):
+        field.fail("it has no derivative")
     return op
 
 
@@ -142,9 +152,7 @@ def _decode_mapped(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) ->
     batched = [each.flag() for each in batched_field.items()]
     if len(batched) > len(kinds):
         batched_field.fail("there are fewer operands than that")
-    op = decode_control(of, graph, kinds)
-    assert isinstance(op, Operator)
-    return Mapped(op, batched)
+    return Mapped(_operator(of, graph, kinds), batched)
 
 
 def _encode_prefixes(op: AssociativeScan, graph: EncodeGraph) -> dict[str, Any]:
@@ -161,6 +169,91 @@ def _decode_prefixes(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) 
     return AssociativeScan(name, bodies, along)
 
 
+def _encode_replayed(op: Replayed, graph: EncodeGraph) -> dict[str, Any]:
+    devices = [str(device) for device in op.devices]
+    return {"of": encode_control(op.op, graph), "count": op.count, "devices": devices}
+
+
+def _decode_replayed(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, of, count_field, devices_field = field.record("kind", "name", "of", "count", "devices")
+    devices = [graph.device(each) for each in devices_field.items()]
+    count = _count(count_field, kinds, len(devices))
+    inner = [*kinds[:count], *kinds[count + len(devices) :]]
+    return Replayed(_operator(of, graph, inner), count, devices)
+
+
+def _encode_states(op: RandomStates, graph: EncodeGraph) -> dict[str, Any]:
+    return {"devices": [str(device) for device in op.devices]}
+
+
+def _decode_states(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    *_, devices = field.record("kind", "name", "devices")
+    if kinds:
+        field.fail("the states of generators depend on nothing")
+    return RandomStates([graph.device(each) for each in devices.items()])
+
+
+_NAMED_POLICIES: dict[str, Policy] = {
+    policy.__name__: policy
+    for policy in (
+        policies.everything_saveable, policies.nothing_saveable, policies.dots_saveable,
+        policies.dots_with_no_batch_dims_saveable,
+    )
+}  # fmt: skip
+
+
+def _encode_policy(policy: Policy) -> Any:
+    match policy:
+        case KeepsOperators():
+            return {"operators": [op.name() for op in policy.overloads()]}
+        case KeepsEither(first, second):
+            return {"either": [_encode_policy(first), _encode_policy(second)]}
+    name = getattr(policy, "__name__", type(policy).__name__)
+    if _NAMED_POLICIES.get(name) is not policy:
+        raise NoFileForm(f"a checkpoint whose policy is a function of the user's ({name})")
+    return name
+
+
+def _decode_policy(field: Field, made_with: str) -> Policy:
+    if type(field.value) is str:
+        found: Policy = field.one_of(_NAMED_POLICIES, "a policy")
+        return found
+    if "either" in field.mapping():
+        (either,) = field.record("either")
+        first, second = either.items(2)
+        return KeepsEither(_decode_policy(first, made_with), _decode_policy(second, made_with))
+    (operators,) = field.record("operators")
+    found_ops = [operator_named(each, made_with)[0].overload for each in operators.items()]
+    return KeepsOperators(frozenset(found_ops))
+
+
+def _encode_checkpoint(op: CheckpointCall, graph: EncodeGraph) -> dict[str, Any]:
+    policy = _encode_policy(op.policy)
+    return {"bodies": encode_bodies(op, graph), "policy": policy, "random": op.preserve}
+
+
+def _decode_checkpoint(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies, policy, random = field.record("kind", "name", "bodies", "policy", "random")
+    body = _single(bodies, graph, kinds)
+    return CheckpointCall(body, _decode_policy(policy, graph.made_with), random.flag())
+
+
+def _encode_once(op: OnceCall, graph: EncodeGraph) -> dict[str, Any]:
+    return {"bodies": encode_bodies(op, graph)}
+
+
+def _decode_once(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    *_, bodies = field.record("kind", "name", "bodies")
+    return OnceCall(name, [_single(bodies, graph, kinds)])
+
+
+def _single(field: Field, graph: DecodeGraph, kinds: Kinds) -> Body:
+    bodies = decode_bodies(field, graph, kinds)
+    if len(bodies) != 1:
+        field.fail("a checkpoint has one body")
+    return bodies[0]
+
+
 def register_all() -> None:
     """Makes every kind of control flow known to files."""
     for kind in (
@@ -171,5 +264,9 @@ def register_all() -> None:
         ControlKind("pullback", Pullback, _encode_derivative, _decode_pullback),
         ControlKind("pushforward", Pushforward, _encode_derivative, _decode_pushforward),
         ControlKind("mapped", Mapped, _encode_mapped, _decode_mapped),
+        ControlKind("checkpoint", CheckpointCall, _encode_checkpoint, _decode_checkpoint, 3),
+        ControlKind("once", OnceCall, _encode_once, _decode_once, 3),
+        ControlKind("replayed", Replayed, _encode_replayed, _decode_replayed, 3),
+        ControlKind("states", RandomStates, _encode_states, _decode_states, 3),
     ):
         register_control(kind)
