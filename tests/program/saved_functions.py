@@ -77,6 +77,32 @@ def chosen(x: Tensor, how: str, shift: Tensor | None = None) -> Any:
     return (y.sum(0) if how == "sum" else y.to(torch.complex64) * (1 + 2j)), y > 0
 
 
+def block(x: Tensor) -> Tensor:
+    return F.dropout(x @ x.T, 0.5).sin().sum(0)
+
+
+def again(x: Tensor) -> Any:
+    """What is run again: checkpoints of all policies, and derivatives of what draws; a shape."""
+    policies = tsfunc.checkpoint_policies
+    both = policies.save_from_both_policies(policies.dots_saveable, policies.nothing_saveable)
+    found = [
+        tsfunc.checkpoint(block, policy=policy)(x)
+        for policy in (None, both, [torch.ops.aten.mm, torch.ops.aten.sin.default])
+    ]
+
+    def chosen(x: Tensor) -> Tensor:
+        return tsfunc.cond(x.sum() > 0, F.dropout, torch.cos, x).sum()  # type: ignore[no-any-return]
+
+    slope = tsfunc.grad(lambda x: tsfunc.checkpoint(block)(x).sum())(x)
+    return found, slope, tsfunc.grad(chosen)(x), x.shape
+
+
+def _again() -> Any:
+    f = specialize(again, {"x": Meta(["n", 3])})
+    f(torch.randn(4, 3))
+    return f
+
+
 def _whole() -> Any:
     f = specialize(whole, {"x": Meta(["n", 4]), "y": Meta(["m"])})
     f(torch.randn(5, 4), torch.randn(2), k=2.0)
@@ -137,6 +163,7 @@ MADE: dict[str, tuple[Callable[[], Any], bool]] = {
     "running": (_running, True),
     "chosen": (_chosen, False),
     "checking": (_checking, True),
+    "again": (_again, True),
 }
 
 

@@ -8,6 +8,8 @@ import dataclasses
 import itertools
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 import tsfunc
 from tests.program.damage import rewrite
+from tests.program.saved_functions import again
 from tsfunc import Dim, grad, load, pytrees, specialize, vmap
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import DescriptorViolation, FileFormatError
@@ -531,6 +534,63 @@ class TestVersions:
         with pytest.raises(DescriptorViolation, match=r"x.shape\[1\]: promised 4, came 3"):
             step(torch.ones(2, 3), y, scale=2.0)
         step.program.verify()
+
+    def test_a_file_of_format_3_with_checkpoints(self) -> None:
+        """It was written by the first version that wrote these, and is kept as it was."""
+        loaded = load(KEPT / "format_3_again.tsf")
+        for n in (4, 7):
+            _same_when_seeded(loaded, again, torch.randn(n, 3))
+        loaded.program.verify()
+
+
+def _same_when_seeded(one: Any, other: Any, *args: Any) -> None:
+    """Two functions that draw random numbers do the same."""
+    found = []
+    for f in (one, other):
+        torch.manual_seed(0)
+        found.append(f(*args))
+    same(*found)
+
+
+class TestRunAgain:
+    def test_checkpoints_and_derivatives_of_what_draws(self, tmp_path: Path) -> None:
+        f = specialize(again, {"x": Meta(["n", 3])})
+        f(torch.randn(4, 3))
+        f.save(tmp_path / "f.tsf", exact=True)
+        loaded = load(tmp_path / "f.tsf")
+        for n in (4, 7):
+            x = torch.randn(n, 3)
+            _same_when_seeded(loaded, again, x)
+            assert type(loaded(x)[-1]) is torch.Size
+        assert b'"version":3' in (tmp_path / "f.tsf").read_bytes()
+
+    def test_in_a_process_that_has_only_loaded_it(self) -> None:
+        code = "import sys, torch, tsfunc; tsfunc.load(sys.argv[1])(torch.randn(4, 3))"
+        subprocess.run([sys.executable, "-c", code, str(KEPT / "format_3_again.tsf")], check=True)
+
+    @pytest.mark.parametrize("policy", [None, "dots_saveable", [torch.ops.aten.mm]])
+    def test_under_transforms(self, policy: Any, tmp_path: Path) -> None:
+        if isinstance(policy, str):
+            policy = getattr(tsfunc.checkpoint_policies, policy)
+        inner = tsfunc.checkpoint(lambda x: (x @ x.T).sin().sum(), policy=policy)
+        f = specialize(lambda x: inner(x) * 2)
+        x = torch.randn(3, 3)
+        f(x)
+        f.save(tmp_path / "f.tsf")
+        loaded, xs = load(tmp_path / "f.tsf"), torch.randn(2, 3, 3)
+        same(grad(loaded)(x), grad(f)(x))
+        same(vmap(grad(loaded))(xs), vmap(grad(f))(xs))
+        same(tsfunc.jvp(loaded, (x,), (x,)), tsfunc.jvp(f, (x,), (x,)))
+        same(grad(lambda x: grad(loaded)(x).sum())(x), grad(lambda x: grad(f)(x).sum())(x))
+
+    def test_a_policy_of_the_users_is_refused(self, tmp_path: Path) -> None:
+        def mine(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            return True
+
+        f = specialize(tsfunc.checkpoint(torch.sin, policy=mine))
+        f(torch.ones(2))
+        with pytest.raises(ValueError, match=r"policy is a function of the user's \(mine\)"):
+            f.save(tmp_path / "f.tsf")
 
 
 class TestControlFlow:

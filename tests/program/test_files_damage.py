@@ -15,7 +15,7 @@ import torch
 from tests.program.damage import edited, entries_of, file_of
 from tests.program.saved_functions import MADE, Running
 from tsfunc import MetaTensorType as Meta
-from tsfunc import load, specialize
+from tsfunc import checkpoint, load, specialize
 from tsfunc.errors import FileFormatError
 
 WEIGHT = torch.randn(4, 3)
@@ -159,6 +159,50 @@ class TestContainers:
         make().save(tmp_path / "f.tsf", exact=exact)
         data = (tmp_path / "f.tsf").read_bytes()
         refused(tmp_path, edited(data, entry, lambda d: change(d) and None), match)
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            (lambda c: c.update(policy="mine"), "policy: expected a policy"),
+            (lambda c: c.update(policy={"either": ["dots_saveable"]}), "expected a list of 2"),
+            (lambda c: c.update(policy={"operators": ["aten::none"]}), "no operator 'aten::none'"),
+            (lambda c: c.update(policy={"either": [], "operators": []}), "policy"),
+            (lambda c: c.update(random=1), "random: expected"),
+            (lambda c: c["bodies"].append(c["bodies"][0]), "a checkpoint has one body"),
+            (lambda c: c.update(kind="once"), "once|policy"),
+            (lambda c: c.update(kind="states"), "devices is missing"),
+        ],
+    )
+    def test_checkpoints(self, change: Any, match: str, tmp_path: Path) -> None:
+        f = specialize(checkpoint(torch.sin))
+        f(torch.ones(2))
+        f.save(tmp_path / "f.tsf", exact=True)
+        data = (tmp_path / "f.tsf").read_bytes()
+        name = "programs/0.json"
+        control = next(i for i, n in enumerate(json.loads(entries_of(data)[name])["graph"]["nodes"])
+                       if "control" in n)  # fmt: skip
+
+        def changed(program: Any) -> None:
+            change(program["graph"]["nodes"][control]["control"])
+
+        refused(tmp_path, edited(data, name, changed), match)
+        older = edited(data, "format.json", lambda head: {**head, "version": 2})
+        refused(tmp_path, older, "expected a kind of control flow")
+
+    def test_nothing_is_derived_from_states(self, tmp_path: Path) -> None:
+        f = specialize(checkpoint(torch.sin))
+        f(torch.ones(2))
+        f.save(tmp_path / "f.tsf", exact=True)
+        states = {"kind": "states", "name": "s", "devices": ["cpu"]}
+
+        def changed(program: Any) -> None:
+            for node in program["graph"]["nodes"]:
+                if "control" in node:
+                    node["args"] = []
+                    node["control"] = {"kind": "mapped", "name": "m", "of": states, "batched": []}
+
+        data = edited((tmp_path / "f.tsf").read_bytes(), "programs/0.json", changed)
+        refused(tmp_path, data, "it has no derivative")
 
     def test_arguments_that_no_call_has(self, good: bytes, tmp_path: Path) -> None:
         def change(document: Any) -> None:

@@ -115,6 +115,7 @@ def _read(
 ) -> LoadedFunction:
     # Here, and not above: files need safetensors, which `import tsfunc` is to do without.
     from tsfunc.program.files.functions import read_function
+    from tsfunc.transforms.control import cond, loops  # noqa: F401  what a program may run
 
     saved = read_function(file, what, classes, device)
 

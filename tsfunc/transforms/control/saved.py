@@ -203,11 +203,10 @@ _NAMED_POLICIES: dict[str, Policy] = {
 
 
 def _encode_policy(policy: Policy) -> Any:
-    match policy:
-        case KeepsOperators():
-            return {"operators": [op.name() for op in policy.overloads()]}
-        case KeepsEither(first, second):
-            return {"either": [_encode_policy(first), _encode_policy(second)]}
+    if isinstance(policy, KeepsOperators):
+        return {"operators": [op.name() for op in policy.overloads()]}
+    if isinstance(policy, KeepsEither):
+        return {"either": [_encode_policy(policy.first), _encode_policy(policy.second)]}
     name = getattr(policy, "__name__", type(policy).__name__)
     if _NAMED_POLICIES.get(name) is not policy:
         raise NoFileForm(f"a checkpoint whose policy is a function of the user's ({name})")
