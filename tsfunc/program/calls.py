@@ -361,6 +361,8 @@ class FirstCall:
         for i, value in enumerate(self.flat):
             if is_instance(value):
                 instances.add(value, _spell(self.places[i]), f"args[{i}]")
+            elif hasattr(type(value), "__next__"):
+                instances.held.refuse_iterator(_spell(self.places[i]), "an argument", value)
         surroundings = Surroundings(instances, every)
         surroundings.add(self.func)
         for i, value in enumerate(self.flat):

@@ -6,6 +6,7 @@ sizes of named dims, and these it checks itself.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,13 @@ from typing import Any
 
 from tsfunc.bridge.quick_checks import quick_check
 from tsfunc.bridge.symbols import Condition
-from tsfunc.program.holding import is_instance
+from tsfunc.program.holding import has_value, is_instance
 from tsfunc.program.inputs import InputSpec, ScalarSpec, solving_order
+from tsfunc.program.shown import has_contents, shown
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.generated import refused_sizes
 from tsfunc.types.polynomials import solved_for
+from tsfunc.types.values import same_value
 
 _PLAIN = (int, bool, str, type(None))
 
@@ -125,9 +128,22 @@ def _quickly(
 
 
 def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
-    """An argument that is burnt in: the same number or string, or the same object."""
+    """An argument that is burnt in: the same number or string, or the same object.
+
+    Of an object that has elements or shows something these are the same too.
+    """
     scope[f"value_{i}"] = value
-    if type(value) in _PLAIN:
+    if isinstance(value, complex | frozenset):  # `==` does not tell all of these apart
+        scope["same_value"] = same_value
+        return f"if not same_value(value_{i}, a): return None"
+    if has_contents(value):
+        inside = shown(value)
+        expression, now = inside or ("{}", copy.copy(value))
+        scope[f"inside_{i}"], scope["same_value"] = now, same_value
+        own = f"same_value(inside_{i}, {expression.format('a')})"
+        alone = hasattr(type(value), "__setitem__") or inside is not None
+        return f"if {f'a is not value_{i} or ' if alone else ''}not {own}: return None"
+    if type(value) in _PLAIN or has_value(type(value)):
         scope[f"type_{i}"] = type(value)
         return f"if type(a) is not type_{i} or a != value_{i}: return None"
     if type(value) is float:

@@ -36,7 +36,7 @@ import weakref
 from collections import ChainMap, UserDict, UserList, UserString, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
@@ -242,17 +242,25 @@ class Held:
             facts.require_type(at, cls)
             self._enter(value, place)
         elif hasattr(cls, "__next__"):
-            raise TypeCheckError(
-                f"specialize({self.name}): {place.owner} is read at {users_place()}, and is a "
-                f"{cls.__name__}, which changes by being read: a program can neither compare it "
-                f"nor read it anew. Read it before the call, and pass what it gives."
-            )
-        elif _has_value(cls):
+            self.refuse_iterator(place.owner, f"read at {users_place()}", value)
+        elif has_value(cls):
             facts.require_equal(at, value)
         else:
             facts.require_same(at, value)
             self._met(value)
             self._opaque(place.text, value)
+
+    def refuse_iterator(self, text: str, how: str, value: Any) -> NoReturn:
+        """Raises for what gives something else each time.
+
+        Raises:
+            TypeCheckError: always.
+        """
+        raise TypeCheckError(
+            f"specialize({self.name}): {text} is {how}, and is a {type(value).__name__}, which "
+            f"changes by being read: a program can neither compare it nor read it anew. Read it "
+            f"before the call, and pass what it gives."
+        )
 
     def _elements(self, values: Iterable[Any], place: Place) -> None:
         """Objects that are elements of a set, or keys of a dict, which are compared as such."""
@@ -338,7 +346,7 @@ _OPERATORS = ("torch._library", "torch._ops")  # where the classes of operators 
 _OPAQUE = frozenset({*sys.stdlib_module_names, "tsfunc"}) - {"builtins"}
 
 
-def _has_value(cls: type) -> bool:
+def has_value(cls: type) -> bool:
     """Whether objects of a class are compared by what they are: paths, dates, patterns."""
     compares: Any = cls.__eq__
     # Weak references compare what they refer to, tensors among others.

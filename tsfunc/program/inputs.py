@@ -23,6 +23,7 @@ import optree
 import torch
 
 from tsfunc.program.holding import is_instance
+from tsfunc.program.shown import has_contents
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.descriptors import (
     Anything,
@@ -298,6 +299,8 @@ def _static_key(value: Any) -> Any:
     """What tells a leaf from others of its class; of an object, what is read of it does."""
     if isinstance(value, int | float | str):
         return repr(value)
+    if has_contents(value):
+        return object()  # which may have changed
     return None if is_instance(value) else id(value)
 
 

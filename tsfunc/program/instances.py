@@ -21,7 +21,7 @@ from tsfunc.bridge.untyped import AnyValue
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.changes import MISSING, Change, changed_containers, updates_of
-from tsfunc.program.holding import Closure, Held, Place
+from tsfunc.program.holding import Closure, Held, Place, is_instance
 from tsfunc.program.randomness import Generators
 from tsfunc.program.reach import Facts
 from tsfunc.program.updates import Updates, has_tensor
@@ -197,6 +197,7 @@ class Instance:
                 return self._hold(name, plain(self.value, name), f".{name}")
             self._descriptor(name, found)
             return plain(self.value, name)  # a property runs, and what it reads is held
+        self._watch_descriptor(name, found)
         home, value = _find(self.value, name)
         if home is not None:
             # What was assigned during the trace is the trace's own.
@@ -307,6 +308,17 @@ class Instance:
         if name not in self._held:
             self._held.add(name)
             self._require_in_class(name, found)
+        self._watch_descriptor(name, found)
+
+    def _watch_descriptor(self, name: str, found: Any) -> None:
+        """A descriptor of a class of the user's is an object too, of which its methods read."""
+        held = self.instances.held
+        if not hasattr(type(found), "__get__") or not is_instance(found) or held.is_known(found):
+            return
+        base = next(base for base in type(self.value).__mro__ if name in vars(base))
+        variable = self._facts.bind(f"{self._facts.name(base)}.__dict__[{name!r}]")
+        text = f"{base.__name__}.__dict__[{name!r}]"
+        held.take(found, Place(variable, text, text, self.place.own))
 
     def _require_in_class(self, name: str, found: Any) -> None:
         """The class still has what an attribute is made by, unless torch has put it there."""

@@ -18,6 +18,12 @@ _VIEWS = (type(_DICT.keys()), type(_DICT.values()), type(_DICT.items()))
 _BYTES = (bytearray, array.array, memoryview)
 
 
+def has_contents(value: Any) -> bool:
+    """Whether an object that is no pytree's container has elements, or shows something."""
+    array_like = hasattr(type(value), "__array__") and not isinstance(value, torch.Tensor)
+    return array_like or isinstance(value, set) or shown(value) is not None
+
+
 def shown(value: Any) -> tuple[str, Any] | None:
     """What an object shows.
 
