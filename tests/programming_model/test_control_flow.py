@@ -212,3 +212,35 @@ class TestDataDependentSizes:
 
         with pytest.raises(DataDependentError):
             specialize(f)(torch.ones(3))
+
+
+class TestTorchsOwnOperators:
+    """``torch.cond`` and ``torch.map``, as torch.export has them, are in programs as ours are."""
+
+    @pytest.mark.parametrize("described", [None, {"x": Meta(["n"])}], ids=["", "named"])
+    def test_cond(self, described: Any) -> None:
+        class New(nn.Module):
+            def forward(self, x: Tensor) -> Any:
+                return torch.cond(
+                    pred=x.sum() > 0,
+                    true_fn=lambda x: x.sin(),
+                    false_fn=lambda x: x.cos(),
+                    operands=(x,),
+                )
+
+        f = specialize(New(), described)
+        for x in (torch.ones(3), -torch.ones(3)):
+            torch.testing.assert_close(f(x), x.sin() if x.sum() > 0 else x.cos())
+        assert f.cache_info().programs == 1
+
+    def test_map(self) -> None:
+        torch_map: Any = torch._higher_order_ops.map
+
+        def f(xs: Tensor, y: Tensor) -> Any:
+            return torch_map(lambda x, y: x * y.sum(), xs, y)
+
+        g = specialize(f, {"xs": Meta(["n", 2])})
+        for n in (3, 5):
+            xs, y = torch.randn(n, 2), torch.randn(2)
+            torch.testing.assert_close(g(xs, y), xs * y.sum())
+        assert g.cache_info().programs == 1

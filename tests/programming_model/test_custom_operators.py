@@ -71,3 +71,28 @@ def test_an_operator_that_writes() -> None:
 def test_an_operator_without_a_fake_kernel_is_an_error_that_names_it() -> None:
     with pytest.raises(Exception, match=r"programming_model.*unknown"):
         specialize(lambda x: unknown(x))(torch.ones(2))
+
+
+@torch.library.custom_op("programming_model::index_select", mutates_args=())
+def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    return x.index_select(dim, index)
+
+
+@torch.library.register_fake("programming_model::index_select")  # type: ignore[untyped-decorator]
+def _(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    size = list(x.size())
+    if x.dim() > 0:
+        size[dim] = index.numel()
+    return x.new_empty(size)
+
+
+def test_the_fake_kernel_tells_the_shape_of_the_result() -> None:
+    f = specialize(
+        lambda x, index: index_select(x, 1, index) * 2,
+        {"x": Meta(["n", "m"]), "index": Meta(["k"])},
+    )
+    for n, m, k in ((3, 4, 5), (2, 7, 3)):
+        x, index = torch.randn(n, m), torch.randint(m, (k,))
+        torch.testing.assert_close(f(x, index), x[:, index] * 2)
+    assert f.cache_info().programs == 1
+    assert any(each.shape == ("n", "k") for each in f.properties().values())

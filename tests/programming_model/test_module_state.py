@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tsfunc import MetaTensorType as Meta
 from tsfunc import grad, specialize
 from tsfunc.errors import TypeCheckError
 
@@ -308,3 +309,41 @@ class TestInputs:
             torch.testing.assert_close(g(one), f(other))
             torch.testing.assert_close(one, other)
         assert g.cache_info().programs == 1
+
+
+class TestFunctionalization:
+    class M(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            self.total = self.total + x
+            return x * self.weight * self.shift
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = torch.full((2,), 3.0)
+
+    def test_shapes_of_state_are_static(self) -> None:
+        module, x = self.M(), torch.ones(1)
+        f = specialize(module, {"x": Meta(["n"])})
+        f(x)
+        assert f.properties()["lifted_1"].shape == (2,)
+        module.weight = nn.Parameter(torch.ones(1))
+        module.total, module.shift = torch.zeros(1), torch.ones(1)
+        assert f(x).equal(x) and f.properties()["lifted_1"].shape == (1,)
+
+    def test_state_is_stored_with_the_program(self) -> None:
+        module = self.M()
+        f = specialize(module)
+        f(torch.ones(2))
+        exported = f.to_exported_program()
+        assert set(exported.state_dict) == {"weight", "total"}
+        (constant,) = exported.constants.values()
+        assert constant.equal(module.shift)
+
+    def test_reads_and_updates_are_inputs_and_outputs(self) -> None:
+        f = specialize(self.M())
+        f(torch.ones(2))
+        (update,) = f.program.updates
+        assert update.buffer == "total"
+        assert len(f.program.inputs) == 2  # x, and the buffer
+        results = f.program.graph.output_node().args[0]
+        assert len(results) == 2
