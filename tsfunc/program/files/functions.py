@@ -38,7 +38,6 @@ from tsfunc.program.files.programs import (
 )
 from tsfunc.program.files.state import State, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
-from tsfunc.program.files.trees import version_of_tree
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.forms import CallForm
 from tsfunc.program.program import Program
@@ -172,9 +171,8 @@ def _version_of(function: SavedFunction, has_state: bool) -> int:
     nodes = (node for answer in function.answers for node in answer.program.graph.nodes)
     if any(map(facts_of, forms)) or any(node.target is torch.Size for node in nodes):
         return 3
-    programs = [answer.program for answer in function.answers]
-    trees = [version_of_tree(program.out_tree) for program in programs]
-    return max(2 if has_state else 1, *(version_of(program.graph) for program in programs), *trees)
+    found = [version_of(answer.program.graph) for answer in function.answers]
+    return max(2 if has_state else 1, *found)
 
 
 def _version() -> str:

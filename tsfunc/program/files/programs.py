@@ -126,7 +126,7 @@ def decode_program(field: Field, context: Context) -> Program:
         context.version,
     )  # fmt: skip
     graph = reader.read(graph_field)
-    tree = Trees(context.classes, values, context.version).decode(results)
+    tree = Trees(context.classes, values).decode(results)
     (*_, last) = graph.nodes
     more = len(last.args[0]) - tree.num_leaves
     state_field = field.get("state")
@@ -238,7 +238,7 @@ class FormReader:
     def __init__(self, context: Context, of_keywords: bool) -> None:
         self._of_keywords, self._version = of_keywords, context.version
         self._values = Values(device=context.device)
-        self._trees = Trees(context.classes, self._values, context.version)
+        self._trees = Trees(context.classes, self._values)
         self._fake = Symbols({}).fake
 
     def decode(self, field: Field) -> CallForm:

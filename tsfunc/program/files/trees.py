@@ -2,7 +2,7 @@
 
     "*"                                     a leaf
     {"tuple": [X, ...]}  {"list": [X, ...]}  {"dict": [[KEY, X], ...]}
-    {"ordered_dict": [[KEY, X], ...]}  {"deque": [MAXLEN, [X, ...]]}  {"size": [X, ...]}
+    {"ordered_dict": [[KEY, X], ...]}  {"deque": [MAXLEN, [X, ...]]}
     {"class": NAME, "children": [X, ...]}   a named tuple, one of torch's return types
     {"class": NAME, "children": [X, ...], "data": [[NAME, VALUE], ...]}      a dataclass
 
@@ -17,22 +17,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import optree
-import torch
 
 from tsfunc import pytrees
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.values import NoFileForm, Values, encode
-from tsfunc.program.results import Made
 from tsfunc.types.class_names import class_name, find
 
-_LEAF, _SIZE = "*", "size"
+_LEAF = "*"
 
 
-class _Leaf(int):
-    """A leaf of a structure that is being written or read; a number, as a shape has them."""
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
+class _Leaf:
+    """A leaf of a structure that is being written or read."""
 
 
 def encode_tree(tree: optree.PyTreeSpec) -> Any:
@@ -41,26 +36,11 @@ def encode_tree(tree: optree.PyTreeSpec) -> Any:
     Raises:
         NoFileForm: it has containers that a file can't hold.
     """
-    return _encode(_filled(tree))
-
-
-def version_of_tree(tree: optree.PyTreeSpec) -> int:
-    """The first version of the format that has a structure."""
-    return 3 if _has_shape(encode_tree(tree)) else 1
-
-
-def _has_shape(encoded: Any) -> bool:
-    if isinstance(encoded, dict):
-        inside = [item for name, item in encoded.items() if name != "data"]
-        return _SIZE in encoded or any(map(_has_shape, inside))
-    return isinstance(encoded, list) and any(map(_has_shape, encoded))
-
-
-def _filled(tree: optree.PyTreeSpec) -> Any:
     try:
-        return optree.tree_unflatten(tree, [_Leaf() for _ in range(tree.num_leaves)])
+        whole = optree.tree_unflatten(tree, [_Leaf() for _ in range(tree.num_leaves)])
     except Exception as error:
         raise NoFileForm(f"a container that takes only some elements ({error})") from None
+    return _encode(whole)
 
 
 def _encode(value: Any) -> Any:
@@ -69,8 +49,6 @@ def _encode(value: Any) -> Any:
         return _LEAF
     if kind in (tuple, list):
         return {kind.__name__: [_encode(item) for item in value]}
-    if kind is torch.Size:
-        return {_SIZE: [_encode(item) for item in value]}
     if kind is dict or kind is collections.OrderedDict:
         name = "dict" if kind is dict else "ordered_dict"
         return {name: [[encode(key), _encode(item)] for key, item in value.items()]}
@@ -94,12 +72,10 @@ class Trees:
 
     Args:
         classes: what names of classes stand for, before those that are imported.
-        version: of the format.
     """
 
-    def __init__(self, classes: Mapping[str, type], values: Values, version: int) -> None:
+    def __init__(self, classes: Mapping[str, type], values: Values) -> None:
         self._classes = classes
-        self._version = version
         self._values = values
 
     def decode(self, field: Field) -> optree.PyTreeSpec:
@@ -121,9 +97,6 @@ class Trees:
         if kind in ("tuple", "list"):
             items = [self._decode(item) for item in inner.items()]
             return tuple(items) if kind == "tuple" else items
-        if kind == _SIZE and self._version >= 3:
-            sizes = [self._decode(item) for item in inner.items()]
-            return Made(torch.Size, tuple(range(len(sizes))), (), sizes)
         if kind in ("dict", "ordered_dict"):
             pairs = self._pairs(inner)
             return pairs if kind == "dict" else collections.OrderedDict(pairs)
