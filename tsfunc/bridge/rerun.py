@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.fake_results import results_of
 from tsfunc.bridge.operators import operator_of
-from tsfunc.bridge.symbols import same_size
+from tsfunc.bridge.symbolic_numbers import same_size
 from tsfunc.dispatch import state
 
 

@@ -1,9 +1,9 @@
 """Symbolic sizes: one symbol for each named dim and each size that depends on data.
 
-torch's ShapeEnv does the algebra. Private names used here (torch 2.11 to 2.13):
-``torch._guards.Source`` says where a symbol comes from; ``torch.fx.experimental.symbolic_shapes``
-and ``torch.utils._sympy`` have ShapeEnv and its expressions. They import sympy, which takes half a
-second, so this file imports them where a symbol is first made.
+torch's ShapeEnv does the algebra (``shape_environment``). Private names used here (torch 2.11 to
+2.13): ``torch.fx.experimental.symbolic_shapes`` and ``torch.utils._sympy`` have symbols and
+expressions. They import sympy, which takes half a second, so this file imports them where a symbol
+is first made.
 
 NOTE [hints]
 A named dim is traced with the size that the call has, so that the function takes the course that
@@ -24,15 +24,12 @@ on it (``facts.py``).
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,9 +38,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.facts import facts_of_its_own
 from tsfunc.bridge.number_nodes import divided, number_node
+from tsfunc.bridge.shape_environment import environment_class, source_called
 from tsfunc.bridge.size_texts import code_text, python_text
-from tsfunc.dispatch.places import Place, is_users, users_place
-from tsfunc.dispatch.refusals import may_be_caught, refused_value
+from tsfunc.bridge.symbolic_numbers import KINDS
+from tsfunc.dispatch.places import Place
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim
 
@@ -147,7 +145,7 @@ class Symbols:
 
     def _open(self) -> None:
         """Makes the environment that symbols live in."""
-        self._env = _environment_class()(self)
+        self._env = environment_class()(self)
         self.fake.shape_env = self._env
         self.fake.static_shapes = False
 
@@ -157,7 +155,7 @@ class Symbols:
 
         step = dim.multiple_of or 1
         hint //= step
-        source = _source(name if step == 1 else f"{name} // {step}")
+        source = source_called(name if step == 1 else f"{name} // {step}")
         # The symbol is no size where it counts steps: it may be 1, of which torch knows otherwise.
         symbol = self._env.create_symbol(
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None,
@@ -174,7 +172,7 @@ class Symbols:
         """A symbol for a number of which nothing is promised."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-        source = _source(name)
+        source = source_called(name)
         symbol = self._env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         self._names[symbol], self._steps[symbol] = name, 1
         if isinstance(value, float):
@@ -362,7 +360,7 @@ class Symbols:
         """A symbolic number as a node, or as the number that it is known to be."""
         expr = value.node.expr
         if expr in (True, False) or getattr(expr, "is_number", False):
-            return _KINDS[type(value)](expr)
+            return KINDS[type(value)](expr)
         if expr not in self._nodes:
             self._nodes[expr] = self._node(expr)
             self._nodes[expr].meta["number"] = value
@@ -400,13 +398,6 @@ class Symbols:
         return value
 
 
-_KINDS: dict[type, Callable[[Any], Any]] = {
-    torch.SymInt: int,
-    torch.SymFloat: float,
-    torch.SymBool: bool,
-}
-
-
 def _hint(dim: Dim, size: int, number: int) -> int:
     """The size that a named dim is traced with: that of the call, where it is 2 or more."""
     if size >= 2:
@@ -416,180 +407,5 @@ def _hint(dim: Dim, size: int, number: int) -> int:
     return next((each for each in sizes if each >= low and dim.admits(each)), 0)
 
 
-@functools.cache
-def _environment_class() -> Any:
-    from sympy import Not
-    from sympy.logic.boolalg import Boolean
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-
-    base: Any = ShapeEnv
-
-    class Environment(base):  # type: ignore[misc]
-        """An environment that notes the user's line of what it is asked.
-
-        Attributes:
-            symbols: whose it is.
-            asked: for each guard the line, whether the user's code asked there, and whether the
-                function raises where it does not hold.
-        """
-
-        def __init__(self, symbols: Symbols) -> None:
-            super().__init__(
-                duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
-            )
-            self.symbols = symbols
-            self.asked: list[tuple[Place, bool, bool]] = []
-
-        def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return super().evaluate_expr(expr, *args, **kwargs)
-            except GuardOnDataDependentSymNode:
-                refused = refused_value(asking_frame()) if isinstance(expr, Boolean) else None
-                if refused is None:
-                    raise
-                # NOTE [checks of arguments]: the program checks it when it runs.
-                self.guard_or_defer_runtime_assert(Not(expr) if refused else expr, "")
-                return not refused
-            finally:
-                new = len(self.guards) - len(self.asked)
-                if new > 0:
-                    frame, through = _way_to_asking()
-                    is_check = refused_value(frame) is not None or (
-                        _CHECK in through and is_users(frame) and not may_be_caught(frame)
-                    )
-                    by_user = is_users(frame) and not _PYTHONS_QUESTIONS.isdisjoint(through)
-                    self.asked += [(users_place(), by_user, is_check)] * new
-
-        def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
-            count = self.num_deferred_runtime_asserts
-            holds = super().guard_or_defer_runtime_assert(expr, *args, **kwargs)
-            if self.num_deferred_runtime_asserts > count:
-                self.symbols.assert_in_program(expr, users_place())
-            return holds
-
-    return Environment
-
-
-def asking_frame() -> FrameType:
-    """The frame that asks a symbolic number for its value, by a test or in a call."""
-    return _way_to_asking()[0]
-
-
-def _way_to_asking() -> tuple[FrameType, set[CodeType]]:
-    """That frame, and the functions that it asks by."""
-    frame = inspect.currentframe()
-    assert frame is not None
-    through = set()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ANSWERING):
-        through.add(frame.f_code)
-        frame = frame.f_back
-    return frame, through
-
-
-# torch._check raises if the answer is no. Where torch's own code calls it, it asks of operators'
-# arguments, which is another matter (``equalities``).
-_CHECK = torch._check_with.__code__
-
-# By these Python asks. What is asked without them is a question of torch's C++, which is called
-# from the same frame: whether a tensor is contiguous, where the user's code calls ``contiguous()``.
-_PYTHONS_QUESTIONS = {
-    method.__code__
-    for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)
-    for name in ("__bool__", "__int__", "__index__", "__float__")
-    if isinstance(method := getattr(kind, name, None), FunctionType)
-}
-
-# Where torch's symbolic numbers, and our tracers, work their answers out.
-_HERE = os.path.dirname(__file__) + os.sep
-_ROOT = os.path.dirname(torch.__file__) + os.sep
-_ASKED = ("symbols", "tracing", "tracer", "attributes", "questions", "bodies")
-_ANSWERING = (
-    *(f"{_HERE}{name}.py" for name in _ASKED),
-    *(_ROOT + name for name in ("__init__.py", "fx", "utils", "_tensor.py", "overrides.py")),
-)
-
-
-def size_text(size: Any) -> str:
-    """A size as text: a number, or an expression in the user's names."""
-    if isinstance(size, int):
-        return str(size)
-    symbols: Symbols = size.node.shape_env.symbols
-    return symbols.spell_size(size)
-
-
-def _source(text: str) -> Any:
-    """Where a symbol comes from, which ShapeEnv wants to be told."""
-    from torch._guards import Source
-
-    class NamedDim(Source):
-        @property
-        def name(self) -> str:
-            return text
-
-        @property
-        def _name_template(self) -> str:
-            return text
-
-        def __hash__(self) -> int:
-            return hash(text)
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, NamedDim)
-
-    return NamedDim()
-
-
 def _divided_text(variable: str, step: int) -> str:
     return variable if step == 1 else f"({variable} // {step})"
-
-
-def same_size(left: Any, right: Any) -> bool:
-    """Whether two sizes are known to be equal; that they are found out adds no guard."""
-    return bool(_expression(left) == _expression(right))
-
-
-def _expression(size: Any) -> Any:
-    return size if isinstance(size, int) else size.node.expr
-
-
-def same_number(left: Any, right: Any) -> bool:
-    """Whether two numbers are of one kind and known to be equal, without asking for it."""
-    if type(left) is not type(right):
-        return False
-    symbolic = type(left) in _KINDS
-    return bool(left.node.expr == right.node.expr if symbolic else left == right)
-
-
-def known_to_hold(fact: Any) -> bool:
-    """Whether a fact about sizes holds whatever they are, without asking for it."""
-    if isinstance(fact, bool):
-        return fact
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(fact)
-
-
-def kind_of(value: Any) -> type:
-    """The kind of a number: bool, int, float or complex, also of a symbolic one."""
-    for kind in (bool, int, float, complex):
-        if isinstance(value, kind) or _KINDS.get(type(value)) is kind:
-            return kind
-    raise TypeError(f"{type(value).__name__} is no kind of number")
-
-
-def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, int, int | None]]:
-    """Where fresh symbols stand among the results of an operator.
-
-    Returns:
-        For each its symbol, the number of the result, and the dim whose size it is; None for
-        the dim where the result is the number itself.
-    """
-    found: list[tuple[Any, int, int | None]] = []
-    for i, result in enumerate(results):
-        if isinstance(result, torch.Tensor):
-            for dim, size in enumerate(result.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr in fresh:
-                    found.append((size.node.expr, i, dim))
-        elif isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
-            found += [(s, i, None) for s in result.node.expr.free_symbols if s in fresh]
-    return found

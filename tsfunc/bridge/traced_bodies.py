@@ -21,7 +21,7 @@ from tsfunc.bridge.bodies import (
     peeled,
     wrapped_in,
 )
-from tsfunc.bridge.symbols import size_text
+from tsfunc.bridge.symbolic_numbers import size_text
 from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel
 from tsfunc.errors import DataDependentError
 

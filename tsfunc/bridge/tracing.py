@@ -37,8 +37,10 @@ from tsfunc.bridge.number_nodes import shape_node, size_node
 from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.plain_ints import has_symbols, past_the_parser
 from tsfunc.bridge.questions import unasked
+from tsfunc.bridge.shape_environment import asking_frame
 from tsfunc.bridge.shape_rules import has_symbols_in, take_sizes
-from tsfunc.bridge.symbols import Symbols, asking_frame, symbols_in
+from tsfunc.bridge.symbolic_numbers import symbols_in
+from tsfunc.bridge.symbols import Symbols
 from tsfunc.bridge.torch_state import without_factory_keys
 from tsfunc.bridge.tracer import (
     METHODS,

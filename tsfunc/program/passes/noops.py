@@ -10,7 +10,7 @@ import torch.fx
 
 from tsfunc.bridge.arguments import matched
 from tsfunc.bridge.operators import TorchOperator
-from tsfunc.bridge.symbols import same_size
+from tsfunc.bridge.symbolic_numbers import same_size
 from tsfunc.program.passes.aliases import Aliases
 
 Arguments = dict[str, Any]

@@ -27,7 +27,7 @@ from tsfunc.bridge.lanes import (
     lanes_of,
     run_in,
 )
-from tsfunc.bridge.symbols import known_to_hold
+from tsfunc.bridge.symbolic_numbers import known_to_hold
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import in_torch

@@ -20,7 +20,7 @@ from tsfunc.bridge.bodies import (
 )
 from tsfunc.bridge.control_flow import Body
 from tsfunc.bridge.control_flow_calls import call, contiguous_strides
-from tsfunc.bridge.symbols import same_number
+from tsfunc.bridge.symbolic_numbers import same_number
 from tsfunc.bridge.traced_bodies import Result, TracedBody, common, operands_of
 from tsfunc.bridge.tracer import Tracer, TracerLevel, seen_here
 from tsfunc.bridge.tracing import TraceLevel, is_traced
