@@ -210,7 +210,16 @@ class TestDataDependentSizes:
         def f(x: Tensor) -> Any:
             return cond(x.sum() > 0, lambda x: x[x > 0].sum(), lambda x: x.sum(), x)
 
-        with pytest.raises(DataDependentError):
+        g = specialize(f)
+        for x in (torch.tensor([1.0, -0.5, 2.0]), -torch.ones(3)):
+            assert g(x).equal(f(x))
+        assert g.cache_info().programs == 1
+
+    def test_it_does_not_leave_the_branch(self) -> None:
+        def f(x: Tensor) -> Any:
+            return cond(x.sum() > 0, lambda x: x[x > 0], lambda x: x[x <= 0], x)
+
+        with pytest.raises(DataDependentError, match="size"):
             specialize(f)(torch.ones(3))
 
 

@@ -526,8 +526,8 @@ def hot_call(
 
 def _hot_overload(op: TorchOperator, args: Sequence[Any]) -> Any:
     """Door 1 for what rules of inner levels call. Dispatch modes call it past autograd, too."""
-    if op.hot is None or below_autograd():
-        return NotImplemented
+    if op.hot is None or op.written or below_autograd():
+        return NotImplemented  # what is written to becomes a tracer first (``writes``)
     for arg in args:
         if type(arg) is MadeTracer:
             if not tls.state.mask & arg.dispatch_level.bits:

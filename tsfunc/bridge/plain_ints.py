@@ -97,13 +97,21 @@ _C_FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
 
 
 def _hinted(values: Sequence[Any]) -> list[Any]:
-    """Arguments with the numbers of the call for symbolic ones."""
+    """Arguments with the numbers of the call for symbolic ones; for those of data others stand."""
     return [
         type(value)(_hinted(value)) if type(value) in _LISTS
-        else value.node.hint if isinstance(value, _NUMBERS)
+        else _hint(value) if isinstance(value, _NUMBERS)
         else value
         for value in values
     ]  # fmt: skip
+
+
+def _hint(value: Any) -> Any:
+    hint = value.node.hint
+    return _STANDS_FOR_DATA[type(value)] if hint is None else hint
+
+
+_STANDS_FOR_DATA = {torch.SymInt: 2, torch.SymFloat: 2.0}
 
 
 def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -29,6 +29,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     random,
     recurrent,
     reductions,
+    scaled,
     segments,
     sorting,
     sparse,

@@ -57,7 +57,8 @@ class Specialized:
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
-        self.name = name_of(func)
+        # The repr of a module has a line for each module in it.
+        self.name = type(func).__name__ if isinstance(func, torch.nn.Module) else name_of(func)
         signature = signature_of(func)
         self._given = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
         contracts = in_order(self._given, f"specialize({self.name})")

@@ -75,8 +75,6 @@ def name_of(func: Callable[..., Any]) -> str:
     """How messages call a function."""
     if isinstance(func, functools.partial):
         return f"functools.partial({name_of(func.func)}, ...)"
-    if isinstance(func, torch.nn.Module):  # its repr has a line for each module in it
-        return type(func).__name__
     return getattr(func, "__name__", None) or repr(func)
 
 

@@ -1,0 +1,74 @@
+"""Products of scaled float8 matrices.
+
+There is no batched kernel. Where the second matrix, the scales and the bias are the same for all,
+the examples' rows are one matrix; else the product is written out in float32, as the CPU's kernel
+has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import filled, front
+from tsfunc.ops.registry import BatchLevel, Dims, row
+
+_FLOAT8 = (
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+)  # fmt: skip
+_BY_TENSOR, _BY_ROW = 0, 1  # torch.nn.functional.ScalingType; others have blocks of their own
+
+
+def _matrix(x: Tensor, at: int | None) -> Tensor:
+    """A matrix, or a scale that broadcasts with one, with the batch in front."""
+    if at is None:
+        return x
+    x = front(x, at)
+    return x.reshape(x.shape[0], *[1] * (3 - x.dim()), *x.shape[1:])
+
+
+def _scaled(x: Tensor, at: int | None, scale: Tensor, scale_at: int | None) -> Tensor:
+    return _matrix(x, at).float() * _matrix(scale, scale_at)
+
+
+def _sum(out: Tensor, bias: Tensor | None, at: int | None, dtype: torch.dtype) -> Any:
+    out = (out if bias is None else out + _matrix(bias, at)).to(dtype)
+    return out, 0 if out.dim() == 3 else None
+
+
+@row("aten::_scaled_mm")
+def scaled_mm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``self @ mat2``, each times its scale.
+
+    A scale of a float8 result is applied by the CPU's kernel or not, as there is a bias: the loop.
+    """
+    x, y, by_x, by_y, bias, by_out, dtype, _ = filled(args, *[None] * 7, False)
+    p, q, s, t, b, *_ = filled(dims, *[None] * 8)
+    if p is not None and all(at is None for at in dims[1:]) and by_x.numel() == 1:
+        rows = front(x, p)
+        return op(rows.flatten(0, 1), *args[1:]).unflatten(0, rows.shape[:2]), 0
+    dtype = dtype or x.dtype
+    if by_out is not None and dtype in _FLOAT8:
+        return NotImplemented
+    return _sum(_scaled(x, p, by_x, s) @ _scaled(y, q, by_y, t), bias, b, dtype)
+
+
+@row("aten::_scaled_mm_v2")
+def scaled_mm_v2(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The same with lists of scales, of which one is for the whole or for rows and columns."""
+    x, y, by_x, of_x, _, by_y, of_y, _, bias, dtype, contracted, _ = filled(
+        args, *[None] * 10, (), False
+    )
+    kinds = [*of_x, *of_y]
+    if len(kinds) != 2 or not {*kinds} <= {_BY_TENSOR, _BY_ROW} or contracted:
+        return NotImplemented
+    s, t = (None if at is None else at[0] for at in (dims[2], dims[5]))
+    product = _scaled(x, dims[0], by_x[0], s) @ _scaled(y, dims[1], by_y[0], t)
+    return _sum(product, bias, dims[8], dtype or x.dtype)
