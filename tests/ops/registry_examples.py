@@ -70,6 +70,11 @@ def _bags() -> Any:
     return summed, F.embedding_bag(indices, weights, offsets, mode="mean")
 
 
+def _float8() -> tuple[Tensor, Tensor]:
+    kind = torch.float8_e4m3fn
+    return plain(4, 16).to(kind), plain(32, 16).to(kind).t()
+
+
 def _segments() -> Any:
     lengths = torch.tensor([2, 1, 3])
     return [
@@ -252,6 +257,13 @@ BY_HAND: Mapping[str, Calls] = {
         for training in (True, False)
     ],
     "aten::addbmm_": lambda: [call(plain(2, 4), plain(3, 2, 5), plain(3, 5, 4))],
+    "aten::_scaled_mm": lambda: [call(*_float8(), torch.tensor(0.5), torch.tensor(3.0))],
+    "aten::_scaled_mm_v2": lambda: [
+        call(
+            *_float8(), [torch.tensor(0.5)], [0], [0], [torch.tensor(3.0)], [0], [0], None,
+            torch.bfloat16,
+        )
+    ],
     "aten::_euclidean_dist": lambda: [call(plain(3, 2), plain(4, 2))],
     "aten::scaled_dot_product_attention": lambda: [
         call(plain(2, 3, 4), plain(2, 3, 4), plain(2, 3, 4)),

@@ -251,8 +251,9 @@ def _named(category: Category | str | None) -> list[str]:
     return [name for name in names if not _INTERNAL.search(name) and _is_plain(_signature(name))]
 
 
+# The kernels of embedding_bag do not check offsets, and write where they point.
 _INTERNAL = re.compile(
-    r"::_|cudnn|miopen|mkldnn|mkl_|fbgemm|quantize|fake_quant|sparse|nested|_backward"
+    r"::_|cudnn|miopen|mkldnn|mkl_|fbgemm|quantize|fake_quant|sparse|nested|_backward|embedding_bag"
 )
 
 
