@@ -34,7 +34,7 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
     if len(every) == len(names) and math.prod(map(len, every)) <= _MANY:
         combinations = itertools.product(*every)
         return all(holds_at(fact, dict(zip(names, each, strict=True))) for each in combinations)
-    return _is_true(in_steps(fact, dims)) or _holds_by_bounds(fact, dims)
+    return is_true(in_steps(fact, dims)) or _holds_by_bounds(fact, dims)
 
 
 def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:
@@ -50,7 +50,8 @@ def _few_sizes(dim: Dim) -> Sequence[int] | None:
     return [size for size in range(low, dim.max + 1) if dim.admits(size)]
 
 
-def _is_true(fact: Any) -> bool:
+def is_true(fact: Any) -> bool:
+    """Whether nothing is left to ask of a fact."""
     return bool(fact == True)  # noqa: E712 - sympy has a true of its own
 
 
@@ -109,21 +110,21 @@ def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
         case Gt() | Ge():
             return least(fact.lhs - fact.rhs, dims) >= isinstance(fact, Gt)
         case _:
-            return _is_true(fact)
+            return is_true(fact)
 
 
 def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
     """A fact with the largest and smallest of some sizes where it can be seen which that is."""
     from torch.utils._sympy.functions import Max, Min
 
-    def largest(*sizes: Any) -> Any:
+    def largest_of(*sizes: Any) -> Any:
         return next((size for size in sizes if _is_largest(size, sizes, dims)), Max(*sizes))
 
-    def smallest(*sizes: Any) -> Any:
+    def smallest_of(*sizes: Any) -> Any:
         rest = [-size for size in sizes]
         return next((size for size in sizes if _is_largest(-size, rest, dims)), Min(*sizes))
 
-    found = fact.replace(Min, smallest).replace(Max, largest)
+    found = fact.replace(Min, smallest_of).replace(Max, largest_of)
     return found if found == fact else _without_choices(found, dims)
 
 

@@ -16,6 +16,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tsfunc.bridge.bounds import is_true
+
 _BREAKS = 3  # sizes that break an equality, each to be refused
 _DRAWS = 24  # attempts to find such sizes
 _Sizes = Mapping[Any, int]
@@ -58,7 +60,7 @@ def _independent(facts: Sequence[Any]) -> list[Any]:
     known: dict[Any, Any] = {}
     for fact in facts:
         rest = fact.xreplace(known)
-        if rest == True:  # noqa: E712 - sympy has a true of its own
+        if is_true(rest):
             continue
         found.append(fact)
         symbol, other = _solved(rest)

@@ -59,10 +59,11 @@ def environment_class() -> Any:
                 new = len(self.guards) - len(self.asked)
                 if new > 0:
                     frame, through = _way_to_asking()
+                    in_user_code = is_users(frame)
                     is_check = refused_value(frame) is not None or (
-                        _CHECK in through and is_users(frame) and not may_be_caught(frame)
+                        _CHECK in through and in_user_code and not may_be_caught(frame)
                     )
-                    by_user = is_users(frame) and not _PYTHONS_QUESTIONS.isdisjoint(through)
+                    by_user = in_user_code and not _PYTHONS_QUESTIONS.isdisjoint(through)
                     self.asked += [(users_place(), by_user, is_check)] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:

@@ -95,7 +95,13 @@ def match_by_name(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
+
 Parameters = Mapping[str, inspect.Parameter]
+
+
+def by_position(parameters: Parameters) -> list[str]:
+    """The parameters that may be given by position, without ``*args``."""
+    return [name for name, each in parameters.items() if each.kind in _BY_POSITION]
 
 
 def _name_of_kind(parameters: Parameters, kind: Any) -> str | None:
@@ -107,14 +113,14 @@ def _positional_names(parameters: Parameters | None, count: int) -> list[str]:
     """The parameter that each positional argument goes to."""
     if parameters is None:
         return []
-    names = [name for name, p in parameters.items() if p.kind in _BY_POSITION][:count]
+    names = by_position(parameters)[:count]
     rest = _name_of_kind(parameters, inspect.Parameter.VAR_POSITIONAL)
     return names + [f"{rest}[{i}]" for i in range(count - len(names))]
 
 
 def _of_positions(spec: Spec, parameters: Parameters, args: Sequence[Any]) -> list[Any]:
     """What the dict has for each positional argument."""
-    names = [name for name, p in parameters.items() if p.kind in _BY_POSITION]
+    names = by_position(parameters)
     rest = _name_of_kind(parameters, inspect.Parameter.VAR_POSITIONAL)
     extra = len(args) - len(names)
     if extra > 0 and rest is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,12 +32,11 @@ from tsfunc.program.holding import Closure
 from tsfunc.program.lowering import arguments_for
 from tsfunc.program.properties import ProgramProperties
 from tsfunc.transforms.control.saved import register_all
+from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.choosing import in_order
 from tsfunc.types.signatures import signature_of
-
-_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 register_all()  # files are to know what programs may hold
 
@@ -169,8 +167,7 @@ class Specialized:
         by_name = [each for each in descriptors if isinstance(each, Mapping)]
         if len(by_name) == len(descriptors):
             return by_name
-        parameters = self.target.signature.parameters.values()
-        names = [each.name for each in parameters if each.kind in _BY_POSITION]
+        names = by_position(self.target.signature.parameters)
         if len(descriptors) > len(names):
             raise DescriptorError(
                 f"specialize({self.name}): lower() got {len(descriptors)} descriptors by position, "
