@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tsfunc import grad, vmap
-from tsfunc.bridge.batch_tracer import HOT, VIEWS
+from tsfunc.bridge.hot_calls import HOT, VIEWS
 
 F = Callable[[torch.Tensor], Any]
 X = torch.linspace(-2, 2, 120, dtype=torch.float64).reshape(5, 4, 6).sin()

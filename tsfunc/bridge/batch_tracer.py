@@ -1,62 +1,37 @@
-"""Batched tensors: the level of an active vmap, its tracers, and door 1 for hot calls.
+"""Batched tensors: the level of an active vmap, and its tracers, which ``hot_calls`` gives doors.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
-without storage; ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and ``_current_graph_task_id``
-as in ``torch_state``, whose context manager door 2 has inlined;
-``_functorch.maybe_current_level`` says whether torch.func is active.
+without storage; ``_current_graph_task_id`` as in ``torch_state``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch._C import (
-    DisableTorchFunctionSubclass,
-    _current_graph_task_id,
-    _ForceDispatchKeyGuard,
-    _functorch,
-    _set_grad_enabled,
-)
-from torch._ops import OpOverload
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.courses import Courses, course_for, keys_in
 from tsfunc.bridge.generators import Generators
-from tsfunc.bridge.operators import TorchOperator, operator_of
+from tsfunc.bridge.operators import TorchOperator
 from tsfunc.bridge.questions import environment_of, unasked_of
 from tsfunc.bridge.reruns import is_noted
-from tsfunc.bridge.torch_state import below_autograd
-from tsfunc.bridge.tracer import (
-    METHODS,
-    NO_KWARGS,
-    SlottedTracer,
-    Tracer,
-    TracerLevel,
-    door_1,
-    hop,
-    refuse_escaped,
-    written,
-)
+from tsfunc.bridge.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
-from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.compressed import LAYOUTS as _COMPRESSED
 from tsfunc.ops.compressed import check_batch
-from tsfunc.ops.registry import Rule, Splitter
-from tsfunc.ops.splitting import BatchChanged, answers_of, same_answer
-from tsfunc.ops.tensor_iterator import pointwise
+from tsfunc.ops.registry import Splitter
+from tsfunc.ops.splitting import answers_of, same_answer
 
-maybe_functorch_level = _functorch.maybe_current_level
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _Tensor = torch.Tensor
 _shape_of = _Tensor.shape.__get__  # type: ignore[attr-defined]
 _dtype_of = _Tensor.dtype.__get__  # type: ignore[attr-defined]
 _device_of = _Tensor.device.__get__
-is_inference_mode_enabled = torch.is_inference_mode_enabled
-
 
 _NUMBERS = frozenset({"scalar_tensor", "lift_fresh"})
 
@@ -98,7 +73,7 @@ class BatchLevel(TracerLevel):
         self.generators = generators
         self.axis_name: Hashable = None
         self.courses: Courses | None = None
-        self.kind: type[BatchTracer] = MadeTracer
+        self.kind: type[BatchTracer] = BatchTracer.forms[1]
         self.splitter: Splitter | None = None
         self.lifts_factories = 0
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
@@ -204,52 +179,7 @@ class BatchTracer(Tracer):
     value: torch.Tensor
     bdim: int | None
     dispatch_level: BatchLevel
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if not kwargs:
-            if type(func) is OpOverload:
-                out = _hot_overload(operator_of(func), args)
-                return door_1(func, types, args, NO_KWARGS) if out is NotImplemented else out
-            rule = HOT.get(func)
-            if rule is not None:
-                out = NotImplemented
-                if rule is pointwise:
-                    out = direct_call(func, types, args)
-                if out is NotImplemented:
-                    out = hot_call(rule, func, args)
-                if out is not NotImplemented:
-                    return out
-            return door_1(func, types, args, NO_KWARGS)
-        rule = NAMED.get(func)
-        if rule is not None and _OPTIONS.issuperset(map(type, kwargs.values())):
-            out = hot_call(rule, func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        return door_1(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        op = operator_of(func)
-        if not kwargs:
-            if op.hot is not None:
-                out = _hot_dispatch(op, op.hot, args)
-                if out is not NotImplemented:
-                    return out
-            return op.call(args, NO_KWARGS, True)
-        return op.call(args, kwargs, True)
+    forms: ClassVar[tuple[type[BatchTracer], type[BatchTracer]]]
 
     def again(self) -> BatchTracer:
         value = self.value
@@ -270,33 +200,6 @@ class BatchTracer(Tracer):
             return f"BatchTracer(of {level.name}, which has ended)"
         what = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
         return f"BatchTracer(level {level.depth} of {level.name}, {what}, value=\n{self.value!r})"
-
-
-class MadeTracer(SlottedTracer, BatchTracer):
-    """What :func:`wrap` makes."""
-
-    __slots__ = ()
-
-
-class TurnedTracer(BatchTracer):
-    """A tensor of the user's that became a tracer (``writes``): laid out as it was."""
-
-    __slots__ = ()
-
-
-BatchTracer.forms = TurnedTracer, MadeTracer
-# To whoever reads a message they are all one.
-MadeTracer.__name__ = TurnedTracer.__name__ = BatchTracer.__name__
-
-# Callables that a rule takes as they are, with values in place of tracers (``bridge/hot.py``), and
-# those whose rule takes options by name too. Some give views.
-HOT: dict[Any, Rule] = {}
-NAMED: dict[Any, Rule] = {}
-VIEWS: set[Any] = set()
-_OPTIONS = frozenset({int, float, bool, str, type(None), tuple, list})
-
-# Classes of tracers beside MadeTracer.
-KINDS: set[type] = {TurnedTracer}
 
 
 def wrap(
@@ -383,216 +286,6 @@ def read(tracer: BatchTracer, name: str) -> Any:
             level.splitter.agree(answers_of(value, at, name))
         # One for all: also where it raises, for tensors that have no single value.
         return getattr(tracer.value.select(at, 0), name)()
-
-
-# What a hot call may have beside batched tensors; anything else takes the way through C++.
-_PLAIN = frozenset({
-    int, float, bool, complex, type(None), slice, type(Ellipsis), torch.Tensor, torch.nn.Parameter,
-})  # fmt: skip
-_ITEMS = frozenset({int, slice, type(None), type(Ellipsis)})
-_SEQUENCES = frozenset({list, tuple, torch.Size})
-
-
-def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
-    """The level, values and batch dims of a plain call, of one vmap, and if any is batched."""
-    level: Any = None
-    batched = False
-    values = []
-    dims = []
-    for arg in args:
-        kind = type(arg)
-        if kind is MadeTracer or kind in KINDS:
-            if level is None:
-                level = arg.dispatch_level
-            elif arg.dispatch_level is not level:
-                return None
-            bdim = arg.bdim
-            if bdim is not None:
-                batched = True
-            values.append(arg.value)
-            dims.append(bdim)
-        elif kind in _PLAIN or (kind in _SEQUENCES and _ITEMS.issuperset(map(type, arg))):
-            values.append(arg)
-            dims.append(None)
-        else:
-            return None
-    return None if level is None else (level, values, dims, batched)
-
-
-def _is_the_calls(level: BatchLevel, values: Sequence[Any]) -> bool:
-    """Whether an error is the user's: NOTE [no examples], and sparse batches have their own rules.
-
-    It is raised at once then: what is called again calls hooks again.
-    """
-    return level.batch_size != 0 and not any(
-        isinstance(value, torch.Tensor) and value.layout is not _strided for value in values
-    )
-
-
-# NOTE [direct calls]
-# Most calls are elementwise, of one tracer, of two that are batched alike, or of one and a number.
-# Of such a call nothing needs to be put together for a rule: it is made on the values as it is.
-def _alike(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | None:
-    """The level, batch dim and values of such a call."""
-    x = args[0]
-    if type(x) is not MadeTracer:
-        return None
-    level, at = x.dispatch_level, x.bdim
-    if at is None:
-        return None
-    count = len(args)
-    if count == 1:
-        return level, at, (x.value,)
-    if count != 2:
-        return None
-    y = args[1]
-    kind = type(y)
-    if kind is MadeTracer:
-        value, other = x.value, y.value
-        if y.dispatch_level is not level or y.bdim != at or value.dim() != other.dim():
-            return None
-        return level, at, (value, other)
-    return (level, at, (x.value, y)) if kind is float or kind is int else None
-
-
-def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> Any:
-    """Door 1 for pointwise functions: NotImplemented where ``hot_call`` is to look at the call."""
-    alike = _alike(args)
-    if alike is None:
-        return NotImplemented
-    level, at, values = alike
-    state = tls.state
-    if not level.alive or state.taking_over is not None or maybe_functorch_level() is not None:
-        return NotImplemented
-    if level.autograd:
-        # C++ records; no operand is of a level outside, which would have to be lifted.
-        if func in METHODS or is_inference_mode_enabled():
-            return NotImplemented
-        return hop(func, types, args, NO_KWARGS)
-    if level._restores or not state.plain:
-        return NotImplemented
-    tls.state = level.outer
-    try:
-        out = func(*values)
-    except BatchChanged:
-        return NotImplemented
-    except Exception:
-        if _is_the_calls(level, values):
-            raise
-        return NotImplemented
-    finally:
-        tls.state = state
-    return wrap(out, at, level)
-
-
-def hot_call(
-    rule: Rule, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS
-) -> Any:
-    """Door 1 without C++: NotImplemented where the call is not of the plain kind."""
-    taken = _taken(args)
-    if taken is None or not taken[3]:
-        return NotImplemented
-    level, values, dims, _ = taken
-    if level.autograd or level._restores or not level.alive:
-        return NotImplemented
-    state = tls.state
-    if state.taking_over is not None:
-        found = state.taking_over(func, args, kwargs)
-        if found is not None:
-            args, kwargs = found
-            taken = _taken(args)
-            if taken is None or not taken[3] or taken[0].autograd:
-                return func(*args, **kwargs)
-            level, values, dims, _ = taken
-    if not state.plain or maybe_functorch_level() is not None:
-        return NotImplemented
-    tls.state = level.outer
-    try:
-        out = rule(func, level, dims, values, kwargs)
-    except BatchChanged:
-        return NotImplemented  # C++ brings the tracers here again
-    except Exception:
-        if _is_the_calls(level, values):
-            raise
-        return NotImplemented
-    finally:
-        tls.state = state
-    if out is NotImplemented:
-        return out
-    if type(func) is OpOverload:
-        return rewrap(operator_of(func), level, args, kwargs, out[0], out[1])
-    return wrap(out[0], out[1], level, out[2] if len(out) == 3 else None)
-
-
-def _hot_overload(op: TorchOperator, args: Sequence[Any]) -> Any:
-    """Door 1 for what rules of inner levels call. Dispatch modes call it past autograd, too."""
-    if op.hot is None or op.written or below_autograd():
-        return NotImplemented  # what is written to becomes a tracer first (``writes``)
-    for arg in args:
-        if type(arg) is MadeTracer:
-            if not tls.state.mask & arg.dispatch_level.bits:
-                return NotImplemented  # the level's own kernel calls on outwards
-            break
-    if op.function is not None:
-        out = direct_call(op.overload, (), args)
-        if out is not NotImplemented:
-            return out
-    return hot_call(op.hot, op.overload, args)
-
-
-# NOTE [hot calls]
-# ``Operator.call`` finds the kernel of the highest bit of the key set. Where all tracers of a call
-# are of one vmap's level, nothing is included or excluded by hand, and nobody has registered a
-# kernel for the operator, that is the Batch column's, and a row's rule is what it runs. These two
-# functions do just that, without the steps between.
-def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
-    """Door 2 without the table: NotImplemented where the call is not of the plain kind."""
-    alike = _alike(args) if op.function is not None else None
-    if alike is None:
-        taken = _taken(args)
-        if taken is None or (op.ruled and not taken[3]):
-            return NotImplemented
-        level, values, dims, batched = taken
-    else:
-        level = alike[0]
-    if not level.alive or level._restores:
-        return NotImplemented
-    state = tls.state
-    if not state.plain or not state.mask & level.bits:
-        return NotImplemented
-    grad = torch.is_grad_enabled()
-    if not grad and torch.is_inference_mode_enabled():
-        return NotImplemented  # the guard of the level heeds it
-    captured = level.torch_state
-    guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
-    guard.__enter__()
-    want = captured.grad_mode and (grad or (not captured.quiet and _current_graph_task_id() != -1))
-    if want is not grad:
-        _set_grad_enabled(want)
-    tls.state = level.kernel_state(level.bit)
-    try:
-        if alike is not None:
-            out = op.function(*alike[2])
-        elif batched:
-            out = rule(op.overload, level, dims, values, NO_KWARGS)
-        else:
-            out = op.overload(*values), None
-    except BatchChanged:
-        return NotImplemented  # the table brings the tracers to the same rule again
-    except Exception:
-        if _is_the_calls(level, () if alike is None else alike[2]):
-            raise
-        return NotImplemented
-    finally:
-        tls.state = state
-        if want is not grad:
-            _set_grad_enabled(grad)
-        guard.__exit__(None, None, None)
-    if alike is not None:
-        return wrap(out, alike[1], level)
-    if out is NotImplemented:
-        return out
-    return rewrap(op, level, args, NO_KWARGS, out[0], out[1])
 
 
 def unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch_tracer import HOT, VIEWS, hot_call
+from tsfunc.bridge.hot_calls import HOT, VIEWS, hot_call
 from tsfunc.bridge.marked import Record, mark, record_of
 from tsfunc.bridge.tracer import MARKED, METHODS, Tracer, door_1, metadata, settle
 from tsfunc.bridge.turning import memory_of, physical

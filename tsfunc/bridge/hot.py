@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch_tracer import HOT, NAMED, VIEWS
+from tsfunc.bridge.hot_calls import HOT, NAMED, VIEWS
 from tsfunc.bridge.hot_forms import forms
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.dispatch import DispatchKey, Operator

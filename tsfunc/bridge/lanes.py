@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, MadeTracer, wrap
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.gathering import Into
+from tsfunc.bridge.hot_calls import MadeTracer
 from tsfunc.bridge.linear_maps import is_recorded, linear
 from tsfunc.bridge.reruns import same_again
 from tsfunc.bridge.split_level import StartAnew

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tsfunc import pytrees
-from tsfunc.bridge.batch_tracer import KINDS, MadeTracer, TurnedTracer
+from tsfunc.bridge.hot_calls import KINDS, MadeTracer, TurnedTracer
 from tsfunc.bridge.tracer import MARKED, NO_KWARGS, door_1, settle
 
 

@@ -34,9 +34,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tsfunc.bridge.batch_tracer import KINDS, BatchLevel, BatchTracer
+from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.births import take_place
 from tsfunc.bridge.generators import Generators
+from tsfunc.bridge.hot_calls import KINDS, HotTracer
 from tsfunc.bridge.tracer import SlottedTracer, Tracer
 from tsfunc.ops.splitting import groups_of, take_examples
 
@@ -197,7 +198,7 @@ def before_write(level: BatchLevel, target: Any) -> None:
         level.before_write(target)
 
 
-class SplitTracer(BatchTracer):
+class SplitTracer(HotTracer):
     """A batched tensor that follows its level when that goes on with fewer examples."""
 
     __slots__ = ()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from tsfunc.bridge.attributes import OF_TYPES
-from tsfunc.bridge.batch_tracer import MadeTracer
+from tsfunc.bridge.hot_calls import MadeTracer
 from tsfunc.bridge.tracer import METHODS, Tracer, seen_here
 from tsfunc.dispatch.state import tls
 

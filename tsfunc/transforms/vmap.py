@@ -16,10 +16,11 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge import hot
 from tsfunc.bridge.autograd import out_of_inference
-from tsfunc.bridge.batch_tracer import HOT, BatchLevel, wrap
+from tsfunc.bridge.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.dynamo import outside_dynamo
 from tsfunc.bridge.factories import watching_random
 from tsfunc.bridge.functorch import delegate
+from tsfunc.bridge.hot_calls import HOT
 from tsfunc.bridge.marked import settle_all
 from tsfunc.bridge.tracer import MARKED
 from tsfunc.transforms.chunks import (
