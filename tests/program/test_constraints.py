@@ -186,9 +186,79 @@ def test_sizes_that_an_operator_takes_only_from_some_on_are_no_need() -> None:
         f(torch.ones(2, 2, 10))
 
 
+# What the function asks of sizes a, b and c of its tensors, a call, what the dims become, other
+# sizes that keep it, and some that do not.
+ORDERS: dict[str, tuple[Any, tuple[int, ...], list[Any], list[Any], tuple[int, ...]]] = {
+    "not below": (
+        lambda a, b: a >= b, (7, 4), ["b + extra", "b"], [(9, 4), (5, 4), (4, 4)], (4, 5),
+    ),
+    "above": (
+        lambda a, b: a > b, (7, 4), ["b + extra + 1", "b"], [(9, 4), (5, 4), (3, 2)], (4, 4),
+    ),
+    "below": (
+        lambda a, b: a < b, (4, 7), ["a", "a + extra + 1"], [(4, 9), (4, 5), (1, 2)], (4, 4),
+    ),
+    "not equal": (
+        lambda a, b: a != b, (4, 7), ["a", "a + extra + 1"], [(4, 9), (4, 5)], (4, 4),
+    ),
+    "twice": (
+        lambda a, b: a > 2 * b + 3, (14, 4), ["2 * b + extra + 4", "b"], [(30, 3), (8, 2)], (7, 2),
+    ),
+    "up to a number": (
+        lambda a, b: a >= b - 2, (4, 5), ["b + extra - 2", "b"], [(3, 5), (9, 5), (4, 4)], (2, 5),
+    ),
+    "one after the other": (
+        lambda a, b, c: a > b and b >= c, (9, 5, 4),
+        ["c + extra + extra2 + 1", "c + extra2", "c"], [(10, 9, 2), (5, 4, 4)], (5, 5, 4),
+    ),
+    "with a bound": (
+        lambda a, b: a >= 5 and a >= b, (9, 5), ["b + extra", Dim("b", min=5)], [(20, 6), (6, 5)],
+        (5, 6),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_size_that_is_no_smaller_than_another_is_that_and_some_more(name: str) -> None:
+    ask, call, mended, good, bad = ORDERS[name]
+
+    def f(*xs: Tensor) -> Tensor:
+        total: Tensor = sum(x.sum() for x in xs)  # type: ignore[assignment]
+        return total if ask(*(x.shape[0] for x in xs)) else -total
+
+    def tensors(sizes: tuple[int, ...]) -> list[Tensor]:
+        return [torch.ones(size) for size in sizes]
+
+    _, offered = refused(f, {"xs": tuple(Meta([d]) for d in "abc"[: len(call)])}, *tensors(call))
+    assert [meta.shape for meta in offered["xs"]] == [Meta([dim]).shape for dim in mended]
+    g = specialize(f, offered)
+    for sizes in (call, *good, call):
+        assert g(*tensors(sizes)).equal(f(*tensors(sizes)))
+    with pytest.raises(DescriptorViolation):
+        g(*tensors(bad))
+
+
+def test_a_function_of_torchs_that_asks_which_size_is_larger() -> None:
+    """It turns the matrix round where it is wide."""
+
+    def f(x: Tensor) -> Tensor:
+        found: Tensor = torch.svd_lowrank(x, 3)[1]
+        return found
+
+    _, offered = refused(f, {"x": Meta(["a", "b"])}, r(9, 7))
+    assert offered["x"].shape == ("b + extra", "b")
+    g = specialize(f, offered)
+    for shape in ((9, 7), (12, 5), (6, 6)):
+        x = torch.ones(shape)
+        torch.manual_seed(0)
+        want = f(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(g(x), want)
+
+
 def test_what_no_descriptor_says_is_left_open() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
-        return x.sum() + y.sum() if x.shape[0] > y.shape[0] else x.sum()
+        return x.sum() + y.sum() if x.shape[0] % y.shape[0] > 1 else x.sum()
 
     described = {"x": Meta(["n"]), "y": Meta(["m"])}
     text, offered = refused(f, described, torch.ones(5), torch.ones(3))

@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tsfunc.types import Dim
 
 _MANY = 4096  # sizes that are tried one by one
+_FAR = 64  # a size that is no longer at an edge
 
 
 def smallest(dim: Dim) -> int:
@@ -35,6 +37,17 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
         combinations = itertools.product(*every)
         return all(holds_at(fact, dict(zip(names, each, strict=True))) for each in combinations)
     return is_true(in_steps(fact, dims)) or _holds_by_bounds(fact, dims)
+
+
+def with_larger(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
+    """The dims, with the lowest least size for which a fact holds; None: there is none near."""
+    for low in range(2, _FAR):
+        if any(dim.max is not None and dim.max < low for dim in dims.values()):
+            return None
+        raised = {name: replace(dim, min=max(low, dim.min or 0)) for name, dim in dims.items()}
+        if holds(fact, raised):
+            return {name: dim for name, dim in raised.items() if (dims[name].min or 2) < low}
+    return None
 
 
 def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:

@@ -12,15 +12,12 @@ itself asks, in its own code, is a need of it all the same, and the descriptors 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from tsfunc.bridge.bounds import has_maximum, holds
+from tsfunc.bridge.bounds import has_maximum, with_larger
 from tsfunc.bridge.symbols import Need
 from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
-
-_FAR = 64  # a size that is no longer at an edge
 
 
 class AtTheEdge(Exception):
@@ -51,7 +48,9 @@ def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str,
     for need in sorted(needs, key=lambda need: len(need.expr.free_symbols)):
         names = sorted(str(symbol) for symbol in need.expr.free_symbols)
         about = {name: found.get(name, dims[name]) for name in names}
-        raised = _raised(need.expr, about) if not need.by_user and _is_of_edges(need.expr) else None
+        raised = (
+            with_larger(need.expr, about) if not need.by_user and _is_of_edges(need.expr) else None
+        )
         if raised is None:
             rest.append(need)
         else:
@@ -72,14 +71,3 @@ def _is_of_edges(fact: Any) -> bool:
     if not isinstance(fact, Relational):
         return False
     return has_maximum(fact) or not {0, 1}.isdisjoint((fact.lhs, fact.rhs))
-
-
-def _raised(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
-    """The dims, with the lowest least size for which a fact holds; None: there is none near."""
-    for low in range(2, _FAR):
-        if any(dim.max is not None and dim.max < low for dim in dims.values()):
-            return None
-        raised = {name: replace(dim, min=max(low, dim.min or 0)) for name, dim in dims.items()}
-        if holds(fact, raised):
-            return {name: dim for name, dim in raised.items() if (dims[name].min or 2) < low}
-    return None
