@@ -289,6 +289,9 @@ def torch_pushed_by_pulling(
     outs = [x for x in f(*inputs) if has_derivative(x)]
     cotangents = [torch.zeros_like(x, requires_grad=True) for x in outs]
     pulled = torch_pulled(outs, inputs, cotangents, create_graph=True)
+    if any(type(x.grad_fn).__name__ == "Error" for x in pulled):
+        # What @once_differentiable returns; torch makes zeros of it where the cotangents go unread.
+        raise NotDifferentiable("its pullback has no derivative")
     pushed = torch_pulled(pulled, cotangents, list(tangents))
     return (*[x.detach() for x in outs], *pushed)
 

@@ -155,7 +155,7 @@ class TestOfData:
         """torch looks at their parameters."""
 
         def f(x: Tensor, scale: Tensor) -> Any:
-            return torch.distributions.Normal(x, scale).log_prob(x + 1)
+            return torch.distributions.Normal(x, scale, validate_args=True).log_prob(x + 1)
 
         s, x = specialize(f), torch.randn(3)
         torch.testing.assert_close(s(x, torch.full((3,), 2.0)), f(x, torch.full((3,), 2.0)))
