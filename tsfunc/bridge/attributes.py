@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass, _functorch
 
+from tsfunc.bridge.backward import backward
 from tsfunc.bridge.torch_state import without_autograd
 from tsfunc.bridge.tracer import (
     METHODS,
@@ -100,18 +101,6 @@ def _make_dual(
     return metadata(func, types, args, kwargs)
 
 
-def _refuse_backward(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    level = innermost_level((*args, *kwargs.values()))
-    name = level.name if level is not None else "a transform"
-    raise RuntimeError(
-        f"backward() was called inside of {name}, where it would store traced values in the "
-        f".grad of tensors that outlive it. Use tsfunc.grad or tsfunc.vjp, or call backward() "
-        f"on the transform's result."
-    )
-
-
 _T = torch.Tensor
 for _name in (
     "dim size stride numel nelement ndimension is_contiguous is_floating_point is_complex "
@@ -141,12 +130,10 @@ for _func in (_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg):
 METHODS[_T.__repr__] = _show
 METHODS[_T.requires_grad_] = _require_grad
 METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
-METHODS[_T.backward] = _refuse_backward
-METHODS[torch.autograd.backward] = _refuse_backward
 
 # The methods among these that ask what a tensor is, and those that do not need its data.
 OF_TYPES = frozenset({metadata, of_the_value})
-LOOKS = OF_TYPES | {_show, _require_grad, _refuse_backward, _make_dual}
+LOOKS = OF_TYPES | {_show, _require_grad, backward, _make_dual}
 
 
 def _property(name: str) -> property:

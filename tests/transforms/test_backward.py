@@ -1,0 +1,99 @@
+"""``backward()`` inside of transforms: leaves of the function get gradients, others do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+from tsfunc import specialize, vmap
+
+Tensor = torch.Tensor
+
+X, Y = torch.randn(20, 3), torch.randn(20, 1)
+WEIGHTS = torch.randn(4, 3, 1)
+OPTIMIZERS = [
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
+]  # fmt: skip
+TRANSFORMED = {
+    "vmap": lambda f: vmap(f),
+    "vmap in chunks": lambda f: vmap(f, chunk_size=3),
+    "split": lambda f: vmap(f, data_dependent="split"),
+    "specialize(vmap)": lambda f: specialize(vmap(f)),
+    "vmap(specialize)": lambda f: vmap(specialize(f)),
+    "vmap(vmap)": lambda f: lambda x: optree.tree_map(lambda y: y[0], vmap(vmap(f))(x[None])),
+}
+
+
+def by_loop(f: Any, x: Tensor) -> Any:
+    return optree.tree_map(lambda *each: torch.stack(each), *[f(row) for row in x])
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_with_an_optimizer_is_mapped_over(optimizer: Any, transformed: Any) -> None:
+    def train(weight: Tensor) -> Any:
+        weight = weight.detach().clone().requires_grad_()
+        steps = optimizer([weight], lr=0.1)
+        for _ in range(3):
+            steps.zero_grad()
+            loss = (X @ weight - Y).square().mean()
+            loss.backward()
+            steps.step()
+        return weight.detach(), loss.detach(), weight.grad
+
+    torch.testing.assert_close(transformed(train)(WEIGHTS), by_loop(train, WEIGHTS))
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_it_accumulates_calls_hooks_and_takes_its_arguments(transformed: Any) -> None:
+    def f(x: Tensor) -> Any:
+        def leaf() -> Tensor:
+            return x.detach().clone().requires_grad_()
+
+        a, b, c = leaf(), leaf(), leaf()
+        a.register_hook(lambda g: 2 * g)
+        loss = (a**3).sum()
+        loss.backward(retain_graph=True)
+        first = a.grad.clone()  # type: ignore[union-attr]
+        loss.backward(inputs=[a])
+        torch.autograd.backward([b.sum(), b * b], [torch.tensor(2.0), torch.ones_like(b)])
+        (again,) = torch.autograd.grad((c**3).sum(), c, create_graph=True)
+        again.sum().backward()
+        return first, a.grad, b.grad, c.grad
+
+    torch.testing.assert_close(transformed(f)(WEIGHTS), by_loop(f, WEIGHTS))
+
+
+PARAMETER = torch.ones(3, 1, requires_grad=True)
+REFUSED = {
+    "an argument": lambda x: x.sum().backward(),
+    "a parameter": lambda x: (x * PARAMETER).sum().backward(),
+    "one beside a leaf": lambda x: (
+        (x.detach().clone().requires_grad_() * PARAMETER).sum().backward()
+    ),
+    "one by name": lambda x: (x.requires_grad_() * PARAMETER).sum().backward(inputs=[PARAMETER]),
+}
+
+
+@pytest.mark.parametrize("transform", [vmap, specialize])
+@pytest.mark.parametrize("f", REFUSED.values(), ids=REFUSED)
+def test_what_outlives_the_function_gets_no_gradient(f: Any, transform: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"backward\(\) was called inside of .*outlive it"):
+        transform(f)(WEIGHTS)
+    assert PARAMETER.grad is None
+
+
+def test_nor_does_an_argument_that_is_recorded_outside() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        leaf = w.detach().clone().requires_grad_()
+        (leaf * x).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    x = WEIGHTS.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="of nothing else that requires gradients"):
+        vmap(f)(x, WEIGHTS)
+    torch.testing.assert_close(vmap(f)(x.detach(), WEIGHTS), x.detach())
