@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import tsfunc
 from tests.ops.harness import Level, check, overload, rows_of
 from tsfunc.ops import find
 
@@ -173,3 +174,23 @@ def test_empty_dims() -> None:
     assert runs("sum.dim_IntList", torch.zeros(0, 4), [0])
     assert runs("sum", torch.zeros(0, 4)) and runs("cumsum", torch.zeros(0, 4), 0)
     assert runs("_softmax", torch.zeros(0, 4), 0, False)
+
+
+@pytest.mark.parametrize("f", [torch.median, torch.nanmedian])
+def test_elements_equal_to_a_median_share_its_derivative(f: Any) -> None:
+    x = torch.tensor([[1.0, 1.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    want = torch.stack([tsfunc.grad(f)(row) for row in x])
+    assert want[0].tolist() == pytest.approx([1 / 3] * 3 + [0.0] * 2)
+    torch.testing.assert_close(tsfunc.vmap(tsfunc.grad(f))(x), want)
+    torch.testing.assert_close(tsfunc.grad(lambda x: tsfunc.vmap(f)(x).sum())(x), want)
+
+
+@pytest.mark.parametrize("f", [torch.var, torch.std, torch.var_mean, torch.std_mean])
+def test_no_examples_have_no_variance_to_warn_of(f: Any) -> None:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        parts = f(x)
+        return torch.stack(parts if isinstance(parts, tuple) else [parts]).sum(0)
+
+    x = torch.ones(0, 3, 4)
+    assert tsfunc.vmap(total)(x).shape == (0,)
+    assert tsfunc.vmap(tsfunc.grad(total))(x).shape == (0, 3, 4)

@@ -292,7 +292,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda x: x.numpy(),
     "nonzero": lambda x: x.nonzero(),
     "unique": lambda x: x.unique(),
-    "x[mask]": lambda x: x[x > 0],
+    "len(x[mask])": lambda x: len(x[x > 0]),
     "torch.equal": lambda x: torch.equal(x, x + 1),
     "torch.allclose": lambda x: torch.allclose(x, x + 1),
     "is_nonzero": lambda x: torch.is_nonzero(x[0]),

@@ -75,6 +75,10 @@ def compressed(T: Api) -> Any:
         return T.vmap(lambda x: x @ x.to_dense().T)((X[:, :, None] + 2).to_sparse_csr())
 
 
+def masked(lib: Any) -> Any:
+    return lib.vmap(lambda row: row[row > 0].mean())(X)
+
+
 CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
     "outputs that are no tensors": (lambda T: T.vmap(lambda x: (x, 3))(X), (X, 3)),
     "an auxiliary output": (
@@ -107,6 +111,7 @@ CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
         lambda T: T.vmap(lambda x: torch.empty(3).uniform_() * 0, randomness="different")(X),
         0 * X[:, :1].expand(len(X), 3),
     ),
+    "`x[mask]`": (masked, torch.stack([row[row > 0].mean() for row in X])),
     "`rrelu`": (rrelu, torch.zeros_like(X)),
     "nested tensors at several levels": (ragged, torch.zeros(2)),
     "tensors in compressed sparse layouts": (

@@ -21,6 +21,9 @@ from tsfunc.bridge import (
     reshaping,
     saved_tensors,
     second_order,
+    selection_items,
+    selection_rows,
+    selection_sums,
     tracing,
 )
 
@@ -39,5 +42,8 @@ __all__ = [
     "reshaping",
     "saved_tensors",
     "second_order",
+    "selection_items",
+    "selection_rows",
+    "selection_sums",
     "tracing",
 ]

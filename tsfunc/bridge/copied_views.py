@@ -48,7 +48,7 @@ class CopiedView(Record):
     def __post_init__(self) -> None:
         self.shape, self.stride = self.base.shape, self.base.stride()
         self.recorded = torch.is_grad_enabled()
-        self.seen = _state(self.base)
+        self.seen = state_of(self.base)
 
     def copied(self) -> torch.Tensor:
         """What the whole is to be, as the base is now."""
@@ -67,7 +67,7 @@ class CopiedView(Record):
     def settle(self) -> None:
         """Copies anew if the base has been written to."""
         settle(self.base)
-        now = _state(self.base)
+        now = state_of(self.base)
         if now is not None and self.seen is not None:
             memory, count = self.seen
             if now[0] is memory and now[1] == count:
@@ -96,14 +96,14 @@ class CopiedView(Record):
         recorded = torch.is_grad_enabled() and by.requires_grad >= self.whole.requires_grad
         with torch.set_grad_enabled(recorded):
             self.put_back()
-        self.seen = _state(self.base)
+        self.seen = state_of(self.base)
 
     @staticmethod
     def serve(
         func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Door 1 for calls with such views among their arguments."""
-        others = tuple(kind for kind in types if kind not in MARKED)
+        others = tuple(kind for kind in types if MARKED.get(kind) is not CopiedView.serve)
         if METHODS.get(func) is metadata:
             return door_1(func, others, args, kwargs)
         held = _views_in((args, kwargs))
@@ -124,7 +124,7 @@ class CopiedView(Record):
         return out
 
 
-def _state(base: torch.Tensor) -> State | None:
+def state_of(base: torch.Tensor) -> State | None:
     """What changes with every write to a tensor: its memory's count, or the memory itself."""
     memory = physical(base)
     if memory is None or memory.is_inference():
@@ -134,7 +134,8 @@ def _state(base: torch.Tensor) -> State | None:
 
 def _views_in(values: Any) -> list[tuple[Any, CopiedView]]:
     """The copied views among values, and their records."""
-    return [(x, record_of(x)) for x in tensors_in(values) if type(x) in MARKED]
+    records = [(x, record_of(x)) for x in tensors_in(values) if type(x) in MARKED]
+    return [(x, record) for x, record in records if isinstance(record, CopiedView)]
 
 
 def _mark_views(out: Any, held: Sequence[tuple[Any, CopiedView]]) -> None:

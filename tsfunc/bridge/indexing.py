@@ -22,6 +22,7 @@ from tsfunc.bridge.batch_tracer import BatchTracer
 from tsfunc.bridge.gathered import gather
 from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.masks import is_recorded_mask, write_by_mask
+from tsfunc.bridge.selections import is_lazy, select
 from tsfunc.bridge.sized_indexing import basic_view, depends_on_sizes, is_traced_here
 from tsfunc.bridge.tracer import METHODS, WRITERS, Tracer
 from tsfunc.dispatch.messages import SPLIT
@@ -142,6 +143,9 @@ def _get(
         index = tuple(index)  # as torch takes a list with tensors in it
     given = index if isinstance(index, tuple) else (index,)
     if not any(_is_traced(item) or type(item) is list for item in given):
+        items = masked_items(x, index)
+        if items is not None:
+            return select(x, items)
         if not is_traced_here() or not depends_on_sizes(x, given):
             return NotImplemented
         view, left = basic_view(x, _items(index, x.dim()), _consumed)
@@ -155,6 +159,14 @@ def _get(
         if _is_traced(items[place]):
             x = _taken(x, items, place)
     return x[tuple(items)] if items else x
+
+
+def masked_items(x: torch.Tensor, index: Any) -> list[Any] | None:
+    """The items of an index that has a mask of each example's own, beside basic ones."""
+    given = index if isinstance(index, tuple) else (index,)
+    if not any(is_lazy(item) for item in given) or sum(map(_is_advanced, given)) != 1:
+        return None
+    return _items(index, x.dim())
 
 
 def _given(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> Sequence[Any]:
@@ -174,6 +186,17 @@ def _select(
     if isinstance(index, int):
         return x.select(dim, index)
     return gather(x, wrap_dim(dim, x.dim()), index)
+
+
+def _masked_select(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``masked_select(x, mask)``."""
+    x, mask = _given(args, kwargs, "mask")
+    if not is_lazy(mask) or "out" in kwargs:
+        return NotImplemented
+    x, mask = torch.broadcast_tensors(x, mask)
+    return select(x, [mask])
 
 
 def _tensor_split(
@@ -278,5 +301,6 @@ def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
 
 METHODS[_T.__getitem__] = _get
 METHODS[_T.__setitem__] = _set
+METHODS[_T.masked_select] = METHODS[torch.masked_select] = _masked_select
 METHODS[_T.select] = METHODS[torch.select] = _select
 METHODS[_T.tensor_split] = METHODS[torch.tensor_split] = _tensor_split

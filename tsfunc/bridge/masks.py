@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchTracer
+from tsfunc.bridge.selections import Selection, spread, view_of
 from tsfunc.bridge.tracer import METHODS, WRITERS, innermost_level
 from tsfunc.ops.refusal import require
 
@@ -40,13 +41,11 @@ def write_by_mask(
     x: torch.Tensor, items: Sequence[Any], value: Any, *, accumulate: bool = False
 ) -> None:
     """``x[items] = value``, or ``+=``; one of the items is the mask, the others are basic ones."""
-    (place,) = [place for place, item in enumerate(items) if isinstance(item, BatchTracer)]
-    mask = items[place]
-    before = sum(1 for item in items[:place] if item is None or isinstance(item, slice))
-    basic = [*items[:place], *[_ALL] * mask.dim(), *items[place + 1 :]]
-    view = x if all(item == _ALL for item in basic) else x[tuple(basic)]
+    view, mask, before = view_of(x, items)
     right = view.dim() - before - mask.dim()
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Selection):
+        value = spread(value, mask, right).to(x.dtype)
+    elif isinstance(value, torch.Tensor):
         value = _at_the_places(value.to(x.dtype), mask, value.dim() - right - 1)
     mask = mask.reshape(*mask.shape, *[1] * right)
     if accumulate:

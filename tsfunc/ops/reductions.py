@@ -6,6 +6,7 @@ since its only physical dim is the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,6 +122,15 @@ _by_dim = reduction()
 _keyword_keepdim = reduction(1, None)
 
 
+def variance(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of no examples torch warns that there is nothing to divide by, whatever their sizes are."""
+    if type(level.batch_size) is int and level.batch_size == 0:
+        kwargs = {**kwargs, "correction": -1}
+    return _keyword_keepdim(op, level, dims, args, kwargs)
+
+
 def all_or_any(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -174,7 +184,8 @@ def median(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Of all elements: of the one dim that they become."""
-    return torch.median(flat(args[0], dims[0]), 1).values, 0
+    x = flat(args[0], dims[0])
+    return _shared(x, torch.median(x, 1).values), 0
 
 
 @row("aten::nanmedian")
@@ -182,7 +193,19 @@ def nanmedian(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """As median."""
-    return torch.nanmedian(flat(args[0], dims[0]), 1).values, 0
+    x = flat(args[0], dims[0])
+    return _shared(x, torch.nanmedian(x, 1).values), 0
+
+
+def _shared(x: Tensor, found: Tensor) -> Tensor:
+    """Elements found along dim 1, whose derivatives all that are equal share.
+
+    So torch has it for medians of all elements; along a dim it is the one's that was found.
+    """
+    if not x.is_floating_point():
+        return found
+    found = found.unsqueeze(1)
+    return torch.where((x == found) | found.isnan(), x, -math.inf).amax(1)
 
 
 @row("aten::norm.Scalar", "aten::norm.ScalarOpt_dtype")
@@ -296,11 +319,14 @@ rows(
 )
 rows(all_or_any, "aten::all.dims", "aten::any.dims")
 rows(
-    _keyword_keepdim,
+    variance,
     "aten::var.correction",
     "aten::std.correction",
     "aten::var_mean.correction",
     "aten::std_mean.correction",
+)
+rows(
+    _keyword_keepdim,
     "aten::hash_tensor",
     "aten::count_nonzero.dim_IntList",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tsfunc import (
     jvp,
     linearize,
     psum,
+    switch,
     vjp,
     vmap,
     while_loop,
@@ -270,3 +272,28 @@ def test_an_attempt_that_is_given_up_draws_nothing(randomness: str, own: bool) -
         (out, state), (expected, after) = drawn(f, x), drawn(reference, x)
         torch.testing.assert_close(out, expected)
         assert torch.equal(state, after)
+
+
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x)
+    return out
+
+
+def _sine_of_some(x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = cond(x.sum() > 0, torch.sin, lambda x: x * 2, x)
+    return out
+
+
+@pytest.mark.parametrize("f", [_halved, _sine_of_some])
+def test_no_examples(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert vmap(f)(torch.ones(0, 3)).shape == (0, 3)
+    assert vmap(grad(lambda x: f(x).sum()))(torch.ones(0, 3)).shape == (0, 3)
+    assert vmap(vmap(f))(torch.ones(2, 0, 3)).shape == (2, 0, 3)
+    assert vmap(vmap(f))(torch.ones(0, 2, 3)).shape == (0, 2, 3)
+
+
+def test_no_examples_of_an_index() -> None:
+    branches = [torch.sin, torch.cos, torch.tanh]
+    none = torch.ones(0, dtype=torch.int64)
+    out = vmap(lambda i: switch(i, branches, torch.ones(3)))(none)
+    assert out.shape == (0, 3)

@@ -30,6 +30,12 @@ class ByExample:
     values: torch.Tensor
     known: bool
 
+    @property
+    def is_of_none(self) -> bool:
+        """Whether there are no examples."""
+        size: Any = self.values.shape[0]
+        return type(size) is int and size == 0
+
 
 @dataclass(frozen=True)
 class Traced:

@@ -215,6 +215,8 @@ class _Call:
             )
         if self.batching == "select":
             return self.select(choice)
+        if choice.is_of_none:  # any branch tells what the results are
+            return in_tensors(self.branches[0](*self.operands))
         with Attempt(choice.level) as attempt:
             try:
                 return self.by_lanes(choice) if choice.known else self.unseen(choice)

@@ -263,6 +263,8 @@ class Loop:
     ) -> tuple[Any, bool]:
         """Steps where the condition differs from example to example."""
         level = choice.level
+        if choice.is_of_none:
+            return in_tensors(carry), True
         with Attempt(level) as attempt:
             try:
                 if choice.known:
