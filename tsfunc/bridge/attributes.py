@@ -172,7 +172,8 @@ for _name in ("shape", "dtype", "device", "ndim"):
     setattr(Tracer, _name, _property(_name))
 Tracer.layout = property(_layout)  # type: ignore[assignment]
 for _name in (
-    "dim", "stride", "is_contiguous", "is_complex", "is_floating_point", "numel", "storage_offset",
+    "dim", "size", "stride", "is_contiguous", "is_complex", "is_floating_point", "numel",
+    "storage_offset",
 ):  # fmt: skip
     setattr(Tracer, _name, _method(_name))
     # A function mode is told of the class's own attribute.

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
-from tsfunc.bridge.fallback import is_outside, without_rule, write_out
+from tsfunc.bridge.fallback import without_rule, write_out
 from tsfunc.bridge.hot_calls import MadeTracer
 from tsfunc.bridge.no_examples import is_out_of_examples, run_without
 from tsfunc.bridge.operators import TorchOperator, functional_form
+from tsfunc.bridge.parts import is_outside
 from tsfunc.bridge.split_level import before_write
 from tsfunc.bridge.tracer import METHODS, innermost_level, into_torch
 from tsfunc.bridge.writes import adopt

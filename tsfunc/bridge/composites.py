@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tsfunc.bridge.batch_tracer import BatchTracer, wrap
-from tsfunc.bridge.fallback import PARTS
 from tsfunc.bridge.gathered import gather
+from tsfunc.bridge.parts import PARTS
 from tsfunc.bridge.tracer import METHODS, Tracer
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution

@@ -1,28 +1,20 @@
 """Operators that no rule covers: their parts, torch's decompositions, and the per-example loop.
 
-Private names used here (torch 2.11 to 2.13): ``OpOverload.decompose`` runs a composite
-operator's parts, ``OpOverload._schema`` names its arguments;
-``OpOverload._op_dk`` its kernel for one key, ``OpOverload.impl_aten`` what a primitive of torch's
-references does by itself (``torch._prims``);
-``torch._decomp.decomposition_table`` has decompositions written in Python;
-``_C._skip_one_hop_torch_function`` calls a function past its ``__torch_function__`` check, once.
+Private names used here (torch 2.11 to 2.13): ``OpOverload._schema`` names an operator's arguments;
+``OpOverload.impl_aten`` is what a primitive of torch's references does by itself
+(``torch._prims``); ``torch._decomp.decomposition_table`` has decompositions written in Python.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
 import torch
-from torch._C import DispatchKey as TorchKey
-from torch._C import _skip_one_hop_torch_function
 
 from tsfunc.bridge.batch_tracer import BatchLevel, unwrap, wrap
-from tsfunc.bridge.factories import watching_factories
 from tsfunc.bridge.generators import Generators
 from tsfunc.bridge.operators import (
     TorchOperator,
@@ -30,9 +22,8 @@ from tsfunc.bridge.operators import (
     operator_of,
     overload_of,
 )
+from tsfunc.bridge.parts import parts_of_composite, run_parts, written_here
 from tsfunc.bridge.torch_rules import by_torchs_rule, has_torchs_rule
-from tsfunc.bridge.torch_state import without_autograd
-from tsfunc.bridge.tracer import Tracer
 from tsfunc.bridge.writes import tensors_in
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.places import users_place, warn
@@ -44,8 +35,6 @@ from tsfunc.ops.dims import refuse_inplace
 from tsfunc.ops.philox import Draw
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.splitting import agree_on_results
-
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def without_rule(
@@ -61,37 +50,10 @@ def without_rule(
         parts = _parts_of(op)
         if parts is not None:
             note("decomposition", *_name_and_source(parts, op))
-            out = _run_parts(parts, level, args, kwargs)
+            out = run_parts(parts, level, args, kwargs)
             if out is not NotImplemented:
                 return out
     return loop(op, level, args, kwargs)
-
-
-def _run_parts(
-    parts: Callable[..., Any], level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Calls the parts on the tracers again, at their own level.
-
-    If that level records, it has seen the operator itself. Unbatched arguments come along as
-    tracers: they may be differentiated outside of it, and the parts may write into what they make
-    of them.
-    """
-
-    def lift(value: Any) -> Any:
-        return level.lift(value) if is_outside(value, level) else value
-
-    args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
-    autograd = without_autograd() if level.autograd else nullcontext()
-    with level.at_own_level(), lifting_factories(level), autograd:
-        return parts(*args, **kwargs)
-
-
-def is_outside(value: Any, level: BatchLevel) -> bool:
-    """Whether it is a tensor that the level has no tracer for yet."""
-    if isinstance(value, Tracer):
-        return value.dispatch_level.depth < level.depth
-    # A tracer stands for a strided tensor, and C++ asks sparse ones for what they are made of.
-    return type(value) in PLAIN_TENSORS and value.layout is torch.strided
 
 
 def way_of(name: str) -> str:
@@ -113,20 +75,6 @@ def way_of(name: str) -> str:
     if op.is_view:
         return "not at all: a view can't be looped over"
     return "in a loop over the examples, with a warning"
-
-
-@contextmanager
-def lifting_factories(level: BatchLevel) -> Iterator[None]:
-    """What factories make within the block is of the level: C++ may write batched values there.
-
-    Python objects can be turned into tracers later (``turning``), what C++ refers to can't.
-    """
-    level.lifts_factories += 1
-    try:
-        with watching_factories():
-            yield
-    finally:
-        level.lifts_factories -= 1
 
 
 def write_out(
@@ -170,39 +118,11 @@ def _write_result(op: TorchOperator, out: torch.Tensor, result: torch.Tensor) ->
     out.copy_(result)
 
 
-def _composite_parts(overload: Any) -> Callable[..., Any]:
-    """Runs a composite's parts; the call as such is not to meet door 1 again."""
-    parts = overload.decompose
-    if overload._schema.name in _COMPOSED_IN_CPP:
-        parts = functools.partial(overload._op_dk, TorchKey.CompositeImplicitAutograd)
-    return lambda *args, **kwargs: _skip_one_hop_torch_function(parts, (), args, kwargs)
-
-
-# ``decompose`` takes the parts of these that torch has in Python. Those of recurrent networks leave
-# dropout out, and those of upsampling compute in another way what is one kernel's.
-_COMPOSED_IN_CPP = frozenset({
-    *(f"aten::{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
-    *(f"aten::upsample_{kind}" for kind in (
-        "nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d",
-    )),
-    *(f"aten::_upsample_nearest_exact{rank}d" for rank in (1, 2, 3)),
-})  # fmt: skip
-
-
-# Operators written in others, for tracers, by their names with an overload or for all of them.
-PARTS: dict[str, Callable[..., Any]] = {}
-
-
-def written_here(name: str) -> Callable[..., Any] | None:
-    """An operator's parts as they are written in this package."""
-    return PARTS.get(name) or PARTS.get(name.partition(".")[0])
-
-
 def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
     if (own := written_here(op.name)) is not None:
         return own
     if op.composite:
-        return _composite_parts(op.overload)
+        return parts_of_composite(op.overload)
     if op.overload.namespace == "prims":
         return _functions_of_torch(op.overload)
     if op.writes or op.random or op.is_view:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
-from tsfunc.bridge.fallback import PARTS
+from tsfunc.bridge.parts import PARTS
 from tsfunc.bridge.tracer import METHODS, Method, Tracer
 
 Single = Callable[..., Any]

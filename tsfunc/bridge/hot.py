@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.hot_calls import HOT, NAMED, VIEWS
+from tsfunc.bridge.hot_calls import FORMS, HOT, NAMED, VIEWS
 from tsfunc.bridge.hot_forms import forms
 from tsfunc.bridge.operators import TorchOperator
 from tsfunc.dispatch import DispatchKey, Operator
 from tsfunc.dispatch.table import on_register
 from tsfunc.ops import all_rows, find
-from tsfunc.ops.registry import Rule
+from tsfunc.ops.registry import Row, Rule, on_declare
 from tsfunc.ops.tensor_iterator import pointwise
 
 # Names that mean something else when called with other arguments (where(condition) is nonzero).
@@ -93,7 +93,14 @@ def _give_way(op: Operator, key: DispatchKey | None) -> None:
         _registered.add(_base(op.name))
         HOT.clear()  # filled anew by the next vmap
         NAMED.clear()
+        FORMS.clear()
         op.hot = op.function = None
+
+
+@on_declare
+def _new_row(row: Row) -> None:
+    """Of operators that had none there may be calls."""
+    FORMS.clear()
 
 
 def _base(name: str) -> str:

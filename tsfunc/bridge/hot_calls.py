@@ -21,8 +21,10 @@ from torch._ops import OpOverload
 
 from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, rewrap, wrap
 from tsfunc.bridge.operators import TorchOperator, operator_of
-from tsfunc.bridge.torch_state import below_autograd
-from tsfunc.bridge.tracer import METHODS, NO_KWARGS, SlottedTracer, door_1, hop
+from tsfunc.bridge.parsing import Form, find_form, has_forms
+from tsfunc.bridge.parts import composite_parts, is_outside, lifting_factories
+from tsfunc.bridge.torch_state import any_autocast, below_autograd, in_dispatch_modes
+from tsfunc.bridge.tracer import METHODS, NO_KWARGS, WRITERS, SlottedTracer, door_1, hop
 from tsfunc.dispatch.state import tls
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.splitting import BatchChanged
@@ -38,13 +40,15 @@ HOT: dict[Any, Rule] = {}
 NAMED: dict[Any, Rule] = {}
 VIEWS: set[Any] = set()
 _OPTIONS = frozenset({int, float, bool, str, type(None), tuple, list})
+_NO_TENSORS = _OPTIONS | {complex, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 # Classes of tracers beside MadeTracer.
 KINDS: set[type] = set()
 
 # What a hot call may have beside batched tensors; anything else takes the way through C++.
 _PLAIN = frozenset({
-    int, float, bool, complex, type(None), slice, type(Ellipsis), torch.Tensor, torch.nn.Parameter,
+    int, float, bool, complex, str, type(None), slice, type(Ellipsis), torch.Tensor,
+    torch.nn.Parameter, torch.dtype, torch.memory_format,
 })  # fmt: skip
 _ITEMS = frozenset({int, slice, type(None), type(Ellipsis)})
 _SEQUENCES = frozenset({list, tuple, torch.Size})
@@ -71,6 +75,14 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None
         elif kind in _PLAIN or (kind in _SEQUENCES and _ITEMS.issuperset(map(type, arg))):
             values.append(arg)
             dims.append(None)
+        elif kind in _SEQUENCES:
+            inner = _taken(arg)
+            if inner is None or (level is not None and inner[0] is not level):
+                return None  # of plain tensors alone
+            level = inner[0]
+            batched = batched or inner[3]
+            values.append(inner[1])
+            dims.append(inner[2] if inner[3] else None)
         else:
             return None
     return None if level is None else (level, values, dims, batched)
@@ -181,20 +193,95 @@ def hot_call(
     return wrap(out[0], out[1], level, out[2] if len(out) == 3 else None)
 
 
-def _hot_overload(op: TorchOperator, args: Sequence[Any]) -> Any:
+# Of functions that have no rule of their own: the forms of their calls, by the types of arguments
+# and the names of those by keyword. A function whose calls have none has None.
+FORMS: dict[Any, dict[Any, Form | None] | None] = {}
+_UNKNOWN: Any = object()
+
+
+def _form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+    """The form of a call, of those that are known or as torch's parsers tell it."""
+    forms = FORMS.get(func, _UNKNOWN)
+    if forms is _UNKNOWN:
+        known = has_forms(func) and func not in METHODS and func not in WRITERS
+        forms = FORMS[func] = {} if known else None
+    if forms is None:
+        return None
+    kinds: Any = tuple(map(type, args))
+    if kwargs:
+        kinds = (*kinds, *kwargs, *map(type, kwargs.values()))
+    form: Form | None = forms.get(kinds, _UNKNOWN)
+    if form is _UNKNOWN:
+        if in_dispatch_modes() or any_autocast() or maybe_functorch_level() is not None:
+            return None
+        form = forms[kinds] = find_form(func, args, kwargs)
+        if form is not None:
+            form.parts = composite_parts(form.op)
+    return form
+
+
+def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Door 1 for calls of any operator: NOTE [forms of calls] in ``parsing``."""
+    form = _form_of(func, args, kwargs)
+    if form is None or any_autocast():
+        return NotImplemented
+    found = form.arguments(args, kwargs)
+    if found is None:
+        return NotImplemented
+    op = form.op
+    if op.hot is not None:
+        out = hot_call(op.hot, op.overload, *found)
+    elif form.parts is not None:
+        out = _call_parts(form.parts, *found)
+    else:
+        return NotImplemented
+    if type(out) is MadeTracer or out is NotImplemented:
+        return out
+    if form.result is not None:
+        return form.result(out)
+    return tuple(out) if type(out) is list else out
+
+
+def _call_parts(parts: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A composite's parts on a level's tracers, and what else there is lifted to it."""
+    taken = _taken(args)
+    if taken is None or not taken[3]:
+        return NotImplemented
+    level, state = taken[0], tls.state
+    if level.autograd or level._restores or not level.alive or not level.batch_size:
+        return NotImplemented
+    if not state.plain or state.taking_over is not None or maybe_functorch_level() is not None:
+        return NotImplemented
+    lifted = [_lifted(arg, level) for arg in args]
+    try:
+        with level.at_own_level(), lifting_factories(level):
+            return parts(*lifted, **kwargs)
+    except BatchChanged:
+        return NotImplemented
+
+
+def _lifted(value: Any, level: BatchLevel) -> Any:
+    if type(value) is list:
+        return [_lifted(item, level) for item in value]
+    return level.lift(value) if is_outside(value, level) else value
+
+
+def _hot_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Door 1 for what rules of inner levels call. Dispatch modes call it past autograd, too."""
     if op.hot is None or op.written or below_autograd():
         return NotImplemented  # what is written to becomes a tracer first (``writes``)
+    if kwargs and not _NO_TENSORS.issuperset(map(type, kwargs.values())):
+        return NotImplemented
     for arg in args:
         if type(arg) is MadeTracer:
             if not tls.state.mask & arg.dispatch_level.bits:
                 return NotImplemented  # the level's own kernel calls on outwards
             break
-    if op.function is not None:
+    if op.function is not None and not kwargs:
         out = direct_call(op.overload, (), args)
         if out is not NotImplemented:
             return out
-    return hot_call(op.hot, op.overload, args)
+    return hot_call(op.hot, op.overload, args, kwargs)
 
 
 # NOTE [hot calls]
@@ -202,9 +289,11 @@ def _hot_overload(op: TorchOperator, args: Sequence[Any]) -> Any:
 # are of one vmap's level, nothing is included or excluded by hand, and nobody has registered a
 # kernel for the operator, that is the Batch column's, and a row's rule is what it runs. These two
 # functions do just that, without the steps between.
-def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
+def _hot_dispatch(
+    op: TorchOperator, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Door 2 without the table: NotImplemented where the call is not of the plain kind."""
-    alike = _alike(args) if op.function is not None else None
+    alike = _alike(args) if op.function is not None and not kwargs else None
     if alike is None:
         taken = _taken(args)
         if taken is None or (op.ruled and not taken[3]):
@@ -231,9 +320,9 @@ def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
         if alike is not None:
             out = op.function(*alike[2])
         elif batched:
-            out = rule(op.overload, level, dims, values, NO_KWARGS)
+            out = rule(op.overload, level, dims, values, kwargs)
         else:
-            out = op.overload(*values), None
+            out = op.overload(*values, **kwargs), None
     except BatchChanged:
         return NotImplemented  # the table brings the tracers to the same rule again
     except Exception:
@@ -249,7 +338,7 @@ def _hot_dispatch(op: TorchOperator, rule: Rule, args: Sequence[Any]) -> Any:
         return wrap(out, alike[1], level)
     if out is NotImplemented:
         return out
-    return rewrap(op, level, args, NO_KWARGS, out[0], out[1])
+    return rewrap(op, level, args, kwargs, out[0], out[1])
 
 
 class HotTracer(BatchTracer):
@@ -266,25 +355,24 @@ class HotTracer(BatchTracer):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if not kwargs:
+            kwargs = NO_KWARGS
             if type(func) is OpOverload:
-                out = _hot_overload(operator_of(func), args)
-                return door_1(func, types, args, NO_KWARGS) if out is NotImplemented else out
-            rule = HOT.get(func)
-            if rule is not None:
-                out = NotImplemented
-                if rule is pointwise:
-                    out = direct_call(func, types, args)
+                out = _hot_overload(operator_of(func), args, kwargs)
+            elif (rule := HOT.get(func)) is not None:
+                out = direct_call(func, types, args) if rule is pointwise else NotImplemented
                 if out is NotImplemented:
                     out = hot_call(rule, func, args)
-                if out is not NotImplemented:
-                    return out
-            return door_1(func, types, args, NO_KWARGS)
-        rule = NAMED.get(func)
-        if rule is not None and _OPTIONS.issuperset(map(type, kwargs.values())):
+            else:
+                out = _parsed_call(func, args, kwargs)
+        elif type(func) is OpOverload:
+            out = _hot_overload(operator_of(func), args, kwargs)
+        elif (rule := NAMED.get(func)) is None:
+            out = _parsed_call(func, args, kwargs)
+        elif _OPTIONS.issuperset(map(type, kwargs.values())):
             out = hot_call(rule, func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        return door_1(func, types, args, kwargs)
+        else:
+            out = NotImplemented
+        return door_1(func, types, args, kwargs) if out is NotImplemented else out
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -296,11 +384,13 @@ class HotTracer(BatchTracer):
     ) -> Any:
         op = operator_of(func)
         if not kwargs:
-            if op.hot is not None:
-                out = _hot_dispatch(op, op.hot, args)
-                if out is not NotImplemented:
-                    return out
-            return op.call(args, NO_KWARGS, True)
+            kwargs = NO_KWARGS
+        if op.hot is not None and (
+            not kwargs or _NO_TENSORS.issuperset(map(type, kwargs.values()))
+        ):
+            out = _hot_dispatch(op, op.hot, args, kwargs)
+            if out is not NotImplemented:
+                return out
         return op.call(args, kwargs, True)
 
 

@@ -144,12 +144,12 @@ def transposed_matrix(
 
 
 def chosen(rule: Rule) -> Rule:
-    """``torch.where`` of three tensors."""
+    """``torch.where`` of a mask and tensors or numbers."""
 
     def hot(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if len(args) != 3 or not all(isinstance(arg, torch.Tensor) for arg in args):
+        if len(args) != 3 or not isinstance(args[0], torch.Tensor):
             return NotImplemented
         return rule(op, level, dims, args, kwargs)
 

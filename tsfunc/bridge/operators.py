@@ -109,6 +109,11 @@ class TorchOperator(Operator):
         if not any("Tensor" in str(argument.type) for argument in arguments):
             register(self, DispatchKey.BackendSelect, functools.partial(_select_backend, self))
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether somebody registered a kernel for it that vmap is to call."""
+        return self._catch_all is not None or DispatchKey.Batch in self._cells
+
     def _function(self) -> Any:
         """For pointwise operators of one tensor, or of two, or of one and a number."""
         if self.hot is not pointwise:

@@ -24,8 +24,8 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.copied_views import CopiedView
-from tsfunc.bridge.fallback import PARTS
 from tsfunc.bridge.marked import record_of
+from tsfunc.bridge.parts import PARTS
 from tsfunc.bridge.tracer import METHODS, into_torch
 from tsfunc.bridge.turning import BornOutside, memory_of, physical, relatives_of
 from tsfunc.ops.dims import front

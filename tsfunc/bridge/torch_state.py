@@ -13,6 +13,7 @@ fails by name when one goes):
 - ``_dispatch_keyset_full_after``: all keys of a lower priority than one;
 - ``_len_torch_dispatch_stack``: how many dispatch modes are active on this thread;
 - ``_set_grad_enabled``: the function behind ``torch.set_grad_enabled``, as graphs call it;
+- ``_is_any_autocast_enabled``: whether autocast is on, for whichever device;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
 
@@ -33,6 +34,7 @@ from torch._C import (
     _ExcludeDispatchKeyGuard,
     _ForceDispatchKeyGuard,
     _IncludeDispatchKeyGuard,
+    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _parse_dispatch_key,
     _set_grad_enabled,
@@ -119,6 +121,7 @@ class RestoredTorchState:
 
 
 set_grad_mode = _set_grad_enabled
+any_autocast = _is_any_autocast_enabled
 
 
 def in_dispatch_modes() -> bool:
