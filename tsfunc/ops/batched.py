@@ -59,7 +59,7 @@ rows(
     folded(3, 0),
     *_aten(
         "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d im2col "
-        "mkldnn_max_pool2d"
+        "mkldnn_max_pool2d max_pool2d adaptive_avg_pool2d"
     ),
 )  # fmt: skip
 rows(folded(3, 0, 1, 7), "aten::max_pool2d_with_indices_backward")
@@ -71,7 +71,10 @@ rows(folded(3, 0, 1, 2), "aten::adaptive_max_pool2d_backward")
 rows(folded(3, 0, 1, 4), "aten::fractional_max_pool2d_backward")
 rows(
     folded(4, 0),
-    *_aten("max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d"),
+    *_aten(
+        "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d max_pool3d "
+        "adaptive_avg_pool3d"
+    ),
 )  # fmt: skip
 rows(folded(4, 0, 1, 7), "aten::max_pool3d_with_indices_backward")
 rows(

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_front
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.batched import fold, unfold
+from tsfunc.ops.dims import align, batched_front, filled, front, logical_rank, logical_shape
+from tsfunc.ops.refusal import refused
+from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def _fold(x: Tensor, at: int, dim: int) -> Tensor:
@@ -177,3 +179,57 @@ def convolution_backward(
     if mask[2]:
         results[2] = _bias_grad(tensors[0], dims[0])
     return tuple(out for out, _ in results), tuple(at for _, at in results)
+
+
+_plain = torch.ops.aten.convolution.default
+
+
+def _amounts(value: Any, spatial: int) -> list[Any]:
+    """A number for each spatial dim, where one may stand for all."""
+    return [*value] * spatial if len(value) == 1 else [*value]
+
+
+def whole(spatial: int) -> Rule:
+    """``conv2d`` and its like: of several samples or of one, padded by numbers or by a word."""
+
+    def rule(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x, weight, bias, stride, padding, dilation, groups = filled(
+            args, None, None, None, [1], [0], [1], 1
+        )
+        p, q, r = filled(dims[:3], None, None, None)
+        rank = logical_rank(x, p)
+        if rank not in (spatial + 1, spatial + 2):
+            return refused(op, dims, args, kwargs)
+        if q is None and r is None:  # examples are samples
+            out = op(fold(x, p, level.batch_size, spatial + 1), *args[1:], **kwargs)
+            return unfold(out, level.batch_size, rank == spatial + 2), 0
+        if rank == spatial + 1:
+            x, p = (x.unsqueeze(0), None) if p is None else (front(x, p).unsqueeze(1), 0)
+        stride, dilation = _amounts(stride, spatial), _amounts(dilation, spatial)
+        if isinstance(padding, str):
+            x, p, padding = _padded(x, p, padding, logical_shape(weight, q)[2:], dilation)
+        padding = _amounts(padding, spatial)
+        rest = (stride, padding, dilation, False, [0] * spatial, groups)
+        out, at = convolution(_plain, level, (p, q, r), (x, weight, bias, *rest), kwargs)
+        return (out, at) if rank == spatial + 2 else (front(out, at).squeeze(1), 0)
+
+    return rule
+
+
+def _padded(
+    x: Tensor, at: int | None, how: str, kernel: Sequence[Any], dilation: Sequence[Any]
+) -> tuple[Tensor, int | None, list[Any]]:
+    """The input of a convolution, and its padding in numbers; "same" may pad one side more."""
+    if how == "valid":
+        return x, at, [0]
+    totals = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
+    if all(total % 2 == 0 for total in totals):
+        return x, at, [total // 2 for total in totals]
+    pad = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    return torch.constant_pad_nd(front(x, at), pad), None if at is None else 0, [0]
+
+
+for _rank in (1, 2, 3):
+    rows(whole(_rank), f"aten::conv{_rank}d", f"aten::conv{_rank}d.padding")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.dims import batched_front, filled, front, logical_rank, physical_dim, unit_dims
 from tsfunc.ops.refusal import ranks_at_least, refused
 from tsfunc.ops.registry import BatchLevel, Dims, row
 
@@ -82,3 +82,16 @@ def pdist_backward(
         half[:, i, j] = batched_front(values, at, size)
         square.append(half + half.mT)
     return torch.ops.aten._cdist_backward(square[0], x, x, p, square[1]), 0
+
+
+@row("aten::cosine_similarity")
+def cosine_similarity(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of tensors that broadcast, along one dim."""
+    x, y, dim, eps = filled(args, None, None, 1, 1e-8)
+    rank = max(logical_rank(x, dims[0]), logical_rank(y, dims[1]))
+    if rank == 0:
+        return refused(op, dims, args, kwargs)
+    x, y = _lined_up(level, dims[:2], (x, y))
+    return op(x, y, physical_dim(dim, rank, 0), eps), 0

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import NoExamples, batched_front, front, logical_rank, unit_dims
+from tsfunc.ops.dims import NoExamples, batched_front, filled, front, logical_rank, unit_dims
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
+from tsfunc.ops.reductions import reduction
 from tsfunc.ops.refusal import ranks_at_least, refused
 from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
@@ -43,13 +44,23 @@ rows(
         for name in (
             "linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse linalg_qr linalg_eig "
             "_linalg_eigvals _linalg_eigh _linalg_svd linalg_lu linalg_lu_factor_ex "
-            "linalg_ldl_factor_ex geqrf"
+            "linalg_ldl_factor_ex geqrf linalg_inv inverse linalg_cholesky linalg_eigh "
+            "linalg_eigvalsh linalg_eigvals linalg_svd linalg_svdvals linalg_pinv "
+            "linalg_matrix_power matrix_power"
         ).split()
     ),
 )  # fmt: skip
 
 
-@row("aten::_linalg_det", "aten::_linalg_slogdet")
+@row(
+    "aten::_linalg_det",
+    "aten::_linalg_slogdet",
+    "aten::linalg_det",
+    "aten::linalg_slogdet",
+    "aten::det",
+    "aten::slogdet",
+    "aten::logdet",
+)
 def determinant(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -199,11 +210,14 @@ def _shape(x: Tensor, at: int | None) -> Any:
     return x.shape if at is None else front(x, at).shape[1:]
 
 
-@row("aten::_linalg_solve_ex")
-def solve_ex(
+@row("aten::_linalg_solve_ex", "aten::linalg_solve")
+def solve(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A right-hand side with one dim less than the matrix is a vector, or several."""
+    """A right-hand side with one dim less than the matrix is a vector, or several.
+
+    Beside the solution there may be the factors.
+    """
     a, b = args
     if not ranks_at_least(dims, args, 2, 1):
         return refused(op, dims, args, kwargs)
@@ -221,9 +235,12 @@ def solve_ex(
         assert q is not None
         outs, out, at = _as_columns(lambda wide: op(a, wide, **kwargs), b, q, left)
         out = out.squeeze(-1) if vector else out
-        return (out, *outs[1:]), (at, None, None, None)
+        return (out, at) if isinstance(outs, Tensor) else ((out, *outs[1:]), (at, None, None, None))
     a, b = _together(level, (dims[0], q), (a, b), (2, 2))
-    out, *rest = op(a, b, **kwargs)
+    outs = op(a, b, **kwargs)
+    if isinstance(outs, Tensor):
+        return outs.squeeze(-1) if vector else outs, 0
+    out, *rest = outs
     for _ in range(a.dim() - 1 - rank):  # the factors have no more dims than the matrix
         rest = [r.squeeze(1) for r in rest]
     return (out.squeeze(-1) if vector else out, *rest), 0
@@ -304,3 +321,34 @@ def check_errors(
 ) -> Any:
     """The codes of many matrices."""
     return op(args[0], *args[1:], **{**kwargs, "is_matrix": False}), None
+
+
+_over_dims = reduction(2, 3, None, (None,))
+
+
+@row("aten::linalg_norm", "aten::linalg_norm.ord_str")
+def norm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of vectors or matrices by dims; without, of all elements, or of what has one or two."""
+    x, order, over, keep = filled(args, None, None, None, False)
+    rank = x.dim() - 1
+    if x.layout is not torch.strided:
+        return NotImplemented
+    if over is None and order is None:
+        vector_norm = torch.ops.aten.linalg_vector_norm.default
+        return _over_dims(vector_norm, level, dims, (x, 2, None, keep), kwargs)
+    if over is None and not 1 <= rank <= 2:
+        return refused(op, dims, args, kwargs)
+    return _over_dims(op, level, dims, (x, order, over, keep), kwargs)
+
+
+@row("aten::linalg_matrix_norm", "aten::linalg_matrix_norm.str_ord")
+def matrix_norm(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Of the matrices in the last two dims, or in others."""
+    x, order, over, keep = filled(args, None, "fro", (-2, -1), False)
+    if x.dim() < 3:
+        return refused(op, dims, args, kwargs)
+    return _over_dims(op, level, dims, (x, order, over, keep), kwargs)

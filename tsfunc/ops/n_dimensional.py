@@ -45,6 +45,15 @@ def repeat(
     return op(x, repeats), at
 
 
+@row("aten::tile")
+def tile(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As repeat, which wants a number for each dim."""
+    times = [*[1] * (args[0].dim() - 1 - len(args[1])), *args[1]]
+    return repeat(torch.ops.aten.repeat.default, level, dims, (args[0], times), kwargs)
+
+
 @row("aten::flip")
 def flip(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -128,6 +137,18 @@ def constant_pad_nd(
     if at >= x.dim() - padded:
         x, at = front(x, at), 0
     return op(x, *args[1:]), at
+
+
+@row("aten::pad")
+def pad(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """With a number; what else there is goes by its parts."""
+    x, sizes, mode, value = filled(args, None, None, "constant", None)
+    if mode != "constant":
+        return NotImplemented
+    constant = torch.ops.aten.constant_pad_nd.default
+    return constant_pad_nd(constant, level, dims, (x, sizes, value or 0.0), kwargs)
 
 
 def edge_pad(spatial: int) -> Rule:

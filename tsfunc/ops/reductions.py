@@ -330,6 +330,7 @@ rows(
     "aten::hash_tensor",
     "aten::count_nonzero.dim_IntList",
 )
+rows(reduction(1, 3), "aten::var.dim", "aten::std.dim", "aten::var_mean.dim", "aten::std_mean.dim")
 rows(reduction(2, 3, None, (2,)), "aten::linalg_vector_norm")
 rows(
     reduction(2, 3),

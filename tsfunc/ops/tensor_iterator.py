@@ -104,7 +104,7 @@ def pointwise_pair(
     return pointwise(op, level, dims, args, kwargs)
 
 
-@row("aten::where.self")
+@row("aten::where.self", "aten::where.ScalarSelf", "aten::where.ScalarOther", "aten::where.Scalar")
 def where(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, physical_dim, unit_dims, wrap
+from tsfunc.ops.dims import batched_front, front, logical_rank, physical_dim, unit_dims, wrap
 from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.registry import BatchLevel, Dims, row
 
@@ -86,3 +86,14 @@ def block_diag(
         padded.append(torch.constant_pad_nd(x, [left, width - left - x.shape[2]]))
         left = left + x.shape[2]
     return torch.cat(padded, 1), 0
+
+
+@row("aten::broadcast_tensors")
+def broadcast_tensors(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What is not batched is broadcast over the batch dim too."""
+    pairs = list(zip(args[0], dims[0], strict=True))
+    rank = max([logical_rank(x, at) for x, at in pairs])
+    leading = [(x.unsqueeze(0) if at is None else front(x, at)) for x, at in pairs]
+    return op([unit_dims(x, 1, rank + 1 - x.dim()) for x in leading]), 0

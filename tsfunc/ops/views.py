@@ -410,3 +410,26 @@ def flatten(
 
 
 rows(reshape, "aten::_reshape_copy")
+
+
+@row("aten::movedim.int", "aten::movedim.intlist", "aten::moveaxis.int", "aten::moveaxis.intlist")
+def movedim(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """With the batch dim first, all others count from the one after it."""
+    x = front(args[0], dims[0])
+    rank = x.dim() - 1
+    source, to = ([d] if isinstance(d, int) else d for d in args[1:])
+    places = physical_dims(source, rank, 0), physical_dims(to, rank, 0)
+    return (torch.movedim(x, *places) if rank else same(x)), 0
+
+
+@row("aten::diag")
+def diag(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The diagonal of a matrix, copied, or the matrix that has a vector for one."""
+    x, offset = front(args[0], dims[0]), args[1] if len(args) > 1 else 0
+    if x.dim() == 3:
+        return torch.diagonal_copy(x, offset, 1, 2), 0
+    return (torch.diag_embed(x, offset), 0) if x.dim() == 2 else refused(op, dims, args, kwargs)

@@ -1,0 +1,59 @@
+"""Sums of products over dims that are named: ``einsum``, in which the batch is one letter more."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from tsfunc.ops.dims import batched_at, logical_rank
+from tsfunc.ops.refusal import refused
+from tsfunc.ops.registry import BatchLevel, Dims, row
+
+
+@lru_cache(maxsize=1024)
+def _with_batch(equation: str, places: tuple[int | None, ...]) -> str | None:
+    """The equation of physical values; None where there is none, or no letter is left."""
+    text = "".join(equation.split())
+    inputs, arrow, output = text.partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(places):
+        return None
+    letter = next((x for x in string.ascii_letters if x not in text), None)
+    if letter is None:
+        return None
+    if not arrow:
+        once = {x for x in inputs if x.isalpha() and inputs.count(x) == 1}
+        output = ("..." if "..." in inputs else "") + "".join(sorted(once))
+    mapped = []
+    for term, at in zip(terms, places, strict=True):
+        if at is None:
+            mapped.append(term)
+        elif "." in term:  # which may stand for any number of dims: the batch is first
+            mapped.append(letter + term)
+        else:
+            mapped.append(term[:at] + letter + term[at:])
+    return f"{','.join(mapped)}->{letter}{output}"
+
+
+@row("aten::einsum")
+def einsum(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The batch has a letter of its own, where it lies."""
+    equation, tensors = args
+    places = dims[1]
+    if "." in equation:
+        tensors = [
+            x if at is None else batched_at(x, at, level.batch_size, 0)
+            for x, at in zip(tensors, places, strict=True)
+        ]
+        places = [None if at is None else 0 for at in places]
+    for x, at, term in zip(tensors, places, equation.partition("->")[0].split(","), strict=False):
+        if "." not in term and logical_rank(x, at) != sum(map(str.isalpha, term)):
+            return refused(op, (None, dims[1]), args, kwargs)
+    physical = _with_batch(equation, tuple(places))
+    if physical is None:
+        return refused(op, (None, dims[1]), args, kwargs)
+    return op(physical, tensors, **kwargs), 0
