@@ -93,19 +93,6 @@ def _folds() -> Any:
 
 
 RECORDED: Mapping[str, Callable[[], Any]] = {
-    "aten::einsum": lambda: [
-        call("ij,kj->ik", [plain(2, 4), plain(3, 4)]),
-        call("i...,...i", [plain(2, 4), plain(4, 2)]),
-        call("ii", [plain(3, 3)]),
-    ],
-    "aten::conv3d": lambda: [
-        call(plain(2, 2, 3, 4, 3), plain(4, 2, 2, 3, 2), plain(4), [1, 2, 1], [1], [1], 1),
-        call(plain(2, 3, 4, 3), plain(2, 1, 2, 2, 2), plain(2), [1], [0, 1, 0], [1], 2),
-    ],
-    "aten::conv3d.padding": lambda: [
-        call(plain(2, 2, 3, 4, 3), plain(4, 2, 2, 3, 2), plain(4), [1], "same"),
-        call(plain(2, 3, 4, 3), plain(2, 2, 3, 3, 1), None, [1], "same"),
-    ],
     "norms": _norms,
     "ctc_loss": _ctc,
     "embedding_bag": _bags,
@@ -200,6 +187,19 @@ def _rnn_layer() -> list[Call]:
 
 
 BY_HAND: Mapping[str, Calls] = {
+    "aten::einsum": lambda: [
+        call("ij,kj->ik", [plain(2, 4), plain(3, 4)]),
+        call("i...,...i", [plain(2, 4), plain(4, 2)]),
+        call("ii", [plain(3, 3)]),
+    ],
+    "aten::conv3d": lambda: [
+        call(plain(2, 2, 3, 4, 3), plain(4, 2, 2, 3, 2), plain(4), [1, 2, 1], [1], [1], 1),
+        call(plain(2, 3, 4, 3), plain(2, 1, 2, 2, 2), plain(2), [1], [0, 1, 0], [1], 2),
+    ],
+    "aten::conv3d.padding": lambda: [
+        call(plain(2, 2, 3, 4, 3), plain(4, 2, 2, 3, 2), plain(4), [1], "same"),
+        call(plain(2, 3, 4, 3), plain(2, 2, 3, 3, 1), None, [1], "same"),
+    ],
     "aten::_reshape_alias": lambda: [call(plain(2, 6), [3, 4], [4, 1])],
     "aten::_reshape_alias_copy": lambda: [call(plain(2, 6), [3, 4], [4, 1])],
     "aten::rand": lambda: [call([2, 3])],
