@@ -206,22 +206,24 @@ def wrap(
     value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any = None
 ) -> BatchTracer:
     """The tracer for a physical value, which begins at ``offset`` of its memory (None: at 0)."""
-    if type(offset) is int and offset == 0:
-        offset = None
     tracer: Any
-    if (
-        bdim == 0
-        and offset is None
-        and type(value) is _Tensor
-        and value.layout is _strided
-        and value.is_contiguous()
-    ):
-        # With the batch outermost in a contiguous value, the examples are contiguous too.
+    if type(value) is _Tensor and bdim is not None and value.layout is _strided:
         # By position, which is parsed in less time: no memory format.
+        shape = value.shape
+        if bdim == 0:
+            # With the batch outermost in a contiguous value, the examples are contiguous too.
+            shape = shape[1:]
+            strides = None if value.is_contiguous() and not offset else value.stride()[1:]
+        else:
+            shape = shape[:bdim] + shape[bdim + 1 :]
+            strides = value.stride()
+            strides = strides[:bdim] + strides[bdim + 1 :]
         tracer = _make_wrapper(
-            level.kind, value.shape[1:], None, None, None, value.dtype, _strided, value.device
+            level.kind, shape, strides, offset or None, None, value.dtype, _strided, value.device
         )
     else:
+        if type(offset) is int and offset == 0:
+            offset = None
         tracer = _wrapper(value, bdim, level, offset)
     tracer.dispatch_level = level
     tracer.bdim = bdim
