@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tsfunc import grad, vmap
 from tsfunc.bridge.hot_calls import HOT, VIEWS
 
-F = Callable[[torch.Tensor], Any]
+Function = Callable[[torch.Tensor], Any]
 X = torch.linspace(-2, 2, 120, dtype=torch.float64).reshape(5, 4, 6).sin()
 
-FORMS: dict[str, F] = {
+FORMS: dict[str, Function] = {
     "sum": lambda x: x.sum(),
     "sum of one dim": lambda x: x.sum(-1),
     "sum of dims": lambda x: torch.sum(x, (0, 1)),
@@ -57,6 +58,26 @@ FORMS: dict[str, F] = {
     "a list of indices": lambda x: x[[0, 2]],
     "a mask": lambda x: torch.where(x > 0, x, x * 2),
     "a mask and a number": lambda x: torch.where(x > 0, x, 0.0),
+    "two numbers by a mask": lambda x: torch.where(x > 0, 1.0, 0.0),
+    "numbers of two types by a mask": lambda x: torch.where(x > 0, x, 2),
+    "indices": lambda x: x[torch.tensor([0, -1, 2])],
+    "indices of the second dim": lambda x: x[:, torch.tensor([[0, 1], [3, 3]])],
+    "indices after an ellipsis": lambda x: x[..., torch.tensor([1, 0])],
+    "indices of each example": lambda x: x[x.sum(-1).argsort(0)],
+    "indices of two dims": lambda x: x[x.sum(-1).argsort(0)[:3], torch.tensor([1, 2, 0])],
+    "indices that are no neighbours": lambda x: x[None][[0, 0], :, x[:2, 0].argsort()],
+    "an index that is a tensor": lambda x: x[torch.tensor(1)],
+    "a mask as an index": lambda x: x[torch.tensor([True, False, True, True])],
+    "a real part": lambda x: torch.complex(x, x * 2).real,
+    "an imaginary part": lambda x: torch.complex(x, x * 2).conj().imag,
+    "a part of a real tensor": lambda x: x.real,
+    "a cast": lambda x: x.float(),
+    "a cast to the same type": lambda x: x.double() * 2,
+    "a cast to integers": lambda x: (x * 10).long(),
+    "a narrowed one": lambda x: x.narrow(1, 2, 3),
+    "selected": lambda x: x.select(1, -1),
+    "softmax of torch.nn": lambda x: F.softmax(x, -1),
+    "log_softmax of torch.nn by name": lambda x: F.log_softmax(x, dim=0),
     "a transpose": lambda x: x.T @ x,
     "a matrix transpose": lambda x: x.mT + 1,
     "mm": lambda x: torch.mm(x, x.t()),
@@ -67,7 +88,7 @@ FORMS: dict[str, F] = {
 }
 
 
-def loop(f: F, x: torch.Tensor) -> torch.Tensor:
+def loop(f: Function, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([f(row) for row in x])
 
 
@@ -130,7 +151,7 @@ def test_an_error_in_a_hook_is_raised_at_once(error: type[Exception], inner: boo
         calls.append(x)
         raise error("no more")
 
-    def hooked(f: F) -> F:
+    def hooked(f: Function) -> Function:
         def run(x: torch.Tensor) -> Any:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 return f(x)
@@ -173,7 +194,7 @@ def test_writes_into_views_reach_the_tensor(name: str) -> None:
         (lambda x: x.unsqueeze(4), r"expected to be in range of \[-3, 2\], but got 4"),
     ],
 )
-def test_errors_count_the_dims_of_an_example(f: F, message: str) -> None:
+def test_errors_count_the_dims_of_an_example(f: Function, message: str) -> None:
     with pytest.raises(IndexError, match=message):
         vmap(f)(X)
 

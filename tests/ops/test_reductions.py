@@ -22,6 +22,7 @@ BY_DIM = """prod.dim_int max.dim min.dim median.dim nanmedian.dim all.dim any.di
 BY_DIMS_KEYWORD_KEEPDIM = """var.correction std.correction var_mean.correction
     std_mean.correction hash_tensor""".split()
 BY_DIMS_AFTER_ORDER = "linalg_vector_norm norm.ScalarOpt_dim".split()
+BY_DIMS_AFTER_UNBIASED = "var.dim std.dim var_mean.dim std_mean.dim".split()
 OF_ALL = "sum mean prod max min all any median nanmedian norm.Scalar aminmax".split()
 ALONG = "cumsum cumprod cummax cummin logcumsumexp _logcumsumexp cumsum_ cumprod_".split()
 SOFTMAX = """_softmax _log_softmax _safe_softmax softmax.int log_softmax.int special_softmax
@@ -37,7 +38,8 @@ def runs(name: str, *args: Any, **kwargs: Any) -> int:
 
 
 def test_every_row_is_here() -> None:
-    groups = [BY_DIMS, BY_DIM, BY_DIMS_KEYWORD_KEEPDIM, BY_DIMS_AFTER_ORDER, OF_ALL, ALONG, SOFTMAX]
+    by_dims = [BY_DIMS, BY_DIMS_KEYWORD_KEEPDIM, BY_DIMS_AFTER_ORDER, BY_DIMS_AFTER_UNBIASED]
+    groups: list[list[str]] = [*by_dims, BY_DIM, OF_ALL, ALONG, SOFTMAX]
     here = {f"aten::{name}" for group in groups for name in group} | set(SINGLY)
     assert here == set(rows_of("reductions.py"))
 
@@ -80,6 +82,17 @@ def test_keyword_keepdim(name: str, shape: tuple[int, ...]) -> None:
     ran = runs(name, x)
     for dims in DIM_LISTS[1:]:
         ran += runs(name, x, dims) + runs(name, x, dims, keepdim=True, **given)
+    assert ran
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BY_DIMS_AFTER_UNBIASED)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
+def test_unbiased_or_not(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    ran = 0
+    for dims in DIM_LISTS:
+        ran += runs(name, x, dims) + runs(name, x, dims, False, True)
     assert ran
 
 

@@ -152,6 +152,14 @@ CALLS: dict[str, list[Call]] = {
     "concatenate": [([X, X], -1)],
     "stack": [([X, X],), ([X, X], 1), ([X, X], -1), ([S, S.double()],), ([M, M, M, M], 2)],
     "_stack": [([X, X], 1)],
+    "movedim.int": [(X, 0, 2), (X, -1, 0), (V, 0, 0), (S, 0, -1)],
+    "movedim.intlist": [(X, [0, 1], [2, 0]), (X, [-1], [0]), (X, [], []), (S, [], [])],
+    "moveaxis.int": [(X, 1, -1)],
+    "moveaxis.intlist": [(X, [0, 2], [-1, -2])],
+    "diag": [(M,), (M, 1), (M, -2), (V,), (V, -1)],
+    "tile": [(X, [2]), (X, [2, 1, 3]), (X, [2, 1, 1, 2]), (S, []), (S, [2]), (V, [0])],
+    "pad": [(X, [1, 2]), (X, [0, 1, 2, 0], "constant", 2.5), (V, [-1, 1]), (S, [])],
+    "broadcast_tensors": [([X, Y],), ([V, X, S],), ([X],), ([S, S.double()],)],
     "block_diag": [([M, V, S],), ([M, M.double()],), ([torch.zeros(0, 2), M],)],
 }
 UNARY = """alias alias_copy detach detach_copy lift lift_fresh lift_fresh_copy _lazy_clone _conj

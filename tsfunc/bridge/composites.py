@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from tsfunc.bridge.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.gathered import gather
 from tsfunc.bridge.parts import PARTS
-from tsfunc.bridge.tracer import METHODS, Tracer
+from tsfunc.bridge.tracer import FOR_NUMBERS, METHODS, Tracer
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require
@@ -57,6 +57,9 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     )
     places = torch.where(start < 0, start + size, start) + torch.arange(length, device=x.device)
     return gather(x, dim, places)
+
+
+FOR_NUMBERS |= {torch.narrow, Tensor.narrow}
 
 
 @_instead(torch.vander)

@@ -24,7 +24,15 @@ from tsfunc.bridge.operators import TorchOperator, operator_of
 from tsfunc.bridge.parsing import Form, find_form, has_forms
 from tsfunc.bridge.parts import composite_parts, is_outside, lifting_factories
 from tsfunc.bridge.torch_state import any_autocast, below_autograd, in_dispatch_modes
-from tsfunc.bridge.tracer import METHODS, NO_KWARGS, WRITERS, SlottedTracer, door_1, hop
+from tsfunc.bridge.tracer import (
+    FOR_NUMBERS,
+    METHODS,
+    NO_KWARGS,
+    WRITERS,
+    SlottedTracer,
+    door_1,
+    hop,
+)
 from tsfunc.dispatch.state import tls
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.splitting import BatchChanged
@@ -203,7 +211,8 @@ def _form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form 
     """The form of a call, of those that are known or as torch's parsers tell it."""
     forms = FORMS.get(func, _UNKNOWN)
     if forms is _UNKNOWN:
-        known = has_forms(func) and func not in METHODS and func not in WRITERS
+        apart = func in WRITERS or (func in METHODS and func not in FOR_NUMBERS)
+        known = has_forms(func) and not apart
         forms = FORMS[func] = {} if known else None
     if forms is None:
         return None
@@ -212,9 +221,14 @@ def _form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form 
         kinds = (*kinds, *kwargs, *map(type, kwargs.values()))
     form: Form | None = forms.get(kinds, _UNKNOWN)
     if form is _UNKNOWN:
-        if in_dispatch_modes() or any_autocast() or maybe_functorch_level() is not None:
+        if in_dispatch_modes() or maybe_functorch_level() is not None:
             return None
-        form = forms[kinds] = find_form(func, args, kwargs)
+        others = (*args[1:], *kwargs.values())
+        if func in FOR_NUMBERS and any(isinstance(value, torch.Tensor) for value in others):
+            form = None
+        else:
+            form = find_form(func, args, kwargs)
+        forms[kinds] = form
         if form is not None:
             form.parts = composite_parts(form.op)
     return form
@@ -223,12 +237,14 @@ def _form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form 
 def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Door 1 for calls of any operator: NOTE [forms of calls] in ``parsing``."""
     form = _form_of(func, args, kwargs)
-    if form is None or any_autocast():
+    if form is None:
         return NotImplemented
+    op = form.op
+    if any_autocast() and not op.composite:
+        return NotImplemented  # autocast's own kernels come first; those of parts do anyway
     found = form.arguments(args, kwargs)
     if found is None:
         return NotImplemented
-    op = form.op
     if op.hot is not None:
         out = hot_call(op.hot, op.overload, *found)
     elif form.parts is not None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.sized_indexing import is_traced_here
 from tsfunc.bridge.tracer import NO_KWARGS
-from tsfunc.ops.dims import front
+from tsfunc.ops.dims import front, logical_rank
 from tsfunc.ops.registry import BatchLevel, Dims, Rule
 
 _T = torch.Tensor
@@ -22,6 +23,7 @@ _INT = frozenset({int})
 _SEVERAL = frozenset({tuple, list, torch.Size})
 _INDICES = frozenset({int, slice, type(None), type(Ellipsis)})
 _STEPS = frozenset({int, type(None)})
+_INTEGERS = frozenset({torch.int64, torch.int32})
 
 
 def _all_ints(values: Sequence[Any]) -> bool:
@@ -110,24 +112,66 @@ def _view(found: Any) -> Any:
     return found if found is NotImplemented else (*found, found[0].storage_offset())
 
 
-def indexed(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """``x[i, :, None]``: numbers, slices of numbers, new dims."""
-    x, index = args
-    items = index if type(index) is tuple else (index,)
-    for item in items:
-        kind = type(item)
-        if kind is slice:
-            if not _STEPS.issuperset((type(item.start), type(item.stop), type(item.step))):
-                return NotImplemented
-        elif kind not in _INDICES:
+def indexed(by_tensors: Rule | None) -> Rule:
+    """``x[i, :, None]``: numbers, slices of numbers, new dims; or tensors, and all of other dims.
+
+    Args:
+        by_tensors: the rule of ``aten::index.Tensor``.
+    """
+
+    def hot(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x, index = args
+        items = (index,) if type(index) not in _SEVERAL else index
+        for item in items:
+            kind = type(item)
+            if kind is slice:
+                if not _STEPS.issuperset((type(item.start), type(item.stop), type(item.step))):
+                    return NotImplemented
+            elif kind not in _INDICES:
+                if by_tensors is None or is_traced_here():
+                    return NotImplemented
+                found = _tensor_indices(items, logical_rank(x, dims[0]), dims[1])
+                if found is None:
+                    return NotImplemented
+                places = found[1] if any(dim is not None for dim in found[1]) else None
+                overload = torch.ops.aten.index.Tensor
+                return by_tensors(overload, level, (dims[0], places), (x, found[0]), NO_KWARGS)
+        if type(index) is list or dims[0] is None:
             return NotImplemented
-    try:
-        out = op(front(x, dims[0]), (_ALL, *items))
-    except (IndexError, ValueError):  # whose messages count the dims of an example
-        return NotImplemented
-    return out, 0, out.storage_offset()
+        try:
+            out = op(front(x, dims[0]), (_ALL, *items))
+        except (IndexError, ValueError):  # whose messages count the dims of an example
+            return NotImplemented
+        return out, 0, out.storage_offset()
+
+    return hot
+
+
+def _tensor_indices(
+    items: Sequence[Any], rank: int, dims: Any
+) -> tuple[list[Any], list[int | None]] | None:
+    """Indices and where their batch dims lie, as ``aten::index`` has them; None for other forms."""
+    at = list(dims) if isinstance(dims, list) else [dims] * len(items)
+    indices: list[Any] = []
+    places: list[int | None] = []
+    for item, dim in zip(items, at, strict=True):
+        if item is Ellipsis:
+            count = rank - len(items) + 1
+        elif type(item) is slice and item == _ALL:
+            count = 1
+        elif isinstance(item, torch.Tensor) and item.dtype in _INTEGERS:
+            if logical_rank(item, dim) == 0:
+                return None  # which stands for a number: the result is a view
+            indices.append(item)
+            places.append(dim)
+            continue
+        else:
+            return None
+        indices += [None] * count
+        places += [None] * count
+    return (indices, places) if len(indices) <= rank else None
 
 
 def transposed_matrix(
@@ -154,6 +198,38 @@ def chosen(rule: Rule) -> Rule:
         return rule(op, level, dims, args, kwargs)
 
     return hot
+
+
+def part(rule: Rule) -> Rule:
+    """``x.real`` and ``x.imag`` of complex numbers."""
+
+    def hot(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return (
+            _view(rule(op, level, dims, args, NO_KWARGS))
+            if args[0].is_complex()
+            else NotImplemented
+        )
+
+    return hot
+
+
+def cast(dtype: torch.dtype) -> Rule:
+    """``x.float()`` and its like, but for a tensor of that type, which is returned itself."""
+
+    def hot(
+        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        (x, *rest) = args
+        if rest or kwargs or x.dtype is dtype or x.layout is not torch.strided:
+            return NotImplemented
+        return op(x), dims[0]
+
+    return hot
+
+
+_CASTS = "double float half bfloat16 long int short bool".split()
 
 
 Made = Callable[[Rule], Rule]
@@ -197,12 +273,19 @@ def forms(rule_of: Callable[[str], Rule | None]) -> Iterator[tuple[Any, Rule, bo
         if rule is None:
             continue
         hot = made(rule)
-        for owner in (torch, _T):
+        for owner in (torch, _T, torch.nn.functional):
             if hasattr(owner, name):
                 yield getattr(owner, name), hot, made not in (over_dims, along_dim, chosen)
     if rule_of("aten::select.int") and rule_of("aten::slice.Tensor"):
-        yield _T.__getitem__, indexed, True
+        yield _T.__getitem__, indexed(rule_of("aten::index.Tensor")), True
     if rule_of("aten::t"):
         yield _T.T.__get__, transposed_matrix, True  # type: ignore[attr-defined]
     if rule_of("aten::transpose.int"):
         yield _T.mT.__get__, transposed_matrix, True  # type: ignore[attr-defined]
+    for name in ("real", "imag"):
+        rule = rule_of(f"aten::{name}")
+        if rule is not None:
+            yield getattr(_T, name).__get__, part(rule), True
+    if rule_of("aten::to.dtype"):
+        for name in _CASTS:
+            yield getattr(_T, name), cast(getattr(torch, name)), False

@@ -24,7 +24,7 @@ from tsfunc.bridge.grad_level import GradTracer
 from tsfunc.bridge.masks import is_recorded_mask, write_by_mask
 from tsfunc.bridge.selections import is_lazy, select
 from tsfunc.bridge.sized_indexing import basic_view, depends_on_sizes, is_traced_here
-from tsfunc.bridge.tracer import METHODS, WRITERS, Tracer
+from tsfunc.bridge.tracer import FOR_NUMBERS, METHODS, WRITERS, Tracer
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
@@ -304,3 +304,4 @@ METHODS[_T.__setitem__] = _set
 METHODS[_T.masked_select] = METHODS[torch.masked_select] = _masked_select
 METHODS[_T.select] = METHODS[torch.select] = _select
 METHODS[_T.tensor_split] = METHODS[torch.tensor_split] = _tensor_split
+FOR_NUMBERS |= {_T.select, torch.select, _T.tensor_split, torch.tensor_split}

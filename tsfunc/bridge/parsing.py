@@ -28,7 +28,12 @@ import torch
 from torch._C import _disabled_torch_function_impl
 
 from tsfunc.bridge.operators import TorchOperator, operator_of
-from tsfunc.bridge.torch_state import in_dispatch_modes, without_autograd, without_factory_keys
+from tsfunc.bridge.torch_state import (
+    in_dispatch_modes,
+    without_autocast,
+    without_autograd,
+    without_factory_keys,
+)
 
 Convert = Callable[[Any], Any]  # None where it is not what the form is of
 
@@ -215,7 +220,9 @@ def _default_of(argument: Any) -> Any:
 
 
 def _result_class(schema: Any) -> Any:
-    """What the Python function returns several results as."""
+    """What the Python function returns several results as. Types and numbers are not followed."""
+    if not all(str(value.type) in ("Tensor", "List[Tensor]") for value in schema.returns):
+        raise _NoForm
     names = [value.name for value in schema.returns]
     if len(names) < 2 or not all(names):
         return None
@@ -232,7 +239,7 @@ class _Told(Exception):
 class _Probe(torch.Tensor):
     """A tensor that tells which operator it is given to."""
 
-    __torch_function__ = _disabled_torch_function_impl
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -279,7 +286,7 @@ _SAYS_NOTHING: Final = {"dtype": None, "layout": None, "device": None, "pin_memo
 def _tell(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """The operator that a call arrives at, and with what."""
     try:
-        with without_autograd(), without_factory_keys():
+        with without_autograd(), without_factory_keys(), without_autocast():
             function(*args, **kwargs)
     except _Told as told:
         overload, args, kwargs = told.args

@@ -13,7 +13,8 @@ fails by name when one goes):
 - ``_dispatch_keyset_full_after``: all keys of a lower priority than one;
 - ``_len_torch_dispatch_stack``: how many dispatch modes are active on this thread;
 - ``_set_grad_enabled``: the function behind ``torch.set_grad_enabled``, as graphs call it;
-- ``_is_any_autocast_enabled``: whether autocast is on, for whichever device;
+- ``_is_any_autocast_enabled``: whether autocast is on, for whichever device, and
+  ``_DisableAutocast``, which excludes its keys for a block;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
 
@@ -27,6 +28,7 @@ from torch._C import DispatchKey as TorchKey
 from torch._C import (
     DispatchKeySet,
     _current_graph_task_id,
+    _DisableAutocast,
     _dispatch_keyset_full_after,
     _dispatch_tls_is_dispatch_key_excluded,
     _dispatch_tls_local_exclude_set,
@@ -137,6 +139,11 @@ def below_autograd() -> bool:
 def without_autograd() -> Any:
     """Context manager: C++ goes straight to ``__torch_dispatch__``, composites arrive whole."""
     return _ExcludeDispatchKeyGuard(AUTOGRAD)
+
+
+def without_autocast() -> Any:
+    """Context manager: operators are called as they are, whatever autocast says."""
+    return _DisableAutocast()
 
 
 def with_random_key() -> Any:

@@ -347,6 +347,9 @@ _C_TYPES = (
 Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]
 METHODS: dict[Any, Method] = {}
 
+# Of these, those that leave every call to torch in which no tensor stands for a number.
+FOR_NUMBERS: set[Any] = set()
+
 
 def door_1(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
