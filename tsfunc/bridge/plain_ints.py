@@ -26,7 +26,7 @@ from tsfunc.bridge.operators import operator_of, overload_for
 from tsfunc.bridge.tracer import MARKED, TracerLevel, innermost_level
 from tsfunc.dispatch import current_levels
 
-_NUMBERS = torch.SymInt | torch.SymFloat
+_NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool
 _LISTS = (list, tuple, torch.Size)
 
 
@@ -111,7 +111,7 @@ def _hint(value: Any) -> Any:
     return _STANDS_FOR_DATA[type(value)] if hint is None else hint
 
 
-_STANDS_FOR_DATA = {torch.SymInt: 2, torch.SymFloat: 2.0}
+_STANDS_FOR_DATA = {torch.SymInt: 2, torch.SymFloat: 2.0, torch.SymBool: True}
 
 
 def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -142,10 +142,17 @@ def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> 
         parts = [_tensor(part, dtype, device) for part in data]
         return NotImplemented if NotImplemented in parts else torch.stack(parts)
     if dtype is None:
-        if isinstance(data, bool) or not isinstance(data, int | float | _NUMBERS):
+        if not isinstance(data, bool | int | float | _NUMBERS):
             return NotImplemented
-        dtype = torch.get_default_dtype() if _has_floats([data]) else torch.int64
+        dtype = _dtype_of(data)
     return torch.full((), data, dtype=dtype, device=device)
+
+
+def _dtype_of(number: Any) -> torch.dtype:
+    """The type that ``torch.tensor`` gives a number."""
+    if isinstance(number, bool | torch.SymBool):
+        return torch.bool
+    return torch.get_default_dtype() if _has_floats([number]) else torch.int64
 
 
 def _has_floats(values: Sequence[Any]) -> bool:

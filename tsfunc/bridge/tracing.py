@@ -30,6 +30,18 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
+from tsfunc.bridge.asked import (
+    ANSWERS,
+    VERSION,
+    Questions,
+    answer_of,
+    asked_by_user,
+    attribute,
+    contiguous,
+    offset,
+    refuse_version,
+    stride,
+)
 from tsfunc.bridge.attributes import LOOKS
 from tsfunc.bridge.fake_results import results_of
 from tsfunc.bridge.methods import refuse_storage
@@ -78,10 +90,11 @@ class TraceLevel(TracerLevel):
         sizes: records a symbolic number as a node of the graph.
         lines: the user's line of what is called.
         lifted: the tensors from outside that the function reads, each with its node.
+        questions: what the function asks of tensors beside types and sizes.
         bodies: the levels of the bodies of control flow that are being traced, outermost first.
     """
 
-    __slots__ = ("bodies", "fake", "graph", "lifted", "lines", "sizes", "symbols")
+    __slots__ = ("bodies", "fake", "graph", "lifted", "lines", "questions", "sizes", "symbols")
 
     def __init__(self, name: str, symbols: Symbols) -> None:
         super().__init__(DispatchKey.Trace, name)
@@ -92,6 +105,7 @@ class TraceLevel(TracerLevel):
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
         self.bodies: list[TraceLevel] = []
+        self.questions = Questions(name)
 
     def sees_factory(self, name: str, random: bool) -> bool:
         return True
@@ -99,9 +113,11 @@ class TraceLevel(TracerLevel):
     def fake_like(
         self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
     ) -> torch.Tensor:
-        """A fake tensor of the example's type and device."""
+        """A fake tensor of the example's type and device, conjugated lazily if that is."""
         with without_factory_keys(), self.fake:
-            return torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+            made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+            made = made.conj() if example.is_conj() else made
+            return torch._neg_view(made) if example.is_neg() else made
 
     def record(
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None
@@ -147,6 +163,10 @@ class TraceTracer(Tracer):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or NO_KWARGS
+        if func in ANSWERS:
+            out = answer_of(func, args)
+            if out is not NotImplemented:
+                return out
         if has_symbols(args, kwargs) or isinstance(func, OpOverloadPacket):
             out = past_the_parser(func, args, kwargs)
             if out is not NotImplemented:
@@ -190,6 +210,12 @@ class TraceTracer(Tracer):
         if not level.alive:
             return f"TraceTracer(of {level.name}, which has ended)"
         return f"TraceTracer(%{self.node.name} of {level.name}, {self.value!r})"
+
+
+TraceTracer.__getattr__ = attribute  # type: ignore[attr-defined]
+TraceTracer.stride = stride  # type: ignore[method-assign]
+TraceTracer.is_contiguous = contiguous  # type: ignore[method-assign]
+TraceTracer.storage_offset = offset  # type: ignore[method-assign]
 
 
 def traced_as(
@@ -437,7 +463,9 @@ class Lifting(TorchFunctionMode):
             return AnyValue.__torch_function__(func, types, args, kwargs)
         if func == _GRAD and not is_traced(args[0]):
             return self.grad_of(args[0])
-        if METHODS.get(func) not in _LOOKS:
+        if func == VERSION and not is_traced(args[0]) and asked_by_user():
+            refuse_version(self.level.questions)
+        if METHODS.get(func) not in _LOOKS and func not in ANSWERS:
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
         if has_symbols(args, kwargs):

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
@@ -62,12 +63,18 @@ def warn(message: str, category: type[Warning]) -> None:
     )
 
 
-def called_by_user() -> bool:
-    """Whether the innermost frame that does not run torch is the user's, and not this package's."""
+def called_by_user(passing: Callable[[FrameType], bool] = lambda frame: False) -> bool:
+    """Whether the innermost frame that does not run torch is the user's, and not this package's.
+
+    Args:
+        passing: says of further frames that they only pass a call on.
+    """
     frame = sys._getframe(1)
     if frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
         frame = frame.f_back  # who asks
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_TORCH) or passing(frame)
+    ):
         frame = frame.f_back
     return not frame.f_code.co_filename.startswith(_OURS)
 

@@ -169,7 +169,9 @@ class Cache:
         """The symbolic program for a call, if another size of it was seen before."""
         for entry in self.entries:
             # What a program is held to beside its form is for the sizes of its own calls.
-            if entry.signature == signature and not entry.program.conditions:
+            program = entry.program
+            held = program.conditions or program.asked or program.groups
+            if entry.signature == signature and not held:
                 reached = entry.reach(flat)
                 if reached is not None:
                     return entry, reached

@@ -15,7 +15,6 @@ import optree
 from tsfunc import pytrees, rage
 from tsfunc.bridge.backends import Backend
 from tsfunc.bridge.settings import settings
-from tsfunc.bridge.symbols import Condition
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DescriptorViolation, TsfuncError
 from tsfunc.program.backends import Compiled
@@ -41,6 +40,7 @@ from tsfunc.program.instances import Instances, KeepsTensors
 from tsfunc.program.module_state import state_of
 from tsfunc.program.program import Program
 from tsfunc.program.reasons import UNSEEN, facts_of_call, passed_text, reason_for
+from tsfunc.program.same_tensors import ToldApart
 from tsfunc.program.surroundings import FUNCTIONS, Surroundings
 from tsfunc.program.untyped import any_arguments
 from tsfunc.program.widening import size_names, varying_sizes, widen
@@ -155,7 +155,12 @@ class FirstCall:
         self.reason = reason or reason_for(facts, cache.history)
         signature = self.signature(inputs)
         dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
-        if self.reason == UNSEEN and all(each.signature != signature for each in cache.entries):
+        is_full = len(cache.entries) == cache.limit
+        if (
+            self.reason == UNSEEN
+            and is_full
+            and all(each.signature != signature for each in cache.entries)
+        ):
             self.reason = dropped
         known = cache.known(signature, self.flat)
         sizes = self.bindings.sizes if self.bindings is not None else {}
@@ -254,7 +259,7 @@ class FirstCall:
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
         form = form_of_call(
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
-            program.conditions,
+            program.conditions, program.asked, program.groups,
         )  # fmt: skip
         facts = instances.held.facts
         program = dataclasses.replace(
@@ -263,7 +268,7 @@ class FirstCall:
             facts=facts,
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
-            guards=self.guards(inputs, bounds, scalars, instances.held.read, program.conditions),
+            guards=self.guards(inputs, bounds, scalars, instances.held.read, program),
             state=state_of(
                 self.func, program.lifted, program.updates, len(self.flat), facts.values,
                 instances.held.read,
@@ -275,6 +280,7 @@ class FirstCall:
             )
             program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(self.flat, inputs, bounds, scalars, program.conditions)
+        lines += form.more(scope)
         opening = opening_lines(self.tree, scope, self.target.sees_keywords)
         entry = Entry(
             program,
@@ -290,15 +296,27 @@ class FirstCall:
         self._record(entry)
         return entry, facts.values
 
-    def _captured(self, request: TraceRequest, every: bool = False) -> tuple[Program, Instances]:
-        """The program of a trace; with ``every`` counters are taken in as what is read."""
+    def _captured(
+        self, request: TraceRequest, every: bool = False, apart: bool = False
+    ) -> tuple[Program, Instances]:
+        """The program of a trace.
+
+        Args:
+            request: what is traced.
+            every: whether counters are taken in as what is read.
+            apart: whether it is known that the function tells its tensors apart.
+        """
         instances = self._instances(every)
+        instances.tells_apart = instances.tells_apart or apart
         try:
             return capture(request, instances), instances
         except KeepsTensors:
-            return self._captured(request, every=True)
+            return self._captured(request, True, apart)
+        except ToldApart as told:
+            return self._captured(dataclasses.replace(request, own=told.own), every, True)
         except AtTheEdge as edge:
             instances = self._instances(every)
+            instances.tells_apart = instances.tells_apart or apart
             request = dataclasses.replace(request, retraced=edge.names)
             try:
                 return capture(request, instances), instances
@@ -331,7 +349,7 @@ class FirstCall:
         bounds: Mapping[str, Dim],
         scalars: Sequence[ScalarSpec],
         read: Mapping[str, Any],
-        conditions: Sequence[Condition],
+        program: Program,
     ) -> Guards:
         """What a program for these inputs takes for granted, for people."""
         positions = [spec.position for spec in scalars]
@@ -344,7 +362,8 @@ class FirstCall:
             self.arguments,
             read,
             positions,
-            conditions,
+            program.conditions,
+            program.asked,
         )
 
     def descriptors(

@@ -13,6 +13,7 @@ import torch.fx
 
 from tsfunc import pytrees, rage
 from tsfunc.bridge import torch_state
+from tsfunc.bridge.asked import Argument
 from tsfunc.bridge.control_flow import every_node
 from tsfunc.bridge.factories import watching_factories, watching_random
 from tsfunc.bridge.fake_results import unlogged
@@ -29,12 +30,14 @@ from tsfunc.program.codegen import generate
 from tsfunc.program.collecting import collecting_seldom
 from tsfunc.program.constraints import check_needs
 from tsfunc.program.guards import variables_of
+from tsfunc.program.holding import Place
 from tsfunc.program.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.instances import Instances
 from tsfunc.program.passes import simplify
 from tsfunc.program.program import Program
 from tsfunc.program.refusals import check_containers, check_frozen, explain_sizes
 from tsfunc.program.results import with_objects_apart
+from tsfunc.program.same_tensors import Groups, ToldApart, as_one, groups_of, hold
 from tsfunc.program.untyped import StandIn
 from tsfunc.program.updates import Update
 from tsfunc.types import Dim
@@ -56,6 +59,7 @@ class TraceRequest:
         scalars: the numbers among the arguments that are inputs.
         untyped: the arguments of type ``Any``, with which nothing may be computed.
         described: the descriptors, by parameter, for errors.
+        own: tensors that the function has from elsewhere, and is given among its arguments.
         retraced: the named dims whose sizes in the call are at the edge (NOTE [sizes at the edge]
             in ``edges``); they are traced with others.
     """
@@ -70,6 +74,7 @@ class TraceRequest:
     scalars: Sequence[ScalarSpec] = ()
     untyped: Mapping[int, StandIn] = field(default_factory=dict)
     described: Mapping[str, Descriptor] = field(default_factory=dict)
+    own: Mapping[int, torch.Tensor] = field(default_factory=dict)
     retraced: frozenset[str] = frozenset()
 
 
@@ -85,7 +90,7 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         ConstraintViolation: the function's course depends on the size of a named dim.
         TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
         DataDependentError: it uses a tensor as a Python number or bool.
-        AtTheEdge: it is to be traced again.
+        AtTheEdge, ToldApart: it is to be traced again.
     """
     with collecting_seldom():
         trace = _Trace(request, instances or Instances(request.name))
@@ -114,6 +119,7 @@ class _Trace:
         sizes = sizes_of_call(request.inputs)
         known = {name: size for name, size in sizes.items() if name not in request.retraced}
         self.symbols = Symbols(request.bounds, known, numbers)
+        self._attributes: list[str] = []
 
     def run(self) -> Any:
         """Runs the function outside of all levels; what it returns."""
@@ -130,17 +136,37 @@ class _Trace:
         """The flattened arguments, those that vary in their traced form."""
         request, level, symbols = self.request, self.level, self.symbols
         tracers = [_input(level, spec, symbols) for spec in request.inputs]
+        level.questions.attribute_of = self._attribute_of
+        for spec, tracer in zip(request.inputs, tracers, strict=True):
+            fixed = all(isinstance(dim, int) for dim in spec.dims)
+            level.questions.add(
+                tracer, Argument(spec.position, spec.name, spec.example, tracer.value, fixed)
+            )
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
         symbols.record_in(level.graph, {**sizes, **numbers})
         traced = list(request.flat)
         for scalar in request.scalars:
             traced[scalar.position] = symbols.scalars[scalar.name]
-        for spec, tracer in zip(request.inputs, tracers, strict=True):
-            traced[spec.position] = tracer
+        instances = self.instances
+        self._own = {**request.own, **instances.held.own_tensors}
+        self._as_one = instances.tells_apart
+        given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
+        for spec, value in zip(request.inputs, given, strict=True):
+            traced[spec.position] = value
         for position, stand_in in request.untyped.items():
             traced[position] = stand_in(traced[position])
         return traced
+
+    def _attribute_of(self, argument: Argument, name: str) -> Any:
+        """What an attribute of a tensor among the arguments is, that Python keeps for it."""
+        held, way = self.instances.held, f"args[{argument.position}].{name}"
+        text = f"{argument.name}.{name}"
+        self._attributes.append(text)
+        with self.instances.paused():
+            value = getattr(argument.example, name)
+            held.take(value, Place(held.facts.bind(way), text, text, False))
+        return value
 
     def _call(self, traced: list[Any]) -> Any:
         request, held = self.request, self.instances.held
@@ -161,6 +187,20 @@ class _Trace:
         check_containers(request.what, request.func, (args, kwargs), traced, request.tree)
         return out
 
+    def _told_apart(self) -> Groups:
+        """Holds later calls to which of their tensors are one: NOTE [one tensor twice]."""
+        instances, inputs = self.instances, self.request.inputs
+        if not instances.tells_apart:
+            return ()
+        own = {**self._own, **instances.held.own_tensors}
+        given = self._own if self._as_one else {}
+        groups = groups_of(inputs)
+        twice = len(groups) < len(inputs) and not self._as_one
+        if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
+            raise ToldApart(own)
+        hold(instances.held.facts, inputs, own)
+        return groups if len(inputs) > 1 else ()
+
     def fake_value(self, leaf: Any) -> Any:
         """A tensor that the function returned, without data; anything else as it is."""
         if not isinstance(leaf, torch.Tensor):
@@ -173,6 +213,7 @@ class _Trace:
         """The program of what was recorded, which returns what the function returned."""
         request, level, symbols = self.request, self.level, self.symbols
         updates = self.instances.finish()
+        level.questions.refuse_assigned()
         apart = with_objects_apart(request.what, without_stand_ins(out), self.instances.held.again)
         leaves, out_tree = pytrees.flatten(apart)
         results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
@@ -186,7 +227,11 @@ class _Trace:
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
         program = self._finished(out_tree, assigned)
         conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
-        return replace(program, conditions=tuple(conditions), raised=raised)
+        asked = tuple(level.questions.asked.values())
+        return replace(
+            program, conditions=tuple(conditions), asked=asked, groups=self._told_apart(),
+            attributes=tuple(self._attributes), raised=raised,
+        )  # fmt: skip
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """The recorded graph simplified, and as Python."""

@@ -57,12 +57,15 @@ class CodeReads:
         names: the names of all attributes that it reaches for, of anything.
         texts: the names among its strings, if it has a function that looks variables or
             attributes up by their names (``globals``, ``getattr``).
+        compared: what objects are compared with by identity (``x is y``): a variable from outside,
+            or None for what is not told from the code.
     """
 
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     names: frozenset[str]
     texts: frozenset[str]
+    compared: frozenset[Access | None] = frozenset()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,6 +75,7 @@ def code_reads(code: types.CodeType) -> CodeReads:
     writes: dict[Access, None] = {}
     names: set[str] = set()
     texts: set[str] = set()
+    compared: set[Access | None] = set()
     free = frozenset(code.co_freevars)
     for each in _with_nested(code):
         scan = _Scan(each, free)
@@ -80,7 +84,10 @@ def code_reads(code: types.CodeType) -> CodeReads:
         reads.update(dict.fromkeys(scan.reads))
         writes.update(dict.fromkeys(scan.writes))
         names.update(scan.names)
-    return CodeReads(tuple(reads), tuple(writes), frozenset(names), frozenset(texts))
+        compared.update(scan.compared)
+    return CodeReads(
+        tuple(reads), tuple(writes), frozenset(names), frozenset(texts), frozenset(compared)
+    )
 
 
 _BY_NAME = frozenset({
@@ -123,6 +130,7 @@ _STORES: dict[str, Kind] = {
     "STORE_DEREF": "free",
     "DELETE_DEREF": "free",
 }
+_BY_IDENTITY = frozenset({"id", "hash", "set", "frozenset"})  # functions that tell objects apart
 _NOT_COUNTED = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL"})
 
 # What follows a variable in `v += 1`, in `v[key] = x`, and in `v[key] += 1` (as CPython 3.10 and
@@ -171,6 +179,7 @@ class _Scan:
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.names: set[str] = set()
+        self.compared: set[Access | None] = set()
         lines = dict(dis.findlinestarts(code))
         line = code.co_firstlineno
         modules: dict[str, Access] = {}  # local variables that are modules
@@ -194,6 +203,10 @@ class _Scan:
                 self.writes.append(replace(chain, attributes=(*chain.attributes, what), line=line))
             if chain is not None:
                 self._end(chain, steps[i : i + 64], counted)
+            if name == "IS_OP" and before != "LOAD_CONST":
+                self.compared.add(chain)
+            elif name == "BUILD_SET" or (chain is not None and chain.name in _BY_IDENTITY):
+                self.compared.add(None)
             chain = None
             if name in _ROOTS and (_ROOTS[name] == "global" or what in free):
                 chain = Access(_ROOTS[name], what, (), line)

@@ -14,12 +14,14 @@ import optree
 import torch
 
 from tsfunc.bridge import torch_state
+from tsfunc.bridge.asked import Asked
 from tsfunc.bridge.symbols import Condition, Symbols
 from tsfunc.dispatch import state
 from tsfunc.program.entering import key_orders
 from tsfunc.program.guards import guard_lines, variables_of
 from tsfunc.program.holding import is_instance
 from tsfunc.program.inputs import InputSpec, sizes_of_call
+from tsfunc.program.same_tensors import Groups, condition
 from tsfunc.types import Dim
 
 
@@ -36,6 +38,8 @@ class CallForm:
         ambient: torch's settings.
         of_keywords: whether the order of the keyword arguments is one that the function sees.
         conditions: what must hold of the named dims, and of the numbers beside them.
+        asked: what was asked of tensors among the arguments, beside types and sizes.
+        groups: their positions, those together that are one tensor; empty where nobody tells.
     """
 
     tree: optree.PyTreeSpec
@@ -45,6 +49,8 @@ class CallForm:
     ambient: tuple[Any, ...]
     of_keywords: bool = False
     conditions: tuple[Condition, ...] = ()
+    asked: tuple[Asked, ...] = ()
+    groups: Groups = ()
 
     @functools.cached_property
     def orders(self) -> tuple[Any, ...]:
@@ -56,7 +62,22 @@ class CallForm:
         flat = list(self.leaves)
         for spec in self.inputs:
             flat[spec.position] = spec.example
-        return guard_lines(flat, self.inputs, self.bounds, (), self.conditions)
+        lines, scope = guard_lines(flat, self.inputs, self.bounds, (), self.conditions)
+        return [*lines, *self.more(scope)], scope
+
+    def more(self, scope: dict[str, Any]) -> list[str]:
+        """The lines of a guard about what was asked of tensors beside types and sizes.
+
+        Args:
+            scope: where the names are put that they use.
+        """
+        lines = []
+        for i, each in enumerate(self.asked):
+            scope[f"asked_{i}"] = each.holds
+            lines.append(f"if not asked_{i}(args[{each.position}]): return None")
+        if self.groups:
+            lines.append(f"if not ({condition(self.groups)}): return None")
+        return lines
 
     def unmet(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
         """The conditions that do not hold for some arguments, whose named dims have these sizes."""
@@ -77,12 +98,16 @@ def form_of_call(
     ambient: tuple[Any, ...],
     of_keywords: bool,
     conditions: tuple[Condition, ...],
+    asked: tuple[Asked, ...] = (),
+    groups: Groups = (),
 ) -> CallForm:
     """The form of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
-    return CallForm(tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions)
+    return CallForm(
+        tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, asked, groups
+    )
 
 
 def example_call(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tsfunc.bridge.asked import Asked
 from tsfunc.bridge.settings import SETTINGS
 from tsfunc.bridge.symbols import Condition
 from tsfunc.program.holding import is_instance
@@ -34,6 +35,7 @@ def guard_texts(
     read: Mapping[str, Any],
     open_numbers: Sequence[int],
     conditions: Sequence[Condition],
+    asked: Sequence[Asked],
 ) -> Guards:
     """What a program for a call takes for granted.
 
@@ -47,6 +49,7 @@ def guard_texts(
         read: what was read of objects and from outside, by how a user would write it.
         open_numbers: the positions of the numbers that are inputs.
         conditions: what must hold of these.
+        asked: what was asked of tensors among the arguments, beside types and sizes.
     """
     specs = {spec.position: spec for spec in inputs}
     lines: list[str] = []
@@ -63,6 +66,9 @@ def guard_texts(
             lines.append(f"{name} is {describe(value)}")
     lines += _sizes(inputs, bounds, places, arguments)
     lines += [condition.text for condition in conditions]
+    for each in asked:
+        name = place_text(places[each.position], arguments)
+        lines.append(f"{each.fact.format(name)} is {each.answer}")
     lines += [f"{name} is {describe(value)}" for name, value in read.items()]
     lines += [f"{s.name} is {value}" for s, value in zip(SETTINGS, settings, strict=True)]
     return Guards(lines)

@@ -135,6 +135,12 @@ class Held:
         known = self._known.get(id(value))
         return None if known is None else known[1]
 
+    @property
+    def own_tensors(self) -> dict[int, torch.Tensor]:
+        """The tensors that are the function's own, by id."""
+        known = self._known.items()
+        return {i: x for i, (x, place) in known if place.own and isinstance(x, torch.Tensor)}
+
     def give(self, flat: Sequence[Any]) -> None:
         """Says what the flattened arguments are."""
         self._given = flat
@@ -223,6 +229,9 @@ class Held:
         if isinstance(value, (*_SEQUENCES, dict)) or is_namespace(value):
             self._container(value, place)
         elif inside is not None:
+            if isinstance(value, enum.Enum):
+                facts.require_same(at, value)
+                self._known[id(value)] = value, place
             facts.require_type(at, cls)
             expression, now = inside
             self.take(now, replace(place, variable=facts.bind(expression.format(at))))

@@ -59,6 +59,8 @@ class Instances:
         others: gives the changes to what is no object's attribute.
         free_counters: takes traced tensors out of what the function only changes (NOTE [counters]
             in ``code_reads.py``), and says whether there were any.
+        tells_apart: whether the function compares objects by identity (``x is y``) that may be
+            tensors: NOTE [one tensor twice] in ``same_tensors.py``.
     """
 
     def __init__(self, name: str, closure: Closure = "guard") -> None:
@@ -67,6 +69,7 @@ class Instances:
         self.others: Callable[[], Iterator[Change]] = lambda: iter(())
         self.free_counters: Callable[[], bool] = lambda: False
         self._counted_tensors = False
+        self.tells_apart = False
         self.generators = Generators(f"specialize({name})")
         self.held = Held(
             name, self._enter, lambda value: self.met(value), self.generators.add, closure

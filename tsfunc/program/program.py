@@ -13,6 +13,7 @@ import optree
 import torch
 import torch.fx
 
+from tsfunc.bridge.asked import Asked
 from tsfunc.bridge.symbols import Condition
 from tsfunc.errors import MalformedProgramError
 from tsfunc.program.codegen import generate
@@ -57,6 +58,11 @@ class Program:
             shows them all.
         places: for each flattened argument its path, from the name of a parameter.
         conditions: what must hold of the numbers among its inputs.
+        asked: what the function has asked of its arguments beside types and sizes.
+        attributes: those of tensors among its arguments that the function has read, ``grad`` and
+            the user's own.
+        groups: the positions of tensors among the arguments, those together that are one; empty
+            where the function does not tell.
         state: what the function's module calls the tensors that it reads from outside.
         facts: what later calls are held to beside their arguments, and what is read of it; None
             where there is no record.
@@ -77,6 +83,9 @@ class Program:
     guards: Guards = field(default_factory=Guards)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
+    asked: tuple[Asked, ...] = ()
+    attributes: tuple[str, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
     facts: Facts | None = None
     raised: Mapping[str, Dim] = field(default_factory=dict)

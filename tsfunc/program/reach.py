@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Facts:
         self._results: list[tuple[str, Any]] = []
         self._same: dict[int, list[str]] = {}
         self._own: dict[int, tuple[str, torch.Tensor]] = {}
+        self._members: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def function(
         self, now: tuple[Any, ...], guard: Sequence[str] = (), scope: dict[str, Any] | None = None
@@ -90,6 +92,7 @@ class Facts:
         alike, check = self._still_alike()
         names = {**self._scope, **(scope or {}), "quick_own": check}
         lines = [f"if {settings.condition(now, names)}: return None", *guard]
+        lines += self._still_there(names)
         for line in self._lines:
             lines.extend([line] if isinstance(line, str) else line)
         lines += alike
@@ -99,6 +102,16 @@ class Facts:
         source = f"def reach({parameters}):\n    try:\n{body}{ending}"
         exec(compile(source, "<tsfunc guard>", "exec"), names)
         return names["reach"]
+
+    def _still_there(self, scope: dict[str, Any]) -> Iterator[str]:
+        """Lines for what modules and classes of libraries have, those of each looked at at once."""
+        for i, (owner, members) in enumerate(self._members.values()):
+            found = operator.itemgetter(*members)
+            scope[f"get_{i}"], scope[f"of_{i}"] = found, vars(owner)
+            scope[f"had_{i}"] = found(members)
+            # A tuple's items are compared as objects first, and NaN is not equal to itself.
+            differs = "is not" if len(members) == 1 else "!="
+            yield f"if get_{i}(of_{i}) {differs} had_{i}: return None"
 
     def _still_alike(self) -> tuple[list[str], Any]:
         """Lines for the tensors that are the same: a look at all of them at once, else at each."""
@@ -149,6 +162,10 @@ class Facts:
 
     def require(self, condition: str) -> None:
         self._lines.append(f"if not ({condition}): return None")
+
+    def require_member(self, owner: Any, name: str, value: Any) -> None:
+        """What a module or class of a library has by a name, compared by identity, or equal."""
+        self._members.setdefault(id(owner), (owner, {}))[1][name] = value
 
     def require_type(self, at: str, cls: type) -> None:
         self._lines.append(f"if type({at}) is not {self.name(cls)}: return None")

@@ -1,4 +1,4 @@
-"""Objects that show what something else has: views, references, buffers of bytes.
+"""Objects that show what something else has: views, references, buffers of bytes, enum members.
 
 Later calls are held to what they show, which changes without them: a view of a dict with the dict.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextvars
+import enum
 import types
 import weakref
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 _DICT: dict[Any, Any] = {}
 _VIEWS = (type(_DICT.keys()), type(_DICT.values()), type(_DICT.items()))
 _BYTES = (bytearray, array.array, memoryview)
+
+_OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}  # which every enum member has
 
 
 def has_contents(value: Any) -> bool:
@@ -34,6 +37,11 @@ def shown(value: Any) -> tuple[str, Any] | None:
         return "list({})", list(value)
     if isinstance(value, types.MappingProxyType):
         return "dict({})", dict(value)
+    if isinstance(value, enum.Enum):
+        own = vars(value)
+        if own.keys() <= _OF_MEMBERS:
+            return "{}._value_", own["_value_"]
+        return "{}.__dict__", dict(own)
     if isinstance(value, contextvars.ContextVar):
         return "{}.get(None)", value.get(None)
     if isinstance(value, _BYTES):

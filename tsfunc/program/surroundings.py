@@ -9,8 +9,10 @@ call, so writing into it is seen). Of objects, what was reached for of them: NOT
 
 from __future__ import annotations
 
+import abc
 import builtins
 import copy
+import enum
 import functools
 import importlib.util
 import inspect
@@ -41,6 +43,8 @@ FUNCTIONS = (
 _CODE = (types.ModuleType, type, property, *FUNCTIONS)
 _PLAIN = (int, float, bool, str, type(None))
 _FILLED = (list, dict, set, deque)
+_HAVE_MEMBERS = (types.ModuleType, type)
+_NO_TENSORS = (*_CODE, *_PLAIN, torch.dtype, torch.layout, torch.device, enum.Enum)
 
 
 class _Variable:
@@ -119,7 +123,7 @@ class Surroundings:
         self._seen: dict[int, Any] = {}
         self._variables: dict[tuple[int, str | None], _Variable] = {}
         self._owners: dict[int, str] = {}
-        self._looks_at_environment = False
+        self._looks_at_environment = self._looks_at_registered = False
         self._counters: list[tuple[_Variable, Any]] = []
         self._names: set[str] = set()
         self._waiting: dict[str, list[Callable[[], None]]] = {}
@@ -144,6 +148,7 @@ class Surroundings:
             if isinstance(code, types.FunctionType):
                 self._function(code)
             elif isinstance(code, type):
+                self._registered(code)
                 self._class(code)
             elif isinstance(code, functools.partial):
                 self._partial(code)
@@ -181,6 +186,8 @@ class Surroundings:
                     self._follow(func, replace(access, attributes=(*access.attributes, text)))
             else:
                 self._count(func, access)
+        if any(self._may_be_tensor(func, access) for access in found.compared):
+            self.instances.tells_apart = True
         for text in found.texts & func.__globals__.keys():
             self._follow(func, Access("global", text, (), func.__code__.co_firstlineno))
         for name in found.names - self._names:
@@ -221,6 +228,13 @@ class Surroundings:
                 else:
                     self._waiting.setdefault(name, []).append(look)
 
+    def _registered(self, cls: type) -> None:
+        """What is an instance of an abstract class changes as classes are registered for it."""
+        if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
+            self._looks_at_registered = True
+            token = self.facts.name(abc.get_cache_token)
+            self.facts.require(f"{token}() == {abc.get_cache_token()}")
+
     def _member(self, cls: type, name: str, value: Any) -> None:
         for attribute in ("fget", "func", "__func__"):  # of properties and the like
             value = getattr(value, attribute, None) or value
@@ -236,6 +250,8 @@ class Surroundings:
         line = f"{func.__code__.co_filename}:{access.line}, in {func.__code__.co_name}"
         found = _root(func, access)
         if found is None:
+            if access.kind == "module":
+                self._members(_imported(func, access), access.attributes)
             return
         owner, name, text, attributes = found
         for i, attribute in enumerate((*attributes, None)):
@@ -248,6 +264,19 @@ class Surroundings:
             if name is None or not _is_followed(owner, name):
                 return
             text = f"{text}.{name}"
+
+    def _may_be_tensor(self, func: types.FunctionType, access: Access | None) -> bool:
+        """Whether what an object is compared with by identity may be a tensor."""
+        found = None if access is None else _root(func, access)
+        if found is None:
+            return True
+        owner, name, text, attributes = found
+        value = _Variable(owner, name, text, "", "").before
+        if value is MISSING:
+            value = vars(builtins).get(str(name))
+        for attribute in attributes:
+            value = inspect.getattr_static(value, attribute, None)
+        return isinstance(value, torch.Tensor) or not isinstance(value, _NO_TENSORS)
 
     def _count(self, func: types.FunctionType, access: Access) -> None:
         """Keeps what a variable is that the function only changes."""
@@ -289,12 +318,24 @@ class Surroundings:
         if not libraries.is_library(above if way else value):
             return
         last = libraries.reached(value, way)
+        self._members(value, way)
         self.instances.generators.mentioned(last, line)
         if libraries.is_question(last):
             at = self.facts.bind(f"{self.facts.name(last)}()")
             self.held.take(last(), Place(at, f"{last.__name__}()", "", True))
         elif libraries.changes_by_itself(above, way[-1] if way else None, last):
             self._warn(last, line)
+
+    def _members(self, owner: Any, way: Sequence[str]) -> None:
+        """Holds later calls to what is reached for of a library: somebody may put another there."""
+        above = libraries.reached(owner, way[:-1])
+        if not way or not libraries.is_library(above) or not isinstance(above, _HAVE_MEMBERS):
+            return
+        found = vars(above).get(way[-1], MISSING)
+        if isinstance(found, (*_CODE, *_PLAIN)):
+            self.facts.require_member(above, way[-1], found)
+            if isinstance(found, type):
+                self._registered(found)
 
     def _warn(self, function: Any, line: str) -> None:
         """Tells of a function that gives something else each time."""
@@ -401,15 +442,20 @@ def _root(
     if access.kind == "free":
         cells = dict(zip(func.__code__.co_freevars, func.__closure__ or (), strict=True))
         return cells[access.name], None, access.name, access.attributes
+    module, (first, *rest) = _imported(func, access), access.attributes
+    if module is None or not _is_followed(module, first):
+        return None
+    return module, first, f"{access.name}.{first}", tuple(rest)
+
+
+def _imported(func: types.FunctionType, access: Access) -> types.ModuleType | None:
+    """The module that a function imports, if it is there."""
     name = "." * access.level + access.name
     try:
         name = importlib.util.resolve_name(name, func.__globals__.get("__package__") or "")
     except ImportError:
         return None
-    module, (first, *rest) = sys.modules.get(name), access.attributes
-    if module is None or not _is_followed(module, first):
-        return None
-    return module, first, f"{access.name}.{first}", tuple(rest)
+    return sys.modules.get(name)
 
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "tsfunc"})

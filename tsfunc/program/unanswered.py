@@ -47,7 +47,7 @@ def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
     places, arguments = _named(form, signature)
     return guard_texts(
         form.leaves, places, form.inputs, form.bounds, form.ambient, arguments, {}, (),
-        form.conditions,
+        form.conditions, form.asked,
     )  # fmt: skip
 
 

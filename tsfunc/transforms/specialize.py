@@ -375,6 +375,12 @@ def specialize(
             f"specialize: max_specializations= takes how many programs are kept, an int of 1 or "
             f"more, got {max_specializations!r}."
         )
+    if isinstance(func, staticmethod | classmethod | property):
+        of_function = functools.partial(
+            specialize, descriptors=descriptors, max_specializations=max_specializations,
+            closure=closure, auto_widen=auto_widen, backend=backend,
+        )  # fmt: skip
+        return _of_class(func, of_function)
     if not callable(func):
         raise TypeError(
             f"specialize: expected a function and descriptors for its parameters, got "
@@ -392,6 +398,14 @@ def specialize(
             f"dicts, got {descriptors!r} of type {type(descriptors).__name__}."
         )
     return Specialized(func, every, max_specializations, closure, auto_widen, backend)
+
+
+def _of_class(found: Any, of_function: Callable[[Any], Any]) -> Any:
+    """What a class has in the place of a function, around what is made of the function."""
+    if isinstance(found, property):
+        reads = None if found.fget is None else of_function(found.fget)
+        return property(reads, found.fset, found.fdel, found.__doc__)
+    return type(found)(of_function(found.__func__))
 
 
 def _is_list_of_mappings(value: Any) -> bool:

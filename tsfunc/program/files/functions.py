@@ -45,7 +45,7 @@ from tsfunc.program.unanswered import guards_of_form
 from tsfunc.types import parse_descriptor
 from tsfunc.types.descriptors import Descriptor
 
-KIND, VERSION = "tsfunc program", 3
+KIND, VERSION = "tsfunc program", 4
 _KINDS = {
     str(kind).lower(): kind
     for kind in (
@@ -169,10 +169,10 @@ def _version_of(function: SavedFunction, has_state: bool) -> int:
     """The first version of the format that has what is written."""
     forms = [answer.form for answer in function.answers]
     nodes = (node for answer in function.answers for node in answer.program.graph.nodes)
-    if any(map(facts_of, forms)) or any(node.target is torch.Size for node in nodes):
-        return 3
+    fourth = any(form.asked or form.groups for form in forms)
+    third = any(map(facts_of, forms)) or any(node.target is torch.Size for node in nodes)
     found = [version_of(answer.program.graph) for answer in function.answers]
-    return max(2 if has_state else 1, *found)
+    return max(4 if fourth else 3 if third else 2 if has_state else 1, *found)
 
 
 def _version() -> str:
@@ -318,6 +318,8 @@ def _of_form(
             places=places_of(signature, len(form.leaves), form.tree),
             descriptors=described(form.leaves, form.inputs, form.tree, signature),
             guards=guards_of_form(form, signature),
+            asked=form.asked,
+            groups=form.groups,
         )
     except (TypeError, ValueError) as error:
         field.fail(f"it is no call of the function: {error}")

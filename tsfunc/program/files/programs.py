@@ -7,13 +7,14 @@ of it, and the number of its program; a guard is generated anew from that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
 
+from tsfunc.bridge.asked import Asked, answerer
 from tsfunc.bridge.settings import SETTINGS
 from tsfunc.bridge.size_forms import symbol_of
 from tsfunc.bridge.symbols import Condition, Symbols
@@ -189,6 +190,17 @@ def encode_form(form: CallForm, where: Callable[[int], str]) -> Any:
             for setting, value in zip(SETTINGS, form.ambient, strict=True)
         },
         **({"conditions": conditions} if (conditions := facts_of(form)) else {}),
+        **({"asked": [_encode_asked(each) for each in form.asked]} if form.asked else {}),
+        **({"one": [list(group) for group in form.groups]} if form.groups else {}),
+    }
+
+
+def _encode_asked(asked: Asked) -> Any:
+    answer = asked.answer
+    return {
+        "argument": asked.position,
+        "fact": asked.fact,
+        "answer": list(answer) if isinstance(answer, tuple) else answer,
     }
 
 
@@ -244,7 +256,8 @@ class FormReader:
     def decode(self, field: Field) -> CallForm:
         """The form that `encode_form` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
-        field.require_keys(keys, ("conditions",) if self._version > 2 else ())
+        since = {"conditions": 3, "asked": 4, "one": 4}
+        field.require_keys(keys, [key for key in since if self._version >= since[key]])
         arguments, leaves_field, dims, ambient_field = map(field.at, keys)
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
@@ -259,10 +272,14 @@ class FormReader:
                 inputs.append(self._input(i, leaf, bounds))
         ambient = self._settings(ambient_field)
         said = field.get("conditions")
-        conditions = () if said is None else tuple(_condition(x, bounds) for x in said.items())
+        conditions = tuple(_condition(x, bounds) for x in _items(said))
+        positions = frozenset(spec.position for spec in inputs)
+        asked = tuple(_asked(x, positions) for x in _items(field.get("asked")))
+        groups = tuple(_group(x, positions) for x in _items(field.get("one")))
         return CallForm(
-            tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions
-        )
+            tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
+            asked, groups,
+        )  # fmt: skip
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
         """torch's settings; of one that the file does not know, any value will do."""
@@ -299,6 +316,38 @@ def _condition(field: Field, bounds: Mapping[str, Dim]) -> Condition:
     except DescriptorError as error:
         field.fail(str(error))
     return Condition(code, text, tuple(bounds), text)
+
+
+def _items(field: Field | None) -> Sequence[Field]:
+    """The items of a list that need not be there."""
+    return () if field is None else field.items()
+
+
+def _asked(field: Field, positions: Collection[int]) -> Asked:
+    argument, fact, answer = field.record("argument", "fact", "answer")
+    text = fact.line()
+    if answerer(text) is None:
+        fact.fail("there is no such question")
+    told = answer.value
+    if isinstance(told, list):
+        told = tuple(each.integer(0) for each in answer.items())
+    elif told is not None and not isinstance(told, bool | int):
+        answer.expected("true, false, a number or numbers")
+    return Asked(_position(argument, positions), text, told)
+
+
+def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:
+    found = tuple(_position(each, positions) for each in field.items())
+    if not found:
+        field.expected("the places of arguments")
+    return found
+
+
+def _position(field: Field, positions: Collection[int]) -> int:
+    found = field.integer(0)
+    if found not in positions:
+        field.expected("the place of a tensor among the arguments")
+    return found
 
 
 def _read_dim(field: Field, name: str) -> Dim:

@@ -44,6 +44,7 @@ def function_to_save(
             f"save({target.name}): expected some of its own programs (see .programs), got another."
         )
     chosen = [entry for entry in cache.entries if not programs or entry.program in programs]
+    _refuse_attributes(target.name, [entry.program for entry in chosen])
     current = [entry for entry in chosen if is_current(entry.program)]
     if not current:
         raise ValueError(
@@ -72,8 +73,18 @@ def program_to_save(program: Program) -> SavedFunction:
         )
     kinds = (("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds])
+    _refuse_attributes(program.name, [program])
     answer = Answer(program, program.form, "the program itself")
     return SavedFunction(program.name, signature, (), 1, (answer,))
+
+
+def _refuse_attributes(name: str, programs: Sequence[Program]) -> None:
+    for program in programs:
+        for attribute in program.attributes:
+            raise ValueError(
+                f"save({name}): the function reads {attribute}, and a file has no place for "
+                f"attributes of tensors. Pass what it is as an argument."
+            )
 
 
 def write(path: Path, function: SavedFunction) -> None:
