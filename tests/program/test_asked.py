@@ -54,6 +54,11 @@ def tagged(value: Any) -> Tensor:
     return x  # type: ignore[no-any-return]
 
 
+def tag_is_two(x: Any) -> Any:
+    tag = x.tag
+    return tag == 2
+
+
 def with_gradient(value: Tensor | None) -> Tensor:
     x = leaf()
     x.grad = value
@@ -92,7 +97,7 @@ QUESTIONS: dict[str, tuple[Question, Sequence[Callable[[], Tensor]]]] = {
         lambda x: hasattr(x, "tag"), [lambda: torch.ones(3), functools.partial(tagged, 1)],
     ),
     "its attribute": (
-        lambda x: x.tag == 2, [functools.partial(tagged, 1), functools.partial(tagged, 2)],
+        tag_is_two, [functools.partial(tagged, 1), functools.partial(tagged, 2)],
     ),
     "strides of one": (
         lambda x: x.stride(0) > 4,
@@ -153,6 +158,19 @@ def test_what_is_computed_has_autograds_answers(tensor: Callable[[], Tensor]) ->
         return x * (1 + 2 * y.is_leaf + 4 * z.is_leaf + 8 * (x.detach().grad_fn is None))
 
     torch.testing.assert_close(specialize(f)(tensor()), f(tensor()))
+
+
+def test_leaves_that_the_function_makes() -> None:
+    def f(x: Tensor) -> Tensor:
+        weight = x.detach().clone().requires_grad_()
+        loss = weight * 3
+        assert weight.is_leaf and weight.grad_fn is None and not loss.is_leaf
+        assert loss.grad_fn is not None and loss.output_nr == 0 and weight.grad is None
+        loss.sum().backward()
+        assert weight.grad is not None
+        return weight.grad * x
+
+    torch.testing.assert_close(specialize(f)(torch.ones(3)), torch.full((3,), 3.0))
 
 
 def test_a_function_that_asks_nothing_has_one_program() -> None:
@@ -226,8 +244,8 @@ def _hooks(x: Tensor) -> Tensor:
     return x * 2 if x._backward_hooks is None else x
 
 
-def _tags(x: Any) -> Any:
-    x.tag = 1
+def _tags(x: Tensor) -> Tensor:
+    setattr(x, "tag", 1)  # noqa: B010 - a tensor has no such attribute
     return x * 2
 
 
@@ -447,7 +465,7 @@ class Layer:
 
     def _norm(self) -> Tensor:
         """The norm."""
-        return self.weight.norm(1)
+        return self.weight.sum()
 
     def _refuse(self, value: float) -> NoReturn:
         raise AttributeError("it is what it is")

@@ -257,7 +257,14 @@ def _wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _is_recorded(value: Any) -> bool:
+    """Whether the function itself records autograd on a tracer (``requires_grad_()``)."""
+    return bool(_wrapper(_GETS["requires_grad"], value))
+
+
 def _is_leaf(questions: Questions, value: Any) -> bool:
+    if _is_recorded(value):
+        return bool(_wrapper(_GETS["is_leaf"], value))
     argument = questions.argument(value)
     if not value.tracks:
         return True
@@ -266,7 +273,9 @@ def _is_leaf(questions: Questions, value: Any) -> bool:
     return bool(questions.ask(argument, "{}.is_leaf"))
 
 
-def _grad_fn(questions: Questions, value: Any) -> None:
+def _grad_fn(questions: Questions, value: Any) -> Any:
+    if _is_recorded(value):
+        return _wrapper(_GETS["grad_fn"], value)
     argument = questions.argument(value)
     if value.tracks and not (
         argument is not None
@@ -278,14 +287,15 @@ def _grad_fn(questions: Questions, value: Any) -> None:
             "the values of a program have nodes of autograd only when it runs",
             "Ask x.requires_grad or x.is_leaf.",
         )
+    return None
 
 
 def _output_nr(questions: Questions, value: Any) -> int:
     argument = questions.argument(value)
     if argument is not None:
         return int(questions.ask(argument, "{}.output_nr"))
-    _grad_fn(questions, value)
-    return 0
+    node = _grad_fn(questions, value)
+    return 0 if node is None else int(_wrapper(_GETS["output_nr"], value))
 
 
 def _version(questions: Questions, value: Any) -> NoReturn:

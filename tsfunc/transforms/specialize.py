@@ -296,7 +296,7 @@ Descriptors = Mapping[str, object] | Sequence[Mapping[str, object]]
 
 
 def specialize(
-    func: Callable[..., Any] | Descriptors | None = None,
+    func: Callable[..., Any] | classmethod[Any, ..., Any] | property | Descriptors | None = None,
     descriptors: Descriptors | None = None,
     *,
     max_specializations: int = 64,
@@ -307,7 +307,8 @@ def specialize(
     """Makes a function run as programs, each traced once for calls that look alike.
 
     Args:
-        func: takes and returns pytrees; a function or an ``nn.Module``. Without it, or with the
+        func: takes and returns pytrees; a function or an ``nn.Module``; or the ``classmethod``,
+            ``staticmethod`` or ``property`` that a class has of one. Without it, or with the
             descriptors in its place, ``specialize`` is a decorator.
         descriptors: by parameter name what the arguments are, and thereby the contract that
             every call must keep: a :class:`MetaTensorType` for a tensor (a name for a size makes
