@@ -97,6 +97,118 @@ def again(x: Tensor) -> Any:
     return found, slope, tsfunc.grad(chosen)(x), x.shape
 
 
+@tsfunc.custom_vjp
+def clipped(x: Tensor) -> Tensor:
+    return x**2
+
+
+clipped.defvjp(lambda x: (clipped(x), x), lambda x, ct: ((2 * x * ct).clamp(-1, 1),))
+
+
+@tsfunc.custom_jvp
+def exponential(x: Tensor) -> Tensor:
+    return x.exp()
+
+
+@exponential.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    found = exponential(*primals)
+    return found, 2 * found * tangents[0]
+
+
+@tsfunc.custom_vmap
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.mT
+
+
+@product.def_vmap
+def _(size: int, batched: Any, a: Tensor, b: Tensor) -> Any:
+    return a @ b.mT, True
+
+
+class Scaling(torch.autograd.Function):
+    """A function that keeps a tensor of its own, its shape and a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Any:
+        wave = x.sin()
+        ctx.save_for_backward(x, wave)
+        ctx.by, ctx.shape = by, x.shape
+        return (wave * by).sum(0), x.argmax(0)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, wave = ctx.saved_tensors
+        pulled = cotangents[0].expand(ctx.shape) * x.cos() * ctx.by
+        return pulled + 0 * wave, None
+
+
+class Turning(torch.autograd.Function):
+    """A function with all methods."""
+
+    @staticmethod
+    def forward(x: Tensor, size: int) -> Tensor:
+        return x.sin() * size
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0], output)
+        ctx.size = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return 3 * cotangents[0] * x.cos() * ctx.size, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        x, _ = ctx.saved_tensors
+        return 3 * tangents[0] * x.cos() * ctx.size
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, size: int) -> Any:
+        return Turning.apply(x, size), in_dims[0]  # type: ignore[no-untyped-call]
+
+
+GENERATOR = torch.Generator().manual_seed(3)
+
+
+def ruled(x: Tensor) -> Any:
+    """Functions with rules of their own, derivatives and batches of some; random numbers."""
+    apply: Any = Scaling.apply
+    turned: Any = Turning.apply
+    total, at = apply(x, 2.0)
+    slope = tsfunc.vmap(tsfunc.grad(lambda x: exponential(x).sum()))(x)
+    noise = torch.rand(x.shape, generator=GENERATOR)
+    return clipped(x), total, at, slope, product(x, x), turned(x, x.shape[0]), noise
+
+
+def solving(a: Tensor, b: Tensor) -> Any:
+    """Solutions of equations."""
+
+    def solve(matvec: Any, b: Tensor) -> Tensor:
+        return torch.linalg.solve(a, b)
+
+    def newton(f: Any, x: Tensor) -> Any:
+        return tsfunc.fori_loop(0, 12, lambda i, x: x - f(x) / (2 * x), x)
+
+    root = tsfunc.implicit_root(lambda x: x * x - b * b - 1, torch.ones_like(b), newton)
+    return tsfunc.linear_solve(lambda x: a @ x, b, solve), root
+
+
+def _ruled() -> Any:
+    f = specialize(ruled, {"x": Meta(["n", 3])})
+    f(torch.randn(4, 3))
+    return f
+
+
+def _solving() -> Any:
+    f = specialize(solving, {"a": Meta(["n", "n"]), "b": Meta(["n"])})
+    f(torch.eye(3) * 2, torch.ones(3))
+    return f
+
+
 def _again() -> Any:
     f = specialize(again, {"x": Meta(["n", 3])})
     f(torch.randn(4, 3))
@@ -164,6 +276,8 @@ MADE: dict[str, tuple[Callable[[], Any], bool]] = {
     "chosen": (_chosen, False),
     "checking": (_checking, True),
     "again": (_again, True),
+    "ruled": (_ruled, True),
+    "solving": (_solving, True),
 }
 
 

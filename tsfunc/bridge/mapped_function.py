@@ -105,6 +105,7 @@ class Context:
     def __init__(self, needs_input_grad: Sequence[bool] = ()) -> None:
         self.needs_input_grad = tuple(needs_input_grad)
         self.saved_tensors: tuple[Any, ...] = ()
+        self.saved_for_forward: tuple[Any, ...] | None = None
         self.dirty: tuple[Any, ...] = ()
         self.not_differentiable: tuple[Any, ...] = ()
         self.materialize = True
@@ -113,7 +114,7 @@ class Context:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
-        self.saved_tensors = tensors
+        self.saved_for_forward = tensors
 
     def mark_dirty(self, *tensors: Any) -> None:
         self.dirty = tensors
@@ -124,12 +125,18 @@ class Context:
     def set_materialize_grads(self, value: bool) -> None:
         self.materialize = value
 
+    def seen_by(self, method: str) -> Context:
+        """The same as ``backward`` or ``jvp`` sees it, which have tensors of their own saved."""
+        if method == "jvp" and self.saved_for_forward is not None:
+            self.saved_tensors = self.saved_for_forward
+        return self
+
     def hand_over(self, ctx: Any) -> None:
         """Tells torch's ctx all that was told to this one."""
         told = dict(vars(self))
-        saved = told.pop("saved_tensors")
+        saved, forward = told.pop("saved_tensors"), told.pop("saved_for_forward")
         ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
+        ctx.save_for_forward(*(saved if forward is None else forward))
         ctx.mark_dirty(*told.pop("dirty"))
         ctx.mark_non_differentiable(*told.pop("not_differentiable"))
         ctx.set_materialize_grads(told.pop("materialize"))
@@ -283,7 +290,7 @@ class MappedFunction:
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
             dims = self.stored_of(self.dims, self.out_dims)
             saved = _wrapped(kept, dims, level) if isinstance(level, BatchLevel) else kept
-            own = self.restored(saved)
+            own = self.restored(saved).seen_by(method)
             own.needs_input_grad = tuple(ctx.needs_input_grad)
             found = getattr(self.cls, method)(own, *inputs)
             found = found if isinstance(found, tuple) else (found,)

@@ -33,13 +33,14 @@ _CODE: Final = _marked.__code__
 _GUARDED: Final = "__tsfunc_guarded__"
 
 
+def is_marked(cls: Any) -> bool:
+    """Whether the ``backward`` of a class is marked ``@once_differentiable``."""
+    return getattr(cls.backward, "__code__", None) is _CODE
+
+
 def is_once_differentiable(cls: Any, args: Sequence[Any]) -> bool:
     """Whether the derivative of a call is an error, and somebody may ask for it."""
-    return (
-        getattr(cls.backward, "__code__", None) is _CODE
-        and differentiates_here()
-        and any(is_perturbed(x) for x in args)
-    )
+    return is_marked(cls) and differentiates_here() and any(is_perturbed(x) for x in args)
 
 
 def guarded(cls: Any, args: Sequence[Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -111,21 +111,22 @@ def form_of_call(
 
 
 def example_call(
-    form: CallForm, sizes: Mapping[str, int], requires_grad: bool | None = None
+    form: CallForm, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
 ) -> list[Any]:
     """The flattened arguments of a call that is much like those of a form, without data.
 
     Args:
         form: what calls have in common.
         sizes: for some of the named dims the size; the others are as in the form's own call.
-        requires_grad: whether the tensors do; None: as in the form's own call.
+        requires_grad: the places of the tensors that do; None: as in the form's own call.
     """
     flat = list(form.leaves)
     named = {**sizes_of_call(form.inputs), **sizes}
     fake = Symbols({}).fake
     for spec in form.inputs:
         shape = spec.shape(named)
-        wanted = spec.example.requires_grad if requires_grad is None else requires_grad
+        own = spec.example.requires_grad
+        wanted = own if requires_grad is None else spec.position in requires_grad
         flat[spec.position] = _at_shape(spec.example, shape, wanted, fake)
     return flat
 

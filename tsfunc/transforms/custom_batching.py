@@ -79,27 +79,37 @@ def call_rule(
             filled[place], flags[place] = value, flag
         in_batched = list(pytrees.unflatten(tree, flags))
         found = rule(level.batch_size, in_batched, *pytrees.unflatten(tree, filled))
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise CustomRuleError(
-                f"{what} must return a pair, the result of all examples and what of it is "
-                f"batched, got {type(found).__name__}."
-            )
-        out, out_tree = pytrees.flatten(found[0])
-        try:
-            flat = pytrees.broadcast_prefix(found[1], found[0], lambda x: isinstance(x, bool))
-        except ValueError:
-            raise CustomRuleError(
-                f"{what} must return, beside the result, a pytree of bools that is a prefix of "
-                f"it, got {found[1]!r}."
-            ) from None
-        _check_sizes(what, out, flat, level.batch_size)
+        out, flat = checked_result(what, found, level.batch_size)
         if not structure:
             check(pytrees.unflatten(tree, leaves), found[0])
-            structure.append(out_tree)
+            structure.append(pytrees.structure_of(found[0]))
         return out, flat
 
     outs = call_whole(whole, level, [leaves[i] for i in places])
     return pytrees.unflatten(structure[0], outs)
+
+
+def checked_result(what: str, found: Any, size: Any) -> tuple[list[Any], list[bool]]:
+    """The flattened result of a ``custom_vmap`` rule, and what of it is batched.
+
+    Raises:
+        CustomRuleError: the rule has not returned what it must.
+    """
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise CustomRuleError(
+            f"{what} must return a pair, the result of all examples and what of it is "
+            f"batched, got {type(found).__name__}."
+        )
+    out = pytrees.leaves_of(found[0])
+    try:
+        flat = pytrees.broadcast_prefix(found[1], found[0], lambda x: isinstance(x, bool))
+    except ValueError:
+        raise CustomRuleError(
+            f"{what} must return, beside the result, a pytree of bools that is a prefix of "
+            f"it, got {found[1]!r}."
+        ) from None
+    _check_sizes(what, out, flat, size)
+    return out, flat
 
 
 def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: int) -> None:

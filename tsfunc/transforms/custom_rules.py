@@ -37,7 +37,7 @@ from tsfunc.transforms.vmap_spec import name_of
 class Result:
     """What is known of a result's tensor when a rule is asked for its derivative."""
 
-    shape: torch.Size
+    shape: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
 

@@ -170,7 +170,7 @@ class _Vjp(RuleFunction):
                 for i, value in zip(ctx.at, kept, strict=True):
                     leaves[i] = value
                 residuals = pytrees.unflatten(ctx.tree, leaves)
-            found = _pulled(call, fixed, rest, residuals, cotangents, operands)
+            found = pulled_by_rule(call, fixed, rest, residuals, cotangents, operands)
         return (None, None, *found, *RuleFunction.others(call, operands, ctx.depends))
 
     @staticmethod
@@ -198,7 +198,7 @@ def _pushed(
         given = list(zeros)
         for i, cotangent in zip(of, cotangents, strict=True):
             given[i] = cotangent
-        found = _pulled(call, fixed, rest, residuals, given, operands)
+        found = pulled_by_rule(call, fixed, rest, residuals, given, operands)
         return tuple(torch.zeros_like(operands[i]) if found[i] is None else found[i]
                      for i in by)  # fmt: skip
 
@@ -211,7 +211,7 @@ def _pushed(
     return tuple(pushed)
 
 
-def _pulled(
+def pulled_by_rule(
     call: Call, fixed: Any, rest: Any, residuals: Any, cotangents: Any, operands: Sequence[Any]
 ) -> list[Any]:
     """A cotangent for each tensor that is differentiated by, from the rule's tuple of pytrees."""

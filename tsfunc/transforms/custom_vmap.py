@@ -13,7 +13,7 @@ from tsfunc.bridge.custom_function import trace_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.scan import map as map_examples
-from tsfunc.transforms.custom_batching import call_rule
+from tsfunc.transforms.custom_batching import call_rule, checked_result
 from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, apply
 from tsfunc.transforms.outlines import eval_shape
 from tsfunc.types import MetaTensorType
@@ -78,12 +78,16 @@ class custom_vmap(Rule):
     def _what(self) -> str:
         return f"custom_vmap: the rule of {self.name}"
 
+    def checked(self, found: Any, size: Any) -> tuple[list[Any], list[bool]]:
+        """What the rule has returned for so many examples, flat, and what of it is batched."""
+        return checked_result(self._what, found, size)
+
     def alone(self, *args: Any) -> Any:
         """A call where nothing is batched; in a program it keeps the rule, for vmaps of that."""
         call, sizes, operands = self.prepared(args)
         if trace_of(operands) is None:
             return self.func(*args)
-        return call.result(apply(_Alone, call, sizes, *operands))
+        return call.result(apply(self.kind, call, sizes, *operands))
 
     def _compare(self, args: Any, out: Any) -> None:
         """Checks that the rule returns the structure that the function does.
@@ -147,6 +151,9 @@ class _Alone(RuleFunction):
             fixed, rest = call.arguments(sizes, operands)
             found = pytrees.leaves_of(call.rule(*call.rule.whole(fixed, rest)))
         return tuple(x for x in found if isinstance(x, torch.Tensor))
+
+
+custom_vmap.kind = _Alone
 
 
 def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:

@@ -151,7 +151,7 @@ def _pushed(function: Callable[[Values], Values], closed: Values, tangents: Valu
     )[1]
 
 
-_TENSOR = object()  # stands for a tensor among other results
+TENSOR = object()  # stands for a tensor among other results
 
 
 class Call:
@@ -163,7 +163,7 @@ class Call:
 
     def tensors(self, given: Values, closed: Values) -> tuple[torch.Tensor, ...]:
         leaves = self.equation.solve(given, closed)
-        self.rest = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.rest = [TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 
@@ -175,12 +175,12 @@ def solved(equation: Linear | Root, given: Values, closed: Values) -> list[Any]:
         closed: what the equation's functions close over.
     """
     call = Call(equation)
-    apply: Any = _Solved.apply
+    apply: Any = Solved.apply
     tensors = iter(apply(call, *given, *closed))
-    return [next(tensors) if x is _TENSOR else x for x in call.rest]
+    return [next(tensors) if x is TENSOR else x for x in call.rest]
 
 
-class _Solved(Function):
+class Solved(Function):
     @staticmethod
     def forward(call: Call, *values: Any) -> Any:
         count = call.equation.count
@@ -191,7 +191,7 @@ class _Solved(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         call, *values = inputs
         ctx.call = call
-        ctx.numbers = [_TENSOR if isinstance(x, torch.Tensor) else x for x in values]
+        ctx.numbers = [TENSOR if isinstance(x, torch.Tensor) else x for x in values]
         kept = [x for x in values if isinstance(x, torch.Tensor)]
         ctx.save_for_backward(*output[: call.equation.count], *kept)
         ctx.save_for_forward(*output[: call.equation.count], *kept)
@@ -203,18 +203,18 @@ class _Solved(Function):
         count = ctx.call.equation.count
         saved = ctx.saved_tensors
         rest = iter(saved[count:])
-        values = [next(rest) if x is _TENSOR else x for x in ctx.numbers]
+        values = [next(rest) if x is TENSOR else x for x in ctx.numbers]
         return saved[:count], values[count:]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        x, closed = _Solved.parts(ctx)
+        x, closed = Solved.parts(ctx)
         given, others = ctx.call.equation.pull(x, cotangents[: len(x)], closed)
         return (None, *given, *others)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        x, closed = _Solved.parts(ctx)
+        x, closed = Solved.parts(ctx)
         found = ctx.call.equation.push(x, tangents[: len(x)], closed, tangents[len(x) :])
-        others = ctx.call.rest.count(_TENSOR) - len(x)
+        others = ctx.call.rest.count(TENSOR) - len(x)
         return (*found, *[None] * others)

@@ -41,7 +41,7 @@ class SymbolicZero:
     As ``jax.custom_derivatives.SymbolicZero``.
     """
 
-    shape: torch.Size
+    shape: tuple[Any, ...]
     dtype: torch.dtype
 
     @property

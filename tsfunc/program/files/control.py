@@ -13,13 +13,27 @@ from typing import Any
 import torch.fx
 
 from tsfunc.bridge.control_flow import Body, ControlFlow
+from tsfunc.program.files.callees import CalleeReader, CalleeWriter
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.values import NoFileForm
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 
-EncodeGraph = Callable[[torch.fx.Graph], Any]
+@dataclass(frozen=True)
+class EncodeGraph:
+    """Writes what control flow is made of.
+
+    Attributes:
+        graph: writes the graph of a body.
+        callees: the functions that the program calls.
+    """
+
+    graph: Callable[[torch.fx.Graph], Any]
+    callees: CalleeWriter
+
+    def __call__(self, graph: torch.fx.Graph) -> Any:
+        return self.graph(graph)
 
 
 @dataclass(frozen=True)
@@ -31,12 +45,14 @@ class DecodeGraph:
         device: reads a device.
         version: of the format that the file is of.
         made_with: the torch version of the file, for errors.
+        callees: the functions that the program calls.
     """
 
     graph: Callable[[Field], torch.fx.Graph]
     device: Callable[[Field], torch.device]
     version: int
     made_with: str
+    callees: CalleeReader
 
     def __call__(self, field: Field) -> torch.fx.Graph:
         return self.graph(field)

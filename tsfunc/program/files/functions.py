@@ -140,7 +140,7 @@ def function_bytes(function: SavedFunction) -> bytes:
         "tensors.json": json_bytes(records),
         "tensors.safetensors": memory,
     }
-    version = _version_of(function, bool(len(state)))
+    version = 4 if tensors.has_generators else _version_of(function, bool(len(state)))
     about = {"format": KIND, "version": version, "tsfunc": _version(), "torch": torch.__version__}
     return write_archive(about, all_entries)
 

@@ -17,6 +17,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,13 @@ from tsfunc.bridge.operators import TorchOperator
 from tsfunc.bridge.schemas import name_of
 from tsfunc.bridge.size_forms import form_of_size
 from tsfunc.bridge.symbols import check_size
-from tsfunc.program.files.control import DecodeGraph, decode_control, encode_control
+from tsfunc.program.files.callees import CalleeReader, CalleeWriter
+from tsfunc.program.files.control import (
+    DecodeGraph,
+    EncodeGraph,
+    decode_control,
+    encode_control,
+)
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.node_types import NodeTypes, encode_type
 from tsfunc.program.files.operators import (
@@ -42,6 +49,7 @@ from tsfunc.program.files.operators import (
     misfit,
     operator_named,
 )
+from tsfunc.program.files.tensors import TensorReader
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.printing import line_of
 
@@ -51,21 +59,50 @@ _RESERVED = frozenset({"args"})
 # What a file has for the checks of sizes that depend on data.
 _ASSERTION = "aten::_assert_scalar"
 _FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
+_SINCE_GENERATORS = 4  # the version of the format that has them
 _OPTIONAL = ("type", "number", "line", *_FLAGS)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a graph has from outside, as the file calls it.
+
+    Attributes:
+        tensor: the name of the tensor of a ``get_attr`` node.
+        generator: that of the state of a generator of random numbers.
+    """
+
+    tensor: Callable[[str], str]
+    generator: Callable[[torch.Generator], str]
+
+    def of_body(self) -> Outside:
+        """The same for the body of control flow, which takes its tensors as arguments."""
+        return Outside(_none, self.generator)
+
+    def encode(self, value: Any) -> Any:
+        """An argument of a node as JSON."""
+        return encode(value, str, self._other)
+
+    def _other(self, value: Any) -> Any:
+        if not isinstance(value, torch.Generator):
+            return None
+        return {"generator": {"device": str(value.device), "state": self.generator(value)}}
 
 
 def encode_graph(
     graph: torch.fx.Graph,
-    lifted: Callable[[str], str],
+    outside: Outside,
     names: Mapping[Any, str],
+    callees: CalleeWriter,
     state: Sequence[torch.fx.Node] = (),
 ) -> Any:
     """A graph as JSON.
 
     Args:
         graph: what is written.
-        lifted: what the file calls the tensor of a ``get_attr`` node.
+        outside: what it has from outside.
         names: what the symbols of sizes are called.
+        callees: the functions that the program calls.
         state: ``get_attr`` nodes that are inputs in the file, and come after the others.
 
     Raises:
@@ -84,7 +121,7 @@ def encode_graph(
         if node.op == "placeholder" or node in state:
             continue
         try:
-            nodes.append({**_encode_node(node, lifted, names), **_facts(node, names)})
+            nodes.append({**_encode_node(node, outside, names, callees), **_facts(node, names)})
         except NoFileForm as error:
             raise NoFileForm(f"{error}, in {node.format_node()}") from None
     return {"nodes": nodes, "outputs": outputs}
@@ -110,15 +147,21 @@ def _facts(node: torch.fx.Node, names: Mapping[Any, str]) -> dict[str, Any]:
 
 
 def _kind_of_input(node: torch.fx.Node) -> str:
-    return TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
+    known = node.meta.get("kind")  # of one that was read from a file
+    if known is None:
+        known = TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
+    return str(known)
 
 
 def _encode_node(
-    node: torch.fx.Node, lifted: Callable[[str], str], names: Mapping[Any, str]
+    node: torch.fx.Node,
+    outside: Outside,
+    names: Mapping[Any, str],
+    callees: CalleeWriter,
 ) -> dict[str, Any]:
     target: Any = node.target
     if node.op == "get_attr":
-        return {"name": node.name, "lifted": lifted(str(target))}
+        return {"name": node.name, "lifted": outside.tensor(str(target))}
     if target is operator.getitem:
         of, index = node.args
         assert isinstance(of, torch.fx.Node)
@@ -126,9 +169,9 @@ def _encode_node(
     called: dict[str, Any]
     op = node.meta.get("op")
     if isinstance(target, ControlFlow):
-        called = {
-            "control": encode_control(target, lambda graph: encode_graph(graph, _none, names))
-        }
+        inner = outside.of_body()
+        parts = EncodeGraph(lambda graph: encode_graph(graph, inner, names, callees), callees)
+        called = {"control": encode_control(target, parts)}
     elif isinstance(op, TorchOperator):
         called = {"operator": op.name}
     elif target is check_size:
@@ -142,8 +185,8 @@ def _encode_node(
     return {
         "name": node.name,
         **called,
-        "args": [encode(arg, str) for arg in node.args],
-        "kwargs": {name: encode(arg, str) for name, arg in node.kwargs.items()},
+        "args": [outside.encode(arg) for arg in node.args],
+        "kwargs": {name: outside.encode(arg) for name, arg in node.kwargs.items()},
     }
 
 
@@ -155,27 +198,33 @@ class GraphReader:
     """Reads one graph.
 
     Args:
-        lifted: the tensor of a name in the file.
-        values: reads constants.
+        tensors: the tensors of the file.
+        device: takes the place of every device, if it is given.
         types: reads what is known of values.
         made_with: the torch version of the file, for errors.
         version: of the format.
+        callees: the functions that the program calls.
     """
 
     def __init__(
         self,
-        lifted: Callable[[Field], torch.Tensor],
+        tensors: TensorReader,
         device: torch.device | None,
         types: NodeTypes,
         made_with: str,
         version: int,
+        callees: CalleeReader,
+        is_body: bool = False,
     ) -> None:
+        self._callees, self._is_body = callees, is_body
         self._version = version
-        self._lifted = lifted
+        self._tensors = tensors
         self._device = device
         self._types = types
         self._made_with = made_with
         self._values = Values(self._known, device)
+        if version >= _SINCE_GENERATORS:
+            self._values = self._values.with_other({"generator": self._generator})
         self._nodes: dict[str, torch.fx.Node] = {}
         self._kinds: dict[torch.fx.Node, Kind] = {}
         self.graph = torch.fx.Graph()
@@ -250,7 +299,9 @@ class GraphReader:
 
     def _lifted_tensor(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
         field.require_keys(("name", "lifted"), _OPTIONAL)
-        self.lifted[name] = self._lifted(field.at("lifted"))
+        if self._is_body:
+            field.fail("there are no tensors of the file inside of control flow")
+        self.lifted[name] = self._tensors.tensor(field.at("lifted"))
         return TENSOR, self.graph.create_node("get_attr", name, name=name)
 
     def _operator(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
@@ -298,16 +349,22 @@ class GraphReader:
         kinds = [self._kinds[arg] if isinstance(arg, torch.fx.Node) else NUMBER for arg in args]
         if kwargs or not all(kind in (TENSOR, NUMBER) for kind in kinds):
             field.fail("control flow takes tensors and numbers")
-        parts = DecodeGraph(self._body, self._values.device, self._version, self._made_with)
+        parts = DecodeGraph(
+            self._body, self._values.device, self._version, self._made_with, self._callees
+        )
         op = decode_control(field.at("control"), parts, kinds)
         return [TENSOR], self.graph.create_node("call_function", op, args, name=name)
 
     def _body(self, field: Field) -> torch.fx.Graph:
-        def none(name: Field) -> torch.Tensor:
-            name.fail("there are no tensors of the file inside of control flow")
-
-        reader = GraphReader(none, self._device, self._types, self._made_with, self._version)
+        reader = GraphReader(
+            self._tensors, self._device, self._types, self._made_with, self._version,
+            self._callees, is_body=True,
+        )  # fmt: skip
         return reader.read(field)
+
+    def _generator(self, field: Field) -> torch.Generator:
+        device, state = field.record("device", "state")
+        return self._tensors.generator(state, self._values.device(device))
 
     def _arguments(self, field: Field, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         field.require_keys(("name", kind, "args", "kwargs"), _OPTIONAL)

@@ -166,6 +166,7 @@ _PYTHON: dict[str, tuple[type, ...]] = {
     "Layout": (torch.layout,),
     "MemoryFormat": (torch.memory_format,),
     "Device": (torch.device,),
+    "Generator": (torch.Generator,),
 }
 _KINDS_OF: dict[str, frozenset[str]] = {
     TENSOR: frozenset({"Tensor"}),

@@ -15,13 +15,14 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.asked import Asked, answerer
-from tsfunc.bridge.settings import SETTINGS
+from tsfunc.bridge.settings import SETTINGS, settings
 from tsfunc.bridge.size_forms import symbol_of
 from tsfunc.bridge.symbols import Condition, Symbols
 from tsfunc.errors import DescriptorError
 from tsfunc.program.codegen import generate
+from tsfunc.program.files.callees import CalleeReader, CalleeWriter, Part
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.graphs import GraphReader, encode_graph
+from tsfunc.program.files.graphs import GraphReader, Outside, encode_graph
 from tsfunc.program.files.node_types import NodeTypes
 from tsfunc.program.files.state import ProgramState, State, StateWriter
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
@@ -58,14 +59,60 @@ def encode_program(
     ]
     names = _names_of_symbols(program.graph)
     count = len(program.form.leaves) if program.form is not None else len(program.inputs)
+    callees = CalleeWriter(bounds, lambda part: _encode_part(part, tensors, state, callees))
+    leaves = program.form.leaves if program.form is not None else ()
+
+    def generator(value: torch.Generator) -> str:
+        if any(leaf is value for leaf in leaves):
+            raise NoFileForm(
+                "a Generator among the arguments (one that the function closes over is part of its "
+                "programs, with its state)"
+            )
+        return tensors.generator(value)
+
+    outside = Outside(lifted, generator)
+    graph = encode_graph(program.graph, outside, names, callees, in_cells)
+    if callees.entries and program.form is not None:
+        _require_settings(program.form)
     return {
         "name": printable(program.name),
         "dims": {name: _dim_text(bounds.get(name, Dim(name))) for name in names.values()},
         "inputs": [at for at in program.inputs if at < count],
         "constants": sorted(program.constants),
-        "graph": encode_graph(program.graph, lifted, names, in_cells),
+        "graph": graph,
+        **({"functions": callees.entries} if callees.entries else {}),
         "results": encode_tree(program.out_tree),
         **state.of_program(program, in_cells),
+    }
+
+
+def _require_settings(form: CallForm) -> None:
+    """Refuses to trace functions under other settings than those of their calls."""
+    for setting, then, now in zip(SETTINGS[1:], form.ambient[1:], settings()[1:], strict=True):
+        if then != now:
+            raise NoFileForm(
+                f"a function with rules that was called under another {setting.name} than that of "
+                f"now. Save it under the settings that it is called under"
+            )
+
+
+def _encode_part(
+    part: Part, tensors: TensorWriter, state: StateWriter, callees: CalleeWriter
+) -> Any:
+    """One of the graphs of a function with rules, as JSON."""
+
+    def lifted(name: str) -> str:
+        tensor = part.lifted[name]
+        if state.holds(tensor):
+            raise NoFileForm(f"a rule that reads what the program assigns to, in {part.name}")
+        return tensors.name(tensor)
+
+    names = _names_of_symbols(part.graph)
+    return {
+        "name": printable(part.name),
+        "dims": {name: _dim_text(part.dims.get(name, Dim(name))) for name in names.values()},
+        "inputs": list(part.inputs),
+        "graph": encode_graph(part.graph, Outside(lifted, tensors.generator), names, callees),
     }
 
 
@@ -118,15 +165,20 @@ class Context:
 def decode_program(field: Field, context: Context) -> Program:
     """The program that `encode_program` wrote; its code is generated from the graph."""
     keys = ("name", "dims", "inputs", "constants", "graph", "results")
-    field.require_keys(keys, ("state",) if context.version > 1 else ())
+    since = {"state": 2, "functions": 4}
+    field.require_keys(keys, [key for key, first in since.items() if context.version >= first])
     name_field, dims_field, inputs_field, constants, graph_field, results = map(field.at, keys)
     values = Values(device=context.device)
     symbols = _symbols(dims_field)
+    callees = CalleeReader(
+        field.get("functions"), lambda part, kinds: _decode_part(part, kinds, context, callees)
+    )
     reader = GraphReader(
-        context.tensors.tensor, context.device, NodeTypes(symbols, values), context.made_with,
-        context.version,
+        context.tensors, context.device, NodeTypes(symbols, values), context.made_with,
+        context.version, callees,
     )  # fmt: skip
     graph = reader.read(graph_field)
+    callees.finish()
     tree = Trees(context.classes, values).decode(results)
     (*_, last) = graph.nodes
     more = len(last.args[0]) - tree.num_leaves
@@ -150,6 +202,23 @@ def decode_program(field: Field, context: Context) -> Program:
         name, graph, inputs, reader.lifted, tree, source, run, known, state.updates,
         facts=state.facts,
     )  # fmt: skip
+
+
+def _decode_part(
+    field: Field, kinds: Sequence[Any], context: Context, callees: CalleeReader
+) -> Part:
+    """The graph that `_encode_part` wrote, of a part that is called with such values."""
+    name, dims, inputs_field, graph_field = field.record("name", "dims", "inputs", "graph")
+    types = NodeTypes(_symbols(dims), Values(device=context.device))
+    reader = GraphReader(
+        context.tensors, context.device, types, context.made_with, context.version, callees
+    )
+    graph = reader.read(graph_field)
+    inputs = tuple(at.integer(0, len(kinds) - 1) for at in inputs_field.items())
+    own = [node.meta["kind"] for node in graph.nodes if node.op == "placeholder"]
+    if own != [kinds[at] for at in inputs]:
+        inputs_field.fail("the graph has other inputs")
+    return Part(name.line(), graph, inputs, reader.lifted)
 
 
 def _symbols(field: Field) -> Symbols:

@@ -44,6 +44,7 @@ class TensorWriter:
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}
 
     def name(self, tensor: torch.Tensor) -> str:
         """What the file calls a tensor.
@@ -57,6 +58,15 @@ class TensorWriter:
             known = self._names[id(tensor)] = f"t{len(self._names)}"
             self._tensors[known] = tensor
         return known
+
+    def generator(self, generator: torch.Generator) -> str:
+        """What the file calls the state that a generator is in."""
+        state = self._states.setdefault(id(generator), generator.get_state())
+        return self.name(state)
+
+    @property
+    def has_generators(self) -> bool:
+        return bool(self._states)
 
     def written(self) -> tuple[dict[str, Any], bytes]:
         """What the tensors are, by name, and their memory as safetensors."""
@@ -162,6 +172,7 @@ class TensorReader:
         except Exception as error:  # SafetensorError, and what torch raises for odd shapes
             raise FileFormatError(f"{where}: this is no safetensors: {error}") from None
         self._made: dict[str, torch.Tensor] = {}
+        self._generators: dict[tuple[str, torch.device], torch.Generator] = {}
         self._on_devices: dict[tuple[str, torch.device], torch.Tensor] = {}
         used = {each.at("memory").text() for each in self._records.values()}
         if used != set(self._memory):
@@ -175,6 +186,18 @@ class TensorReader:
                 field.fail(f"there is no tensor {name[:40]!r}")
             self._made[name] = self._make(self._records[name])
         return self._made[name]
+
+    def generator(self, field: Field, device: torch.device) -> torch.Generator:
+        """The generator that is in a state, of a name; the same for all that have it."""
+        key = field.text(), device
+        if key not in self._generators:
+            try:
+                made = torch.Generator(device)
+                made.set_state(self.tensor(field).cpu())
+            except (RuntimeError, TypeError) as error:
+                field.fail(f"this is no state of a generator of {device}: {error}")
+            self._generators[key] = made
+        return self._generators[key]
 
     def _make(self, record: Field) -> torch.Tensor:
         record.require_keys(

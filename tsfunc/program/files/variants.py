@@ -2,7 +2,7 @@
 
 A specialized function traces for a call of another kind when it comes. A loaded one can't, so that
 is done when it is saved, for what people change without a thought: named dims of size 0 and 1
-(NOTE [sizes 0 and 1] in ``equal``), ``torch.no_grad``, and whether the arguments require grad.
+(NOTE [sizes 0 and 1] in ``equal``), ``torch.no_grad``, and which arguments require grad.
 What comes out is most often the same program, which is in the file once.
 """
 
@@ -21,18 +21,43 @@ from tsfunc.program.cache import Cache, Entry
 from tsfunc.program.calls import FirstCall, Target
 from tsfunc.program.forms import CallForm, example_call
 
+_FEW = 4  # arguments
+
 
 def also_answered(target: Target, entry: Entry, others: Sequence[Entry]) -> list[Entry]:
     """Entries for calls like that of an entry which none of the others answers."""
     if tracing_here():
         return []
     found: list[Entry] = []
-    for sizes, grad, requires_grad in itertools.product(
-        ({}, *_small_sizes(entry.form)), (True, False), (None, True, False)
+    arguments = _tensors_of_arguments(entry.form)
+    everything = frozenset().union(*arguments)
+    for sizes, grad, requires_grad in itertools.chain(
+        itertools.product(
+            ({}, *_small_sizes(entry.form)), (True, False), (None, everything, frozenset[int]())
+        ),
+        (({}, True, some) for some in _some(arguments)),
     ):
         flat = example_call(entry.form, sizes, requires_grad)
         found += _traced(target, entry, flat, grad, [*others, *found])
     return found
+
+
+def _tensors_of_arguments(form: CallForm) -> list[frozenset[int]]:
+    """For each argument the places of its tensors that can be differentiated by."""
+    paths = form.tree.paths()
+    found: dict[Any, set[int]] = {}
+    for spec in form.inputs:
+        if spec.example.is_floating_point() or spec.example.is_complex():
+            found.setdefault(paths[spec.position][:2], set()).add(spec.position)
+    return [frozenset(places) for places in found.values()]
+
+
+def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
+    """The tensors of some of the arguments: of each alone, and where there are few, of any."""
+    counts = range(1, len(arguments)) if len(arguments) <= _FEW else (1,)
+    for count in counts:
+        for chosen in itertools.combinations(arguments, count):
+            yield frozenset().union(*chosen)
 
 
 def _traced(

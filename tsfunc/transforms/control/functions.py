@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx
@@ -28,7 +28,7 @@ from tsfunc.transforms.vmap import vmap
 
 
 @dataclass(frozen=True)
-class _Mapped:
+class Mapped:
     """A vmap of the trace that the call is made in: where the batch dims of its tensors are."""
 
     in_dims: tuple[int | None, ...]
@@ -38,30 +38,75 @@ class _Mapped:
     axis_size: int | None
 
 
-class FunctionCall(Operator):
-    """A call of an ``autograd.Function``: its tensors, and the sizes of named dims among the rest.
-
-    What else it takes is fixed. Nothing is known of what its methods do, so calls are neither
-    merged nor removed.
+class Callee(Protocol):
+    """What a program's call of a function with a derivative of its own calls.
 
     Attributes:
-        written: the tensors that are marked dirty, by their places. The call in a program writes to
-            copies, which are its results, and the program copies these to what was written to.
+        name: what the program calls it.
+        tensors: how many tensors it takes; after these come numbers.
     """
 
-    opaque = True
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tensors(self) -> int: ...
+
+    def __call__(self, *operands: Any) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True)
+class OperandType:
+    """What is known of a tensor that a function is called with, for one example.
+
+    Attributes:
+        dims: its sizes, those that are no numbers as texts in the names of dims.
+        strides: in which order its dims lie in memory: the greater, the further apart.
+    """
+
+    dims: tuple[int | str, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]
+
+
+class PythonCallee:
+    """An ``autograd.Function`` of the user's, or one that rules of the user's are called by.
+
+    What it takes beside tensors, and sizes of named dims, is fixed.
+
+    Attributes:
+        function: the class.
+        leaves: the flattened arguments, None for tensors and sizes.
+        tree: their structure.
+        places: where the tensors stand among them.
+        sizes: where the sizes do.
+        types: what is known of the tensors.
+        numbers: the sizes, as texts in the names of dims.
+    """
 
     def __init__(self, function: Any, args: Sequence[Any]) -> None:
-        super().__init__(function.__name__, ())
+        self.name: str = function.__name__
         self.function = function
         self.leaves, self.tree = pytrees.flatten(tuple(args))
         self.places = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)]
         self.sizes = [i for i, x in enumerate(self.leaves) if isinstance(x, SYMBOLIC)]
-        self.given = [self.leaves[i] for i in (*self.places, *self.sizes)]
+        self.types: Sequence[OperandType] = ()
+        self.numbers: Sequence[str] = ()
+
+    @property
+    def tensors(self) -> int:
+        return len(self.places)
+
+    def taken(self, spell: Callable[[Any], str]) -> tuple[list[Any], list[Any]]:
+        """The tensors and the sizes, of which the types are kept; ``spell`` gives a size's text."""
+        tensors = [self.leaves[i] for i in self.places]
+        sizes = [self.leaves[i] for i in self.sizes]
+        self.types = [_type_of(x, spell) for x in tensors]
+        self.numbers = [spell(size) for size in sizes]
         for i in (*self.places, *self.sizes):
             self.leaves[i] = None
-        self.maps: Sequence[_Mapped] = ()
-        self.written: Sequence[int] = ()
+        return tensors, sizes
 
     def filled(self, operands: Sequence[Any]) -> Sequence[Any]:
         """The arguments: of flattened tensors, and after these the sizes."""
@@ -71,14 +116,46 @@ class FunctionCall(Operator):
         )
         return args
 
+    def __call__(self, *operands: Any) -> Sequence[Any]:
+        call_of = getattr(self.function, "called", self.function.apply)
+        leaves = pytrees.leaves_of(call_of(*self.filled(operands)))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _type_of(x: torch.Tensor, spell: Callable[[Any], str]) -> OperandType:
+    dims = tuple(size if isinstance(size, int) else spell(size) for size in x.shape)
+    steps: Sequence[Any] = x.stride() if x.layout is torch.strided else ()
+    known = [step if isinstance(step, int) else step.node.hint for step in steps]
+    return OperandType(dims, x.dtype, x.device, tuple(0 if n is None else int(n) for n in known))
+
+
+class FunctionCall(Operator):
+    """A call of a function with a derivative of its own: its tensors, and after these its sizes.
+
+    Nothing is known of what it does, so calls are neither merged nor removed.
+
+    Attributes:
+        callee: the function.
+        maps: the vmaps that the call was made in, the innermost first.
+        written: the tensors that are marked dirty, by their places. The call in a program writes to
+            copies, which are its results, and the program copies these to what was written to.
+    """
+
+    opaque = True
+
+    def __init__(
+        self, callee: Callee, maps: Sequence[Mapped] = (), written: Sequence[int] = ()
+    ) -> None:
+        super().__init__(callee.name, ())
+        self.callee, self.maps, self.written = callee, maps, written
+
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        tensors, sizes = operands[: len(self.places)], operands[len(self.places) :]
+        count = self.callee.tensors
+        tensors, sizes = operands[:count], operands[count:]
 
         def run(*tensors: Any) -> tuple[Any, ...]:
             tensors = tuple(x.clone() if i in self.written else x for i, x in enumerate(tensors))
-            call_of = getattr(self.function, "called", self.function.apply)
-            leaves = pytrees.leaves_of(call_of(*self.filled((*tensors, *sizes))))
-            return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            return tuple(self.callee(*tensors, *sizes))
 
         for mapped in self.maps:
             run = vmap(
@@ -104,21 +181,20 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
 
     The vmaps inside of the trace are vmaps of the call when the program runs.
     """
-    op = FunctionCall(function, args)
-    given, sizes = op.given[: len(op.places)], op.given[len(op.places) :]
-    op.given = []
+    callee = PythonCallee(function, args)
+    given, sizes = callee.taken(trace.symbols.spell_size)
     tensors = [_arranged(as_traced(value, trace)) for value in given]
     outline = getattr(function, "outline", functools.partial(torch_apply, function))
     inputs: list[Sequence[Any]] = []
 
     def run(*xs: Any) -> Any:
         inputs[:] = [xs]
-        return outline(*op.filled((*xs, *sizes)))
+        return outline(*callee.filled((*xs, *sizes)))
 
     body = TracedBody(trace, run, tensors)
     dirty = _dirty(body.leaves, inputs[0])
-    op.written = list(dirty.values())
-    for i in op.written:
+    written = list(dirty.values())
+    for i in written:
         tensors[i] = _arranged(as_traced(given[i], trace).clone())
     batched = _batched_layers(tensors)
     wanted = [
@@ -128,7 +204,8 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
         for leaf, needed in zip(body.leaves, body.batched(), strict=True)
     ]
     results = [result for result in body.end(wanted) if result is not None]
-    op.maps = _maps(trace, [peeled(x)[1] for x in tensors], [result.wrapping for result in results])
+    maps = _maps(trace, [peeled(x)[1] for x in tensors], [result.wrapping for result in results])
+    op = FunctionCall(callee, maps, written)
     numbers = [trace.sizes(size) for size in sizes]
     found = list(call(op, trace, tensors, numbers, results))
     for place, i in dirty.items():
@@ -169,7 +246,7 @@ def _batched_layers(tensors: Sequence[Any]) -> dict[int, Layer]:
 
 def _maps(
     trace: TraceLevel, inputs: Sequence[Wrapping], results: Sequence[Wrapping]
-) -> list[_Mapped]:
+) -> list[Mapped]:
     """The vmaps that tensors are batched by, or whose axis has a name, the innermost first."""
     levels = {level.depth: level for level in named_axes(trace)}
     for wrapping in inputs:
@@ -179,11 +256,11 @@ def _maps(
     return [_mapped(levels[depth], inputs, results) for depth in sorted(levels, reverse=True)]
 
 
-def _mapped(level: BatchLevel, inputs: Sequence[Wrapping], results: Sequence[Wrapping]) -> _Mapped:
+def _mapped(level: BatchLevel, inputs: Sequence[Wrapping], results: Sequence[Wrapping]) -> Mapped:
     in_dims = tuple(_dim_at(level.depth, wrapping) for wrapping in inputs)
     out_dims = tuple(_dim_at(level.depth, wrapping) for wrapping in results)
     size = level.batch_size if all(dim is None for dim in in_dims) else None
-    return _Mapped(in_dims, out_dims, level.randomness, level.axis_name, size)
+    return Mapped(in_dims, out_dims, level.randomness, level.axis_name, size)
 
 
 def _dim_at(depth: int, wrapping: Wrapping) -> int | None:

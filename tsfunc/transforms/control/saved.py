@@ -25,6 +25,7 @@ from tsfunc.transforms import checkpoint_policies as policies
 from tsfunc.transforms.checkpoint import CheckpointCall, OnceCall
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.derived import Mapped, Operator, Pullback, Pushforward, Replayed
+from tsfunc.transforms.control.functions import FunctionCall
 from tsfunc.transforms.control.operators import (
     AssociativeScan,
     Checkpoint,
@@ -32,6 +33,7 @@ from tsfunc.transforms.control.operators import (
     Switch,
     While,
 )
+from tsfunc.transforms.control.saved_callees import decode_call, encode_call, register_callees
 
 Kinds = Sequence[Any]
 _BATCHING = {name: name for name in get_args(Batching)}
@@ -267,5 +269,7 @@ def register_all() -> None:
         ControlKind("once", OnceCall, _encode_once, _decode_once, 3),
         ControlKind("replayed", Replayed, _encode_replayed, _decode_replayed, 3),
         ControlKind("states", RandomStates, _encode_states, _decode_states, 3),
+        ControlKind("function", FunctionCall, encode_call, decode_call, 4),
     ):
         register_control(kind)
+    register_callees()

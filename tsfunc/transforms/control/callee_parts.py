@@ -1,0 +1,296 @@
+"""The parts of functions with rules, traced: NOTE [functions in files] in ``callee_tracing``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge.bodies import current_trace
+from tsfunc.bridge.mapped_function import differentiable
+from tsfunc.bridge.tracing import SYMBOLIC
+from tsfunc.errors import DescriptorError, UndefinedDerivativeError
+from tsfunc.program.capture import TraceRequest, capture
+from tsfunc.program.files.callees import Part
+from tsfunc.program.files.values import NoFileForm
+from tsfunc.program.forms import placeholder
+from tsfunc.program.inputs import InputSpec, ScalarSpec, names_in
+from tsfunc.program.lowering import sizes_for
+from tsfunc.transforms.control.callees import (
+    Batched,
+)
+from tsfunc.transforms.control.functions import OperandType, PythonCallee
+from tsfunc.transforms.custom_rules import Call
+from tsfunc.transforms.equations import TENSOR
+from tsfunc.types import Dim, DimExpr, DimForm
+from tsfunc.types.dims import parse_dim
+
+Values = Sequence[Any]
+_NUMBER = 1033  # the size of nothing
+_FEW = 4  # tensors of which each choice has a rule of its own
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number among the values that a part is called with, as a text in the names of dims."""
+
+    text: str
+
+
+class Tracing:
+    """Traces the parts of one function.
+
+    Attributes:
+        callee: the function.
+        name: what errors call it.
+        operands: what is known of the values that it is called with.
+        names: the named dims of the part that is being traced.
+    """
+
+    names: Names
+
+    def __init__(self, callee: PythonCallee, bounds: Mapping[str, Dim]) -> None:
+        self.callee, self.bounds = callee, bounds
+        first = callee.leaves[0] if callee.leaves else None
+        self.name: str = first.rule.name if isinstance(first, Call) else callee.name
+        self.operands: list[OperandType | Number] = [
+            *callee.types, *map(Number, callee.numbers)
+        ]  # fmt: skip
+
+    def head(self, results: int) -> tuple[str, int, int, int]:
+        """What is known of a function that returns so many tensors."""
+        return self.name, self.callee.tensors, len(self.callee.numbers), results
+
+    def part(
+        self, what: str, func: Callable[[list[Any]], Values],
+        given: Sequence[OperandType | Number], last: int = 0,
+    ) -> Part:  # fmt: skip
+        """A function of flat values as a graph.
+
+        Args:
+            what: how errors call it.
+            func: takes a list of values, and returns tensors, and None.
+            given: what is known of the values.
+            last: how many of the first values are to tell sizes only where no other does.
+
+        Raises:
+            NoFileForm: it can't be traced.
+        """
+        self.names = names = Names(self.bounds)
+        dims = {i: names.dims(x) for i, x in enumerate(given) if isinstance(x, OperandType)}
+        bounds = names.used
+        sizes = sizes_for(bounds)
+        inputs: list[InputSpec] = []
+        scalars: list[ScalarSpec] = []
+        flat: list[Any] = []
+        numbers: dict[int, DimForm] = {}
+        for i, x in enumerate(given):
+            if isinstance(x, Number):
+                known = names.number(x.text)
+                flat.append(_NUMBER)
+                if known is None:
+                    scalars.append(ScalarSpec(i, f"k{i}", _NUMBER))
+                else:
+                    numbers[i] = known
+                continue
+            spec = InputSpec(i, f"x{i}", _example(x, dims[i], sizes), dims[i])
+            inputs.append(spec)
+            flat.append(spec.example)
+        inputs = [*inputs[last:], *inputs[:last]]
+
+        def run(*values: Any) -> Any:
+            known = [
+                size_of(numbers[i]) if i in numbers else value for i, value in enumerate(values)
+            ]
+            return [x if isinstance(x, torch.Tensor) else None for x in func(known)]
+
+        tree = pytrees.structure_of((tuple(flat), {}))
+        request = TraceRequest(
+            f"save({self.name})", self.name, run, flat, tree, inputs, bounds, scalars
+        )
+        try:
+            with torch.enable_grad():
+                program = capture(request)
+        except (NoFileForm, UndefinedDerivativeError):
+            raise
+        except Exception as error:
+            said = str(error).splitlines()
+            raise self.refusal(what, f"{type(error).__name__}: {said[0] if said else ''}") from None
+        if program.conditions or program.raised or program.updates:
+            raise self.refusal(what, "it does not do the same for all sizes and numbers")
+        used = _without_unused(program.graph, program.inputs)
+        return Part(what, program.graph, used, program.lifted, bounds, program.run)
+
+    def refusal(self, what: str, why: str) -> NoFileForm:
+        return NoFileForm(
+            f"{self.name}, of which {what} can't be traced into a graph without Python ({why})"
+        )
+
+
+class Names:
+    """The named dims of a part's inputs.
+
+    A size that is made of them in another way than descriptors have is a name by itself.
+    """
+
+    def __init__(self, bounds: Mapping[str, Dim]) -> None:
+        self.bounds = bounds
+        self.used: dict[str, Dim] = {}
+        self._others: dict[str, Dim] = {}
+
+    def dims(self, type_: OperandType) -> tuple[DimForm, ...]:
+        return tuple(size if isinstance(size, int) else self.dim(size) for size in type_.dims)
+
+    def dim(self, text: str) -> DimForm:
+        found = self._form(text)
+        if found is None:
+            found = self._others.setdefault(text, self._fresh())
+            self.used[found.name] = found
+        return found
+
+    def _fresh(self) -> Dim:
+        taken = {*self.bounds, *self.used}
+        return Dim(next(name for i in itertools.count() if (name := f"size_{i}") not in taken))
+
+    def number(self, text: str) -> DimForm | None:
+        """A number that can be worked out of the names; None for another one."""
+        found = self._form(text)
+        known = found is not None and all(name in self.used for name in names_in(found))
+        return found if known else self._others.get(text)
+
+    def _form(self, text: str) -> DimForm | None:
+        """A text in names of the program, as a dim."""
+        try:
+            found = parse_dim(text)
+        except DescriptorError:
+            return None
+        if not all(name in self.bounds for name in names_in(found)):
+            return None
+        self.used.update({name: self.bounds[name] for name in names_in(found)})
+        return self.bounds[found.name] if isinstance(found, Dim) else found
+
+
+def size_of(form: DimForm) -> Any:
+    """The symbolic size of a form, in the trace that runs."""
+    trace = current_trace()
+    assert trace is not None
+    sizes = trace.symbols.sizes
+    if isinstance(form, Dim):
+        return sizes[form.name]
+    return form.evaluate(sizes) if isinstance(form, DimExpr) else form
+
+
+def _example(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, int]) -> torch.Tensor:
+    """A tensor without data whose dims lie in memory in a given order."""
+    shape = InputSpec(0, "", torch.empty(0), tuple(dims)).shape(sizes)
+    order = sorted(range(len(shape)), key=lambda i: (type_.strides[i], -i))
+    strides, step = [0] * len(shape), 1
+    for i in order:
+        strides[i] = step
+        step *= max(1, shape[i])
+    made = placeholder(shape, type_.dtype, type_.device, strides)
+    return made.requires_grad_() if differentiable(made) else made
+
+
+def _without_unused(graph: torch.fx.Graph, inputs: Sequence[int]) -> tuple[int, ...]:
+    """Drops the inputs that nobody uses; which are left."""
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    kept = []
+    for node, at in zip(nodes, inputs, strict=True):
+        if node.users:
+            kept.append(at)
+        else:
+            graph.erase_node(node)
+    return tuple(kept)
+
+
+def types_of(part: Part) -> list[OperandType]:
+    """What is known of the tensors that a part returns."""
+    found = []
+    for node in part.results:
+        value = node.meta["val"]
+        dims = tuple(
+            size if isinstance(size, int) else text
+            for size, text in zip(value.shape, node.meta["dims"], strict=True)
+        )
+        steps = [step if isinstance(step, int) else step.node.hint for step in value.stride()]
+        found.append(OperandType(dims, value.dtype, value.device, tuple(map(int, steps))))
+    return found
+
+
+def smooth_of(types: Sequence[OperandType]) -> list[int]:
+    """Those that have derivatives."""
+    return [i for i, x in enumerate(types) if x.dtype.is_floating_point or x.dtype.is_complex]
+
+
+class Kept:
+    """A pytree of what one part hands to another: tensors are values of the parts."""
+
+    def __init__(self, tree: Any) -> None:
+        self._leaves, self._tree = pytrees.flatten(tree)
+        trace = current_trace()
+        assert trace is not None
+        for i, leaf in enumerate(self._leaves):
+            if isinstance(leaf, SYMBOLIC):
+                self._leaves[i] = Number(trace.symbols.spell_size(leaf))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [x for x in self._leaves if isinstance(x, torch.Tensor)]
+
+    def forget(self) -> None:
+        """Drops the tensors, which are of a trace that has ended."""
+        self._leaves = [TENSOR if isinstance(x, torch.Tensor) else x for x in self._leaves]
+
+    def filled(self, tensors: Sequence[torch.Tensor], names: Names) -> Any:
+        rest = iter(tensors)
+        leaves = []
+        for leaf in self._leaves:
+            if isinstance(leaf, Number):
+                known = names.number(leaf.text)
+                if known is None:
+                    raise NoFileForm(f"a size, {leaf.text}, that a rule keeps")
+                leaf = size_of(known)
+            leaves.append(next(rest) if leaf is TENSOR else leaf)
+        return pytrees.unflatten(self._tree, leaves)
+
+
+# Takes the values, which of the tensors are batched, and the size of the batch; returns tensors and
+# which of them are.
+BatchRule = Callable[[list[Any], Sequence[bool], Any], tuple[Values, Values]]
+
+
+def batches_of(tracing: Tracing, rule: BatchRule, own: int) -> list[Batched]:
+    """The rule of a batch for choices of batched tensors, of which the first ``own`` can be."""
+    types = tracing.callee.types
+    size = "batch"
+    while size in tracing.bounds:
+        size += "_"
+    tracing = Tracing(tracing.callee, {**tracing.bounds, size: Dim(size, min=2)})
+    choices = list(itertools.product((False, True), repeat=own))[1:]
+    if own > _FEW:
+        choices = [choice for choice in choices if sum(choice) in (1, own)]
+    found = []
+    for choice in choices:
+        flags = [*choice, *[False] * (len(types) - own)]
+        given = [
+            replace(x, dims=(size, *x.dims), strides=(1 << 62, *x.strides)) if flag else x
+            for x, flag in zip(types, flags, strict=True)
+        ]
+        returned: list[Sequence[bool]] = []
+
+        def run(
+            values: list[Any], flags: Sequence[bool] = flags, returned: list[Any] = returned
+        ) -> Values:
+            out, out_flags = rule(values, flags, size_of(tracing.bounds[size]))
+            returned.append(tuple(out_flags))
+            return out
+
+        numbers = tracing.operands[len(types) :]
+        part = tracing.part("the rule for a batch", run, [*given, *numbers])
+        found.append(Batched(tuple(flags), tuple(returned[-1]), part))
+    return found

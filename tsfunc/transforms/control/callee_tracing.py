@@ -1,0 +1,75 @@
+"""Functions with rules, traced into graphs: what a file has of a call of the user's Python.
+
+NOTE [functions in files]
+A call of an ``autograd.Function``, or of a function with a rule, is one node of a program, which
+runs the user's Python. When the program is saved the function and its rules are traced, each into a
+graph of its own (``program/files/callees.py``), as a specialized function is: with the named dims
+of the program. What a rule decides by data, or by sizes beyond what the descriptors promise, makes
+it one that a file can't hold. A rule is traced as it is called where everybody asks for everything:
+by all tensors that have a derivative, with cotangents and tangents for all results that have. Where
+some are missing when the program runs, zeros stand for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tsfunc.program.files.callees import TracedCallee
+from tsfunc.transforms.control.callee_methods import Methods
+from tsfunc.transforms.control.callee_parts import (
+    Tracing,
+)
+from tsfunc.transforms.control.callee_rules import solution, with_jvp, with_vjp, with_vmap
+from tsfunc.transforms.control.functions import PythonCallee
+from tsfunc.transforms.custom_jvp import custom_jvp
+from tsfunc.transforms.custom_rules import Call
+from tsfunc.transforms.custom_vjp import custom_vjp
+from tsfunc.transforms.custom_vmap import custom_vmap
+from tsfunc.transforms.equations import Solved
+from tsfunc.types import Dim
+
+
+def traced_callee(callee: PythonCallee, bounds: Mapping[str, Dim], batched: bool) -> TracedCallee:
+    """A function of the user's as graphs.
+
+    Args:
+        callee: the function.
+        bounds: the named dims of the program that calls it.
+        batched: whether its rule for batches is wanted.
+
+    Raises:
+        NoFileForm: some of it can't be traced.
+    """
+    function = callee.function
+    if function is custom_vjp.kind:
+        return with_vjp(Tracing(callee, bounds))
+    if function is custom_jvp.kind:
+        return with_jvp(Tracing(callee, bounds))
+    if function is custom_vmap.kind:
+        return with_vmap(Tracing(callee, bounds), batched)
+    if function is Solved:
+        return solution(Tracing(callee, bounds))
+    return Methods(Tracing(callee, bounds)).traced(batched)
+
+
+def key_of(callee: PythonCallee) -> Any:
+    """What tells a function, called with such arguments, from others in the same program."""
+    function, leaves = callee.function, [*callee.leaves]
+    tree: Any = callee.tree
+    if leaves and isinstance(leaves[0], Call):
+        call = leaves.pop(0)
+        function = function, call.rule, tuple(call.places), call.count, tuple(call.sized)
+        leaves += call.leaves
+        tree = tree, call.tree, len(call.closed)
+    return (
+        function, tree, tuple(map(_static_key, leaves)), tuple(callee.types),
+        tuple(callee.numbers), tuple(callee.places),
+    )  # fmt: skip
+
+
+def _static_key(leaf: Any) -> Any:
+    """What tells a fixed argument from others; equal numbers of other types are others."""
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str):
+        return type(leaf), repr(leaf)
+    return id(leaf)
