@@ -123,6 +123,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 @product.def_vmap
 def _(size: int, batched: Any, a: Tensor, b: Tensor) -> Any:
+    a, b = (
+        x if flag else x.expand(size, *x.shape) for x, flag in zip((a, b), batched, strict=True)
+    )
     return a @ b.mT, True
 
 

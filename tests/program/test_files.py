@@ -321,10 +321,10 @@ class TestRefusals:
             f.save(tmp_path / "f.tsf")
 
     def test_sparse_state(self, tmp_path: Path) -> None:
-        generator = torch.Generator()
-        f = specialize(lambda x: x + torch.rand(2, generator=generator))
+        weight = torch.eye(2).to_sparse()
+        f = specialize(lambda x: weight @ x)
         f(torch.ones(2))
-        with pytest.raises(ValueError, match="can't hold a Generator, in %rand"):
+        with pytest.raises(ValueError, match=r"a tensor of layout torch.sparse_coo"):
             f.save(tmp_path / "f.tsf")
 
     def test_nothing_to_save(self, tmp_path: Path) -> None:
@@ -613,19 +613,3 @@ class TestControlFlow:
             for n in (4, 2, 7):
                 x = torch.randn(n, 3)
                 torch.testing.assert_close(loaded(x), func(x))
-
-    def test_a_function_with_a_derivative_of_its_own_is_refused(self, tmp_path: Path) -> None:
-        class Double(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x * 2
-
-            @staticmethod
-            def backward(ctx: Any, *cotangents: Any) -> Any:
-                return cotangents[0] * 2
-
-        apply: Any = Double.apply
-        f = specialize(lambda x: apply(x))
-        f(torch.ones(2))
-        with pytest.raises(ValueError, match="Double, which runs Python code of its own"):
-            f.save(tmp_path / "f.tsf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import zipfile
@@ -369,3 +370,89 @@ def test_the_memory_of_tensors(good: bytes, tmp_path: Path) -> None:
     entries = entries_of(good)
     entries["tensors.safetensors"] = entries["tensors.safetensors"][:-1]
     refused(tmp_path, file_of(entries), r"tensors\.safetensors: this is no safetensors")
+
+
+def _function(kind: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A change to the first function of a kind."""
+
+    def changed(program: Any) -> None:
+        change(next(each for each in program["functions"] if each["kind"] == kind))
+
+    return changed
+
+
+def _call(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A change to the first call of a function."""
+
+    def changed(program: Any) -> None:
+        nodes = program["graph"]["nodes"]
+        change(next(n for n in nodes if n.get("control", {}).get("kind") == "function")["control"])
+
+    return changed
+
+
+def _calls_itself(function: Any) -> None:
+    """What the function does is now what one of its rules does, which calls it."""
+    function["primal"] = copy.deepcopy(function["forward"])
+    del function["primal"]["graph"]["outputs"][1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (_function("vjp", lambda f: f.update(kind="eval")), "kind: expected a kind of function"),
+        (_function("vjp", lambda f: f.update(kind="jvp")), "by is missing"),
+        (_function("vjp", lambda f: f.update(tensors=2)), "called with other values"),
+        (_function("vjp", lambda f: f.update(tensors=1 << 40)), "tensors: expected an integer"),
+        (_function("vjp", lambda f: f.update(results=2)), "it returns 1 values, not 2"),
+        (_function("vjp", lambda f: f.update(count=2)), "count: expected an integer"),
+        (_function("vjp", lambda f: f.update(smooth=[1])), "smooth.*expected an integer"),
+        (_function("vjp", lambda f: f["backward"]["inputs"].append(0)), "has other inputs"),
+        (_function("vjp", lambda f: f["primal"].update(dims={"n": 1})), "expected a line of text"),
+        (_function("vjp", lambda f: f["primal"]["graph"].update(outputs=[None])), "nothing where"),
+        (_function("vjp", _calls_itself), "in a circle, or too deeply"),
+        (_function("jvp", lambda f: f.update(by=[3])), "by.*expected an integer"),
+        (_function("jvp", lambda f: f.update(more=1)), "there is no 'more' in such an object"),
+        (_function("vmap", lambda f: f["batches"][0].update(given=[True])), "a list of 2"),
+        (_function("vmap", lambda f: f["batches"][0].update(returned=[1])), "true or false"),
+        (_function("methods", lambda f: f.update(kept=[9])), "kept.*expected an integer"),
+        (_function("methods", lambda f: f.update(refusal="a\nb")), "refusal: expected a line"),
+        (_function("methods", lambda f: f.update(once=0)), "once: expected true or false"),
+        (_call(lambda c: c.update(number=99)), "number: expected an integer"),
+        (_call(lambda c: c.update(written=[1])), "written.*expected an integer"),
+        (_call(lambda c: c.update(maps=[{}])), "in_dims is missing"),
+        (lambda p: p.update(functions=[]), "number: expected an integer"),
+        (lambda p: p.update(functions={}), "functions: expected a list"),
+    ],
+)
+def test_rules(change: Callable[[Any], Any], match: str, tmp_path: Path) -> None:
+    data = (Path(__file__).parent / "files" / "format_4.tsf").read_bytes()
+    refused(tmp_path, edited(data, GRAPH, lambda d: change(d) and None), match)
+
+
+def test_generators(tmp_path: Path) -> None:
+    data = (Path(__file__).parent / "files" / "format_4.tsf").read_bytes()
+
+    def generator(state: Any) -> Callable[[Any], Any]:
+        def changed(program: Any) -> None:
+            nodes = program["graph"]["nodes"]
+            drawn = next(n for n in nodes if n.get("operator") == "aten::rand.generator")
+            drawn["kwargs"]["generator"]["generator"].update(state)
+
+        return changed
+
+    refused(tmp_path, edited(data, GRAPH, generator({"state": "t9"})), "there is no tensor 't9'")
+    refused(tmp_path, edited(data, GRAPH, generator({"device": "meta"})), "no state of a generator")
+    broken = edited(data, TENSORS, lambda d: d.update({"t0": {**d["t0"], "dtype": "int8"}}))
+    refused(tmp_path, broken, "its data is torch.uint8")
+    entries = entries_of(data)
+    memory = bytearray(entries["tensors.safetensors"])
+    memory[-5056:] = bytes(5056)
+    entries["tensors.safetensors"] = bytes(memory)
+    refused(tmp_path, file_of(entries), "this is no state of a generator of cpu")
+
+
+def test_functions_of_earlier_formats(tmp_path: Path) -> None:
+    data = (Path(__file__).parent / "files" / "format_4.tsf").read_bytes()
+    older = edited(data, "format.json", lambda head: {**head, "version": 3})
+    refused(tmp_path, older, "there is no 'functions' in such an object")

@@ -249,11 +249,19 @@ class CalleeReader:
                 each.fail(f"no code can be made of it: {error}")
 
 
-def _depth(callee: TracedCallee, known: dict[TracedCallee, int]) -> int:
-    """How deeply the first parts of functions call each other, from one on."""
+def _depth(callee: TracedCallee, known: dict[TracedCallee, int], around: int = 0) -> int:
+    """How deeply the first parts of functions call each other, from one on.
+
+    Args:
+        callee: the function.
+        known: those that have been looked at.
+        around: in how many others it was met; beyond too many nothing is looked at.
+    """
     if callee not in known:
         known[callee] = _DEEPEST + 1  # where it is met again meanwhile, there is no end
-        targets = (node.target for node in every_node(callee.parts[0].graph))
-        called = [found for x in targets if (found := getattr(x, "callee", None)) is not None]
-        known[callee] = 1 + max((_depth(each, known) for each in called), default=0)
+        if around <= _DEEPEST:
+            targets = (node.target for node in every_node(callee.parts[0].graph))
+            called = [found for x in targets if (found := getattr(x, "callee", None)) is not None]
+            inside = (_depth(each, known, around + 1) for each in called)
+            known[callee] = 1 + max(inside, default=0)
     return known[callee]

@@ -60,17 +60,7 @@ def encode_program(
     names = _names_of_symbols(program.graph)
     count = len(program.form.leaves) if program.form is not None else len(program.inputs)
     callees = CalleeWriter(bounds, lambda part: _encode_part(part, tensors, state, callees))
-    leaves = program.form.leaves if program.form is not None else ()
-
-    def generator(value: torch.Generator) -> str:
-        if any(leaf is value for leaf in leaves):
-            raise NoFileForm(
-                "a Generator among the arguments (one that the function closes over is part of its "
-                "programs, with its state)"
-            )
-        return tensors.generator(value)
-
-    outside = Outside(lifted, generator)
+    outside = Outside(lifted, tensors.generator)
     graph = encode_graph(program.graph, outside, names, callees, in_cells)
     if callees.entries and program.form is not None:
         _require_settings(program.form)

@@ -122,6 +122,9 @@ class Tracing:
             raise self.refusal(what, f"{type(error).__name__}: {said[0] if said else ''}") from None
         if program.conditions or program.raised or program.updates:
             raise self.refusal(what, "it does not do the same for all sizes and numbers")
+        if program.asked or program.attributes:
+            asked = ", ".join([*(each.fact for each in program.asked), *program.attributes])
+            raise self.refusal(what, f"it asks for more of tensors than types and sizes: {asked}")
         used = _without_unused(program.graph, program.inputs)
         return Part(what, program.graph, used, program.lifted, bounds, program.run)
 

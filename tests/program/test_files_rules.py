@@ -1,0 +1,424 @@
+"""Functions with rules of the user's in files: what is loaded has the same derivatives and batches.
+
+Compared with the function itself, under each transform that asks a rule for something.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import tsfunc
+from tests.program.saved_functions import (
+    MADE,
+    Scaling,
+    Turning,
+    clipped,
+    exponential,
+    product,
+    ruled,
+    solving,
+)
+from tsfunc import MetaTensorType as Meta
+from tsfunc import grad, hessian, jacfwd, jvp, load, specialize, vmap
+from tsfunc.errors import UndefinedDerivativeError
+
+KEPT = Path(__file__).parent / "files"
+COLUMN = torch.tensor([1.0, -2.0, 3.0])
+
+
+def saved(f: Any, folder: Path, *args: Any, dims: Any = None) -> Any:
+    """A function specialized for a call, saved and loaded."""
+    made = specialize(f, dims)
+    made(*args)
+    made.save(folder / "f.tsf")
+    return load(folder / "f.tsf")
+
+
+def applied(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+# --- functions, each with a rule that says another thing than its operators would
+
+
+@functools.partial(tsfunc.custom_vjp, nondiff_argnums=(1,))
+def power(x: Tensor, k: int) -> Tensor:
+    return x**k
+
+
+power.defvjp(lambda x, k: (x**k, (x,)), lambda k, kept, ct: (2 * k * ct * kept[0] ** (k - 1),))
+
+
+@tsfunc.custom_vjp
+def of_tree(tree: Any) -> Any:
+    return {"a": tree["x"] * 2, "b": (tree["y"].sum(), 3)}
+
+
+of_tree.defvjp(
+    lambda tree: (of_tree(tree), (tree["y"].shape[0], "kept")),
+    lambda kept, ct: ({"x": 3 * ct["a"], "y": 5 * ct["b"][0].expand(kept[0])},),
+)
+
+
+@tsfunc.custom_jvp
+def times(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+times.defjvps(lambda t, ans, x, y: t * y, lambda t, ans, x, y: 3 * x * t)
+
+
+@tsfunc.custom_gradient
+def halved(x: Tensor) -> Any:
+    return x.sin(), lambda ct: ct * x.cos() / 2
+
+
+@tsfunc.sequential_vmap
+def doubled(x: Tensor) -> Tensor:
+    return x.sin() * 2
+
+
+@tsfunc.custom_vmap
+def shifted(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+@shifted.def_vmap
+def _(size: int, batched: Any, x: Tensor) -> Any:
+    return (x if batched[0] else x.expand(size, *x.shape)).sin() * size, True
+
+
+class Pair(torch.autograd.Function):
+    """Two results, one of which may be without a cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, flag: bool = True) -> Any:
+        ctx.save_for_backward(x, y)
+        ctx.set_materialize_grads(False)
+        return x * y, x + y
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, y = ctx.saved_tensors
+        found: list[Any] = [None, None]
+        if cotangents[0] is not None:
+            found = [cotangents[0] * y, cotangents[0] * x]
+        if cotangents[1] is not None:
+            found = [cotangents[1] if pulled is None else pulled + cotangents[1]
+                     for pulled in found]  # fmt: skip
+        return (*[f if n else None for f, n in zip(found, ctx.needs_input_grad, strict=False)],
+                None)  # fmt: skip
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return 5 * cotangents[0]
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * cotangents[0] * x.cos()
+
+
+def of_closed(x: Tensor, w: Tensor) -> Tensor:
+    """A rule that closes over a traced tensor, and over one from outside."""
+
+    @tsfunc.custom_vjp
+    def f(y: Tensor) -> Tensor:
+        return y * w.detach() * COLUMN[0]
+
+    f.defvjp(lambda y: (f(y), y.shape), lambda shape, ct: (7 * ct.expand(shape) * COLUMN[1],))
+    found: Tensor = f(x)
+    return found
+
+
+def linear(a: Tensor, b: Tensor) -> Any:
+    def solver(of: Tensor) -> Any:
+        return lambda matvec, b: torch.linalg.solve(of, b)
+
+    a = a + 4 * torch.eye(a.shape[0])
+    return tsfunc.linear_solve(lambda x: a @ x, b, solver(a), solver(a.T))
+
+
+def root(a: Tensor) -> Any:
+    def newton(f: Any, x: Tensor) -> Any:
+        return tsfunc.fori_loop(0, 15, lambda i, x: x - f(x) / (2 * x), x)
+
+    return tsfunc.implicit_root(lambda x: x * x - a, torch.ones_like(a), newton)
+
+
+N, ROWS = {"x": Meta(["n"])}, {"x": Meta(["n", 3])}
+BOTH = {"x": Meta(["n"]), "y": Meta(["n"])}
+X, Y, M = torch.rand(5) + 0.5, torch.rand(5) + 1, torch.randn(4, 3)
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Any, tuple[Tensor, ...]]] = {
+    "vjp": (lambda x: clipped(x) * 2, ROWS, (M,)),
+    "vjp, fixed argument": (lambda x: power(x, 3) + power(x, 2), N, (X,)),
+    "vjp, closed over": (of_closed, {"x": Meta(["n"]), "w": Meta(["n"])}, (X, Y)),
+    "gradient": (lambda x: halved(x), N, (X,)),
+    "jvp": (lambda x: exponential(x) * 2, ROWS, (M,)),
+    "jvp, two": (lambda x, y: times(x, y), BOTH, (X, Y)),
+    "jvp in a vmap": (lambda x: vmap(lambda x: exponential(x).sum())(x), ROWS, (M,)),
+    "jvp in a vmap of a gradient": (
+        lambda x: vmap(grad(lambda x: exponential(x).sum()))(x), ROWS, (M,),
+    ),
+    "vmap": (lambda x: shifted(x) + 1, N, (X,)),
+    "vmap, two": (lambda x, y: product(x, y), {"x": Meta(["n", 3]), "y": Meta(["m", 3])},
+                  (M, torch.randn(2, 3))),
+    "sequential": (lambda x: doubled(x), N, (X,)),
+    "old": (lambda x: applied(Scaling, x, 3.0)[0] * 2, ROWS, (M,)),
+    "new": (lambda x: applied(Turning, x, x.shape[0]) * 2, ROWS, (M,)),
+    "pair": (lambda x, y: applied(Pair, x, y, False)[0] * applied(Pair, x, y)[1], BOTH, (X, Y)),
+    "in place": (lambda x: applied(InPlace, x.clone()) * 3, N, (X,)),
+    "once": (lambda x: applied(Once, x), N, (X,)),
+    "in control flow": (
+        lambda x: tsfunc.cond(x.sum() > 0, lambda x: halved(x) * clipped(x), torch.sin, x), N, (X,),
+    ),
+    "in a scan": (
+        lambda x: tsfunc.scan(lambda c, r: (c + r.sum(), halved(r)), torch.zeros(()), x)[1],
+        ROWS, (M,),
+    ),
+    "in a checkpoint": (tsfunc.checkpoint(lambda x: halved(x) * exponential(x)), N, (X,)),
+    "of an expression": (
+        lambda x: applied(Turning, x.reshape(-1), 2) * 2, {"x": Meta(["2*n", 3])}, (M,),
+    ),
+    "linear": (linear, {"a": Meta(["n", "n"]), "b": Meta(["n"])}, (torch.rand(3, 3), Y[:3])),
+    "root": (root, {"a": Meta(["n"])}, (X,)),
+}  # fmt: skip
+
+
+def total(f: Any) -> Any:
+    return lambda *args: f(*args).sin().sum()
+
+
+def stacked(*args: Tensor) -> list[Tensor]:
+    return [torch.stack([x, x * 1.5, x + 0.25]) for x in args]
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "value": lambda f, *args: f(*args),
+    "grad": lambda f, *args: grad(total(f))(*args),
+    "grad of grad": lambda f, *args: grad(lambda *a: grad(total(f))(*a).sin().sum())(*args),
+    "jvp": lambda f, *args: jvp(f, args, tuple(x.cos() for x in args)),
+    "vmap": lambda f, *args: vmap(f)(*stacked(*args)),
+    "vmap of one": lambda f, *args: vmap(f)(*[x[None] for x in args]),
+    "vmap of the first": lambda f, x, *args: vmap(f, (0, *[None] * len(args)))(
+        torch.stack([x, x + 1]), *args
+    ),
+    "vmap of vmap": lambda f, *args: vmap(vmap(f))(*stacked(*stacked(*args))),
+    "vmap of grad": lambda f, *args: vmap(grad(total(f)))(*stacked(*args)),
+    "jacfwd": lambda f, *args: jacfwd(f)(*args),
+    "hessian": lambda f, *args: hessian(total(f))(*args),
+}
+# What the function itself refuses: a derivative that its rule does not have.
+REFUSED = {
+    ("once", "grad of grad"), ("once", "jvp"), ("once", "jacfwd"), ("once", "hessian"),
+    ("sequential", "jacfwd"), ("sequential", "hessian"),
+    # A fault of the function itself, with and without a program.
+    ("jvp in a vmap", "hessian"), ("jvp in a vmap of a gradient", "hessian"),
+}  # fmt: skip
+# A batch of two batches: the rule of the inner one is that of the operators (docs/files.md).
+ONCE_ONLY = {("vmap", "vmap of vmap")}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_as_the_function_itself(name: str, tmp_path: Path) -> None:
+    f, dims, args = FUNCTIONS[name]
+    loaded = saved(f, tmp_path, *args, dims=dims)
+    loaded.save(tmp_path / "again.tsf")
+    for func in (loaded, load(tmp_path / "again.tsf")):
+        for transform, run in TRANSFORMS.items():
+            if (name, transform) in REFUSED or (name, transform) in ONCE_ONLY:
+                continue
+            torch.testing.assert_close(
+                run(func, *args), run(f, *args), msg=lambda said, t=transform: f"{t}: {said}"
+            )
+
+
+@pytest.mark.parametrize("n", [2, 3, 9])
+def test_other_sizes(n: int, tmp_path: Path) -> None:
+    for name in ("vjp", "jvp", "old", "new", "in a scan"):
+        f, dims, args = FUNCTIONS[name]
+        loaded = saved(f, tmp_path, *args, dims=dims)
+        x = torch.randn(n, 3)
+        for transform in ("value", "grad", "vmap of grad"):
+            run = TRANSFORMS[transform]
+            torch.testing.assert_close(run(loaded, x), run(f, x))
+
+
+def test_trees(tmp_path: Path) -> None:
+    def f(x: Tensor, y: Tensor) -> Any:
+        found = of_tree({"x": x, "y": y})
+        return found["a"].sum() * found["b"][0] * found["b"][1]
+
+    loaded = saved(f, tmp_path, X, M[0], dims={"x": Meta(["n"]), "y": Meta(["m"])})
+    torch.testing.assert_close(
+        grad(loaded, argnums=(0, 1))(X, M[0]), grad(f, argnums=(0, 1))(X, M[0])
+    )
+
+
+def test_what_the_rule_refuses_is_refused(tmp_path: Path) -> None:
+    once = saved(lambda x: applied(Once, x), tmp_path, X)
+    with pytest.raises(UndefinedDerivativeError, match="marked @once_differentiable"):
+        grad(lambda x: grad(total(once))(x).sum())(X)
+    slope = saved(grad(lambda x: applied(Once, x).sum()), tmp_path, X)
+    torch.testing.assert_close(slope(X), 2 * X.cos())
+    with pytest.raises(UndefinedDerivativeError, match="differentiate twice"):
+        grad(lambda x: slope(x).sum())(X)
+    fixed = saved(lambda x, w: of_closed(x, w) + power(w, 2), tmp_path, X, Y)
+    assert torch.equal(fixed(X, Y), of_closed(X, Y) + Y**2)
+
+
+def test_a_function_without_a_derivative(tmp_path: Path) -> None:
+    class Alone(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+    loaded = saved(lambda x: applied(Alone, x), tmp_path, X)
+    torch.testing.assert_close(loaded(X), X * 2)
+    with pytest.raises(NotImplementedError, match="backward"):
+        grad(total(loaded))(X)
+
+
+class TestRefusals:
+    def test_a_rule_that_looks_at_data(self, tmp_path: Path) -> None:
+        class Looking(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, *cotangents: Any) -> Any:
+                return cotangents[0] * 2 if cotangents[0].sum() > 0 else cotangents[0]
+
+        with pytest.raises(ValueError, match=r"hold Looking, of which backward can't be traced"):
+            saved(lambda x: applied(Looking, x), tmp_path, X)
+
+    def test_a_rule_without_end(self, tmp_path: Path) -> None:
+        @functools.partial(tsfunc.custom_jvp, nondiff_argnums=(0,))
+        def bessel(k: int, x: Tensor) -> Tensor:
+            return torch.sin(k * x)
+
+        @bessel.defjvp
+        def rule(k: int, primals: Any, tangents: Any) -> Any:
+            (x,) = primals
+            slope = (bessel(k - 1, x) - bessel(k + 1, x)) / 2
+            return bessel(k, x), slope * tangents[0]
+
+        with pytest.raises(ValueError, match="rules, which call others, without end"):
+            saved(lambda x: bessel(2, x), tmp_path, X)
+
+    def test_a_rule_that_asks_for_sizes(self, tmp_path: Path) -> None:
+        @tsfunc.custom_vjp
+        def f(x: Tensor) -> Tensor:
+            return x * 2
+
+        f.defvjp(lambda x: (x * 2, x), lambda x, ct: (ct * (2 if x.shape[0] > 4 else 3),))
+        with pytest.raises(ValueError, match="f, of which the bwd rule can't be traced"):
+            saved(lambda x: f(x), tmp_path, X, dims=N)
+        loaded = saved(lambda x: f(x), tmp_path, X)
+        torch.testing.assert_close(grad(total(loaded))(X), grad(total(f))(X))
+
+    def test_a_generator_among_the_arguments(self, tmp_path: Path) -> None:
+        def f(x: Tensor, source: torch.Generator) -> Tensor:
+            return x + torch.rand(3, generator=source)
+
+        with pytest.raises(ValueError, match=r"the argument args\[1\], a Generator"):
+            saved(f, tmp_path, COLUMN, torch.Generator())
+
+    def test_other_settings(self, tmp_path: Path) -> None:
+        f = specialize(lambda x: halved(x))
+        with torch.autocast("cpu"):
+            f(X)
+        with pytest.raises(ValueError, match="called under another autocast than that of now"):
+            f.save(tmp_path / "f.tsf")
+
+
+def test_generators(tmp_path: Path) -> None:
+    """Each loaded function has the generators of its own, in the states that they were in."""
+    source = torch.Generator().manual_seed(3)
+
+    def f(x: Tensor) -> Any:
+        more = tsfunc.cond(x.sum() > 0, lambda x: x + torch.rand(3, generator=source), torch.sin, x)
+        return more, torch.randn(x.shape, generator=source)
+
+    made = specialize(f, {"x": Meta([3])})
+    made(COLUMN)
+    made.save(tmp_path / "f.tsf")
+    one, other = load(tmp_path / "f.tsf"), load(tmp_path / "f.tsf")
+    for _ in range(3):
+        want = made(COLUMN)
+        torch.testing.assert_close(one(COLUMN), want, rtol=0, atol=0)
+        torch.testing.assert_close(other(COLUMN), want, rtol=0, atol=0)
+    one.save(tmp_path / "f.tsf")
+    torch.testing.assert_close(load(tmp_path / "f.tsf")(COLUMN), made(COLUMN), rtol=0, atol=0)
+
+
+def test_which_arguments_require_grad(tmp_path: Path) -> None:
+    """A derivative by some of the arguments of what was saved without any."""
+
+    def f(tree: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return (tree["w"] * x + tree["b"] * y).sin().sum()
+
+    tree = {"w": X, "b": Y}
+    loaded = saved(f, tmp_path, tree, X, Y)
+    for argnums in (0, 1, (0, 2), (1, 2)):
+        got, want = (grad(each, argnums=argnums)(tree, X, Y) for each in (loaded, f))
+        torch.testing.assert_close(got, want)
+
+
+class TestKeptFiles:
+    def test_a_file_of_format_4(self) -> None:
+        """It was written by the first version that wrote this format, and is kept as it was."""
+        loaded = load(KEPT / "format_4.tsf")
+        for n in (4, 7):
+            x = torch.randn(n, 3)
+            *got, noise = loaded(x)
+            *want, _ = ruled(x)
+            torch.testing.assert_close(got, want)
+            assert noise.shape == x.shape
+            slopes = [
+                vmap(
+                    grad(lambda x, f=f: sum(f(x)[i].sum() for i in (0, 1, 3, 5))), randomness="same"
+                )(x[None])
+                for f in (loaded, ruled)
+            ]
+            torch.testing.assert_close(*slopes)
+        loaded.program.verify()
+
+    def test_a_file_of_format_4_with_equations(self) -> None:
+        loaded = load(KEPT / "format_4_solving.tsf")
+        a, b = torch.rand(4, 4) + 4 * torch.eye(4), torch.rand(4)
+        torch.testing.assert_close(loaded(a, b), solving(a, b))
+
+
+def test_in_what_order_functions_are_written(tmp_path: Path) -> None:
+    """The same function makes the same file."""
+    found = []
+    for name in ("a", "b"):
+        MADE["solving"][0]().save(tmp_path / name, exact=True)
+        found.append((tmp_path / name).read_bytes())
+    assert found[0] == found[1]
