@@ -190,7 +190,7 @@ def ruled(x: Tensor) -> Any:
 def solving(a: Tensor, b: Tensor) -> Any:
     """Solutions of equations."""
 
-    def solve(matvec: Any, b: Tensor) -> Tensor:
+    def solve(matvec: Any, b: Tensor) -> Any:
         return torch.linalg.solve(a, b)
 
     def newton(f: Any, x: Tensor) -> Any:
