@@ -161,6 +161,17 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
         lambda x, y: x + F.avg_pool1d(y[None], 2)[0], {"x": ["n"], "y": ["m"]}, (r(3), r(6)),
         {"x": ["m // 2"]},
     ),
+    "two at once, and numbers": (
+        lambda x: F.layer_norm(x, (2, 3)), {"x": ["a", "b", "c"]}, (r(4, 2, 3),),
+        {"x": ["a", 2, 3]},
+    ),
+    "a number in several facts": (
+        lambda x, y: torch.native_group_norm(x, y, y, 1, 6, 3, 2, 1e-5),
+        {"x": ["a", "b", "c"], "y": ["d"]}, (r(1, 6, 3), r(6)), {"x": ["a", 6, 3], "y": [6]},
+    ),
+    "one or a number": (
+        lambda x: x.expand(3, 5), {"x": ["a", "b"]}, (r(3, 5),), {"x": [3, 5]},
+    ),
     "a product": (
         lambda x, y: x + y.flatten(), {"x": ["n"], "y": ["m", "k"]}, (r(6), r(3, 2)),
         {"x": ["k * m"]},
@@ -266,6 +277,17 @@ def test_what_no_descriptor_says_is_left_open() -> None:
     g = specialize(f, offered)
     for n, m in ((5, 3), (3, 5)):
         torch.testing.assert_close(g(torch.ones(n), torch.ones(m)), f(torch.ones(n), torch.ones(m)))
+
+
+def test_an_equality_is_solved_for_what_the_call_has() -> None:
+    """Zero solves it, too."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        n, m = x.shape[0], y.shape[0]
+        return x.sum() if n * (m - 4) == 2 * n and m // 2 == 3 else y
+
+    _, offered = refused(f, {"x": Meta(["n"]), "y": Meta(["m"])}, torch.ones(3), torch.ones(6))
+    assert offered["x"].shape == ("n",) and offered["y"].shape == (6,)
 
 
 def test_containers_of_descriptors() -> None:

@@ -7,6 +7,7 @@ Importing it registers the kernels of the built-in keys and what door 1 answers 
 from __future__ import annotations
 
 from tsfunc.bridge import (
+    answers,
     attributes,
     batching,
     composites,
@@ -28,6 +29,7 @@ from tsfunc.bridge import (
 )
 
 __all__ = [
+    "answers",
     "attributes",
     "batching",
     "composites",

@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tsfunc.bridge import result_rules as result_rules  # registers its rules
+from tsfunc.bridge import split_rules as split_rules
 from tsfunc.bridge.equalities import required
 from tsfunc.bridge.questions import set_aside, unasked
 from tsfunc.bridge.shape_rules import SHAPE_RULES
@@ -155,7 +156,8 @@ class Elsewhere:
         self.env, self.call = env, call
         self.args, self.kwargs = _plain(args), _plain(kwargs)
         self.symbols = sorted(symbols_among((args, kwargs)), key=str)
-        known = getattr(env, "backed_var_to_val", None) or env.var_to_val
+        known = getattr(env, "backed_var_to_val", None)
+        known = env.var_to_val if known is None else known
         self.here = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
 
     def sizes(self) -> Iterator[dict[Any, int]]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tsfunc.bridge.operators import overload_of
 from tsfunc.bridge.shape_rules import known, new_like, shape_rule
@@ -27,6 +28,22 @@ def _covariance(x: Any, correction: int = 1, fweights: Any = None, aweights: Any
     if aweights is not None:
         dtype = torch.promote_types(dtype, aweights.dtype)
     return new_like(x, [x.shape[0]] * 2 if x.dim() > 1 else [], dtype)
+
+
+def _answer(overload: Any) -> Any:
+    """A bool that no trace knows: NOTE [sizes of data] in ``symbols``."""
+
+    def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+        env = x.fake_mode.shape_env
+        if env is None:
+            raise DataDependentOutputException(overload)
+        return env.create_unbacked_symbool()
+
+    return rule
+
+
+shape_rule("equal")(_answer(torch.ops.aten.equal.default))
+shape_rule("allclose")(_answer(torch.ops.aten.allclose.default))
 
 
 @shape_rule("ctc_loss.IntList", "ctc_loss.Tensor")

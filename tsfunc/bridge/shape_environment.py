@@ -34,8 +34,9 @@ def environment_class() -> Any:
 
         Attributes:
             symbols: whose it is; it has what is asserted written into the program.
-            asked: for each guard the line, whether the user's code asked there, and whether the
-                function raises where it does not hold.
+            asked: for each guard the line, whether it is meant as it is asked, which the user's
+                code does, and whether the function raises where it does not hold.
+            counts: whether what is asked now is how many results an operator has, which is meant.
         """
 
         def __init__(self, symbols: Any) -> None:
@@ -44,6 +45,7 @@ def environment_class() -> Any:
             )
             self.symbols = symbols
             self.asked: list[tuple[Place, bool, bool]] = []
+            self.counts = False
 
         def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -64,7 +66,7 @@ def environment_class() -> Any:
                         _CHECK in through and in_user_code and not may_be_caught(frame)
                     )
                     by_user = in_user_code and not _PYTHONS_QUESTIONS.isdisjoint(through)
-                    self.asked += [(users_place(), by_user, is_check)] * new
+                    self.asked += [(users_place(), by_user or self.counts, is_check)] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts
@@ -74,6 +76,18 @@ def environment_class() -> Any:
             return holds
 
     return Environment
+
+
+def count_of(size: Any) -> int:
+    """A size as the number of results that an operator has for it, which is the trace's own."""
+    if isinstance(size, int):
+        return size
+    env = size.node.shape_env
+    env.counts = True
+    try:
+        return int(size)
+    finally:
+        env.counts = False
 
 
 def asking_frame() -> FrameType:

@@ -13,12 +13,17 @@ from typing import Any
 
 def python_text(expr: Any) -> str:
     """An expression for people."""
-    from sympy import Float, Function
+    from sympy import And, Float, Function, Not, Or
     from sympy.core.relational import Relational
     from torch.utils._sympy.functions import Max, Min
 
     if isinstance(expr, Relational):
         return f"{python_text(expr.lhs)} {expr.rel_op} {python_text(expr.rhs)}"
+    if isinstance(expr, Not):
+        return f"not {python_text(expr.args[0])}"
+    if isinstance(expr, And | Or):
+        word = " and " if isinstance(expr, And) else " or "
+        return word.join(sorted(map(python_text, expr.args)))
     # sympy's own text puts terms in the usual order, and is no Python where there are functions.
     return code_text(expr) if expr.has(Function, Max, Min, Float) else str(expr)
 

@@ -58,7 +58,8 @@ class Need:
         fact: as Python.
         expr: the fact, with symbols that are called as the dims.
         place: the user's line.
-        by_user: whether the user's own code asked, and not torch or this package for it.
+        by_user: whether the user's own code asked, or how many results there are for it, and not
+            torch or this package for something else.
     """
 
     fact: str
@@ -129,6 +130,7 @@ class Symbols:
         self._names: dict[Any, str] = {}
         self._steps: dict[Any, int] = {}
         self._born: dict[Any, torch.fx.Node] = {}
+        self._answers: dict[Any, Any] = {}  # symbols that stand for bools, and when these are true
         self._env: Any = None
         self.graph: torch.fx.Graph | None = None
         self._inputs: Mapping[str, torch.fx.Node] = {}
@@ -202,6 +204,8 @@ class Symbols:
             self._born[symbol] = node
             self._names[symbol] = text
             node.meta["expr"] = text
+            if isinstance(number, torch.SymBool):
+                self._answers[symbol] = number.node.expr
             if number is not None:
                 node.meta["number"] = number
 
@@ -344,7 +348,19 @@ class Symbols:
 
     def spell(self, expr: Any) -> str:
         """An expression as Python, in the user's names."""
-        return python_text(expr.xreplace(self._as_dims()))
+        from sympy import Symbol
+
+        answers = {symbol: Symbol(self._names[symbol]) for symbol in self._answers}
+        return python_text(self._with_answers(expr, answers).xreplace(self._as_dims()))
+
+    def _with_answers(self, expr: Any, answers: Mapping[Any, Any]) -> Any:
+        """An expression with the bools themselves for what torch writes: that they are 1."""
+        from sympy import Not
+
+        for symbol, answer in answers.items():
+            asked = self._answers[symbol]
+            expr = expr.xreplace({Not(asked): Not(answer), asked: answer})
+        return expr
 
     def spell_size(self, size: Any) -> str:
         """A size in the user's names."""
@@ -381,8 +397,12 @@ class Symbols:
         self, graph: torch.fx.Graph, expr: Any, values: Mapping[Any, torch.fx.Node]
     ) -> torch.fx.Node:
         """Writes an expression into a graph, in which its symbols have these nodes."""
-        node: torch.fx.Node = number_node(graph, values, expr)
-        if expr not in self._born:
+        from sympy import Symbol
+
+        answers = {symbol: Symbol(f"{symbol}_") for symbol in values if symbol in self._answers}
+        known = {**values, **{answers[symbol]: values[symbol] for symbol in answers}}
+        node: torch.fx.Node = number_node(graph, known, self._with_answers(expr, answers))
+        if expr not in self._born and node not in values.values():
             node.meta["expr"] = self.spell(expr)
         return node
 

@@ -189,7 +189,7 @@ class TraceTracer(Tracer):
     def read(self, name: str) -> Any:
         if name == "item" and self.value.numel() == 1:
             return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
-        if name == "tolist" and all(isinstance(size, int) for size in self.value.shape):
+        if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
         if name == "__bool__" and self.value.numel() == 1:
             refused = refused_value(asking_frame())

@@ -41,26 +41,23 @@ def _mended(
 ) -> dict[str, DimSpec]:
     """For each dim of which something was asked, one that promises it; None: an open one."""
     mending = _Mending(dims, sizes)
-    # What is equal to another is that one; what is left is bounded, and then put in order.
-    for sort in (_equates, _is_of_one, _is_of_several):
-        for fact in dict.fromkeys(need.expr for need in needs):
-            if sort(fact):
-                mending.take(fact)
+    facts = sorted(dict.fromkeys(need.expr for need in needs), key=_rank)
+    for fact in [fact for fact in facts if not mending.take(fact)]:
+        mending.take_or_open(fact)  # more is known by now
     return mending.result()
 
 
-def _equates(fact: Any) -> bool:
+def _rank(fact: Any) -> int:
+    """Dims that are numbers come first, then those that are others.
+
+    Of what is left some are bounded, and then put in order.
+    """
     from sympy import Eq
 
-    return isinstance(fact, Eq) and len(fact.free_symbols) > 1
-
-
-def _is_of_one(fact: Any) -> bool:
-    return len(fact.free_symbols) == 1
-
-
-def _is_of_several(fact: Any) -> bool:
-    return len(fact.free_symbols) > 1 and not _equates(fact)
+    if len(fact.free_symbols) > 1:
+        return 2 if isinstance(fact, Eq) else 4
+    is_number = isinstance(fact, Eq) and (fact.lhs.is_Symbol or fact.rhs.is_Symbol)
+    return 1 if is_number else 3
 
 
 class _Mending:
@@ -72,35 +69,40 @@ class _Mending:
         self.solved: dict[str, Any] = {}  # those that are said in terms of others, or fixed
         self.opened: set[str] = set()
 
-    def take(self, fact: Any) -> None:
+    def take_or_open(self, fact: Any) -> None:
         """Has a fact hold, or leaves open what it speaks of."""
+        if not self.take(fact):
+            self.opened.update(map(str, self._in_terms_of_others(fact).free_symbols))
+
+    def take(self, fact: Any) -> bool:
+        """Has a fact hold; returns whether that can be said."""
         fact = self._in_terms_of_others(fact)
         names = sorted((str(symbol) for symbol in fact.free_symbols), key=list(self.dims).index)
         if not self.opened.isdisjoint(names) or holds(fact, self.dims):
-            return
+            return True
         if len(names) == 1:
-            self._take_bounds(fact, names[0])
-            return
+            return self._take_bounds(fact, names[0])
         said = equated(fact, names, self.dims, self.sizes)
         if said is None:
             said = ordered(fact, names, self.dims, self.sizes)
         if said is None:
-            self.opened.update(names)
-            return
+            return False
         self._bound(*said.others)
         self.sizes.update(said.sizes)
         self._solve(said.name, said.value)
+        return True
 
-    def _take_bounds(self, fact: Any, name: str) -> None:
+    def _take_bounds(self, fact: Any, name: str) -> bool:
         from sympy import Integer
 
         mended = bounded(fact, self.dims[name], self.sizes.get(name, 0))
+        if isinstance(mended, Dim) and mended.max is not None and mended.min == mended.max:
+            mended = mended.max
         if isinstance(mended, Dim):
             self._bound(mended)
-        elif mended is None:
-            self.opened.add(name)
-        else:
+        elif mended is not None:
             self._solve(name, Integer(mended))
+        return mended is not None
 
     def _in_terms_of_others(self, expr: Any) -> Any:
         from sympy import Symbol

@@ -16,7 +16,7 @@ from tsfunc import pytrees, rage
 from tsfunc.bridge.backends import Backend
 from tsfunc.bridge.settings import settings
 from tsfunc.dispatch.places import users_place
-from tsfunc.errors import DescriptorViolation, TsfuncError
+from tsfunc.errors import DataDependentError, DescriptorViolation, TsfuncError
 from tsfunc.program.backends import Compiled
 from tsfunc.program.cache import Cache, Entry
 from tsfunc.program.capture import TraceRequest, capture
@@ -195,6 +195,10 @@ class FirstCall:
         """As ``trace``; None where the function refuses what stands in for a size of 0 or 1."""
         try:
             return self.trace(inputs, bounds)
+        except DataDependentError:  # such as ``item()`` of what has more than one element
+            if small:
+                return None
+            raise
         except TsfuncError:
             raise
         except Exception:

@@ -46,7 +46,7 @@ def check_needs(
         ConstraintViolation: it has.
         AtTheEdge: that may be so for the sizes of the call alone.
     """
-    unmet = [need for need in needs if not holds(need.expr, dims)]
+    unmet = [need for each in needs for need in _parts(each) if not holds(need.expr, dims)]
     if not unmet:
         return {}
     unmet = [_of_call(need, sizes) for need in unmet]
@@ -58,6 +58,16 @@ def check_needs(
     if at_edge and not retraced:
         raise AtTheEdge(at_edge, refusal)
     raise refusal
+
+
+def _parts(need: Need) -> Sequence[Need]:
+    """A need as those that it is all of."""
+    from sympy import And
+
+    parts = sorted(And.make_args(need.expr), key=str)
+    if len(parts) == 1:
+        return [need]
+    return [dataclasses.replace(need, fact=python_text(part), expr=part) for part in parts]
 
 
 def _of_call(need: Need, sizes: Mapping[str, int]) -> Need:

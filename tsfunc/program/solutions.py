@@ -108,14 +108,14 @@ def equated(
     fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Solution | None:
     """One of several dims in terms of the others, where an equality says what it is."""
-    from sympy import Eq
+    from sympy import Eq, Symbol
 
     for case in choices(fact) if isinstance(fact, Eq) else ():
         if not holds_at(case, sizes):
             continue
         for name in reversed(names):
             value = _solved_for(case, name)
-            if value is None:
+            if value is None or not holds_at(Eq(Symbol(name), value), sizes):
                 continue
             rest = fact.xreplace({s: value for s in fact.free_symbols if str(s) == name})
             if holds(rest, dims):
