@@ -408,7 +408,7 @@ def _calls_itself(function: Any) -> None:
         (_function("vjp", lambda f: f.update(count=2)), "count: expected an integer"),
         (_function("vjp", lambda f: f.update(smooth=[1])), "smooth.*expected an integer"),
         (_function("vjp", lambda f: f["backward"]["inputs"].append(0)), "has other inputs"),
-        (_function("vjp", lambda f: f["primal"].update(dims={"n": 1})), "expected a line of text"),
+        (_function("vjp", lambda f: f["primal"].update(name="a\nb")), "expected a line of text"),
         (_function("vjp", lambda f: f["primal"]["graph"].update(outputs=[None])), "nothing where"),
         (_function("vjp", _calls_itself), "in a circle, or too deeply"),
         (_function("jvp", lambda f: f.update(by=[3])), "by.*expected an integer"),

@@ -38,7 +38,7 @@ class Part:
         inputs: for each of the graph's inputs which of the values it is that the part is called
             with.
         lifted: the tensors from outside that it reads.
-        dims: the named dims of its inputs.
+        dims: the named dims of its inputs, where it was traced.
         run: the graph as Python.
     """
 

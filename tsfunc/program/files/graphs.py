@@ -92,7 +92,7 @@ class Outside:
 def encode_graph(
     graph: torch.fx.Graph,
     outside: Outside,
-    names: Mapping[Any, str],
+    names: Mapping[Any, str] | None,
     callees: CalleeWriter,
     state: Sequence[torch.fx.Node] = (),
 ) -> Any:
@@ -101,7 +101,7 @@ def encode_graph(
     Args:
         graph: what is written.
         outside: what it has from outside.
-        names: what the symbols of sizes are called.
+        names: what the symbols of sizes are called; None: the types of values are left out.
         callees: the functions that the program calls.
         state: ``get_attr`` nodes that are inputs in the file, and come after the others.
 
@@ -127,8 +127,18 @@ def encode_graph(
     return {"nodes": nodes, "outputs": outputs}
 
 
-def _facts(node: torch.fx.Node, names: Mapping[Any, str]) -> dict[str, Any]:
+def _facts(node: torch.fx.Node, names: Mapping[Any, str] | None) -> dict[str, Any]:
     """What is known of a node's value."""
+    facts: dict[str, Any] = {} if names is None else _type_facts(node, names)
+    for key, name in _FLAGS.items():
+        if node.meta.get(name):
+            facts[key] = True
+    if "place" in node.meta:
+        facts["line"] = printable(line_of(node.meta["place"]))
+    return facts
+
+
+def _type_facts(node: torch.fx.Node, names: Mapping[Any, str]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
@@ -138,11 +148,6 @@ def _facts(node: torch.fx.Node, names: Mapping[Any, str]) -> dict[str, Any]:
     number = form_of_size(node.meta["number"], names) if "number" in node.meta else None
     if number is not None:
         facts["number"] = number
-    for key, name in _FLAGS.items():
-        if node.meta.get(name):
-            facts[key] = True
-    if "place" in node.meta:
-        facts["line"] = printable(line_of(node.meta["place"]))
     return facts
 
 
@@ -156,7 +161,7 @@ def _kind_of_input(node: torch.fx.Node) -> str:
 def _encode_node(
     node: torch.fx.Node,
     outside: Outside,
-    names: Mapping[Any, str],
+    names: Mapping[Any, str] | None,
     callees: CalleeWriter,
 ) -> dict[str, Any]:
     target: Any = node.target

@@ -47,9 +47,21 @@ class NodeTypes:
         self._symbols = symbols
         self._values = values
         self._sizes: dict[str, Any] = {}
+        self._types: dict[str, torch.Tensor] = {}
 
     def read(self, field: Field, node: torch.fx.Node) -> None:
-        """Gives a node what is known of its value."""
+        """Gives a node what is known of its value; nodes with the same type share what says so.
+
+        Inputs have one each, for those who call the graph with it.
+        """
+        key = json.dumps(field.value)
+        if node.op == "placeholder" or key not in self._types:
+            self._types[key] = self._tensor(field)
+        node.meta["val"] = self._types[key]
+        node.meta["dims"] = tuple(map(self._symbols.spell_size, self._types[key].shape))
+
+    def _tensor(self, field: Field) -> torch.Tensor:
+        """The fake tensor of a type."""
         dtype, shape_field, stride_field, device = field.record(
             "dtype", "shape", "strides", "device"
         )
@@ -57,13 +69,11 @@ class NodeTypes:
         strides = [self._size(step) for step in stride_field.items(len(shape))]
         with torch_state.outside_all_levels(), state.outside_all_levels(), self._symbols.fake:
             try:
-                value = torch.empty_strided(
+                return torch.empty_strided(
                     shape, strides, dtype=dtype_of(dtype), device=self._values.device(device)
                 )
             except (RuntimeError, OverflowError, ValueError, TypeError) as error:
                 field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
-        node.meta["val"] = value
-        node.meta["dims"] = tuple(map(self._symbols.spell_size, shape))
 
     def read_number(self, field: Field, node: torch.fx.Node) -> None:
         """Gives a node that is a number what is known of it."""

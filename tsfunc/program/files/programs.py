@@ -97,12 +97,10 @@ def _encode_part(
             raise NoFileForm(f"a rule that reads what the program assigns to, in {part.name}")
         return tensors.name(tensor)
 
-    names = _names_of_symbols(part.graph)
     return {
         "name": printable(part.name),
-        "dims": {name: _dim_text(part.dims.get(name, Dim(name))) for name in names.values()},
         "inputs": list(part.inputs),
-        "graph": encode_graph(part.graph, Outside(lifted, tensors.generator), names, callees),
+        "graph": encode_graph(part.graph, Outside(lifted, tensors.generator), None, callees),
     }
 
 
@@ -160,8 +158,10 @@ def decode_program(field: Field, context: Context) -> Program:
     name_field, dims_field, inputs_field, constants, graph_field, results = map(field.at, keys)
     values = Values(device=context.device)
     symbols = _symbols(dims_field)
+    plain = NodeTypes(Symbols({}), values)
     callees = CalleeReader(
-        field.get("functions"), lambda part, kinds: _decode_part(part, kinds, context, callees)
+        field.get("functions"),
+        lambda part, kinds: _decode_part(part, kinds, plain, context, callees),
     )
     reader = GraphReader(
         context.tensors, context.device, NodeTypes(symbols, values), context.made_with,
@@ -195,11 +195,10 @@ def decode_program(field: Field, context: Context) -> Program:
 
 
 def _decode_part(
-    field: Field, kinds: Sequence[Any], context: Context, callees: CalleeReader
+    field: Field, kinds: Sequence[Any], types: NodeTypes, context: Context, callees: CalleeReader
 ) -> Part:
     """The graph that `_encode_part` wrote, of a part that is called with such values."""
-    name, dims, inputs_field, graph_field = field.record("name", "dims", "inputs", "graph")
-    types = NodeTypes(_symbols(dims), Values(device=context.device))
+    name, inputs_field, graph_field = field.record("name", "inputs", "graph")
     reader = GraphReader(
         context.tensors, context.device, types, context.made_with, context.version, callees
     )
