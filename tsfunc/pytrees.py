@@ -92,7 +92,17 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> 
     Raises:
         ValueError: it is no prefix.
     """
-    flatten(tree)  # takes in what is unknown
+    leaves = flatten(tree)[0]  # takes in what is unknown
+    # The forms that most have, in a tenth of the time: one for all, and one for each of a tuple.
+    if is_leaf(prefix):
+        return [prefix] * len(leaves)
+    pairs = type(prefix) is tuple and type(tree) is tuple and len(prefix) == len(tree)
+    if pairs and all(map(is_leaf, prefix)):
+        return [
+            entry
+            for entry, item in zip(prefix, tree, strict=True)
+            for _ in range(1 if type(item) in _LEAVES else len(leaves_of(item)))
+        ]
     found: list[Any] = optree.broadcast_prefix(
         prefix, tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
     )

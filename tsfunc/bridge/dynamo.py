@@ -36,12 +36,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _skip: Any = eval_frame._FrameAction.SKIP
 _SKIP_ALL = eval_frame._FrameExecStrategy(_skip, _skip)
+# The code that it has been told of, by identity: its hash is that of all that it contains.
+_outside: dict[int, Any] = {}
 
 
 def outside_dynamo(func: F) -> F:
     """Marks a function that Dynamo does not trace, neither itself nor what it calls."""
     code: Any = getattr(func, "__code__")  # noqa: B009 - no attribute of every Callable
-    eval_frame.set_code_exec_strategy(code, _SKIP_ALL)
+    if id(code) not in _outside:  # which all functions that a transform makes have in common
+        eval_frame.set_code_exec_strategy(code, _SKIP_ALL)
+        _outside[id(code)] = code
     func._torchdynamo_disable = True  # type: ignore[attr-defined]
     return func
 

@@ -94,7 +94,7 @@ def _give_way(op: Operator, key: DispatchKey | None) -> None:
         HOT.clear()  # filled anew by the next vmap
         NAMED.clear()
         FORMS.clear()
-        op.hot = op.function = None
+        op.hot = op.function = op.by_tracers = None
 
 
 @on_declare

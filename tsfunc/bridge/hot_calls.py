@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._C import (
+    DisableTorchFunctionSubclass,
     _current_graph_task_id,
     _ForceDispatchKeyGuard,
     _functorch,
@@ -41,6 +42,8 @@ from tsfunc.ops.tensor_iterator import pointwise
 maybe_functorch_level = _functorch.maybe_current_level
 is_inference_mode_enabled = torch.is_inference_mode_enabled
 _strided = torch.strided
+_shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_INT = frozenset({int})
 
 # Callables that a rule takes as they are, with values in place of tracers (``bridge/hot.py``), and
 # those whose rule takes options by name too. Some give views.
@@ -162,6 +165,27 @@ def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> An
     return wrap(out, at, level)
 
 
+def _recorded(
+    func: Callable[..., Any],
+    level: BatchLevel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    values: Sequence[Any],
+) -> Any:
+    """A call that C++ records at the level: NotImplemented where operands are to be lifted."""
+    if tls.state.taking_over is not None or maybe_functorch_level() is not None:
+        return NotImplemented
+    if func in METHODS or is_inference_mode_enabled():
+        return NotImplemented
+    for arg, value in zip(args, values, strict=True):
+        if arg is value and isinstance(value, torch.Tensor):
+            if level.forward or value.requires_grad:
+                return NotImplemented  # NOTE [operands of outer levels]
+        elif type(value) is list:
+            return NotImplemented
+    return hop(func, (), args, kwargs)
+
+
 def hot_call(
     rule: Rule, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> Any:
@@ -170,8 +194,10 @@ def hot_call(
     if taken is None or not taken[3]:
         return NotImplemented
     level, values, dims, _ = taken
-    if level.autograd or level._restores or not level.alive:
+    if level._restores or not level.alive:
         return NotImplemented
+    if level.autograd:
+        return _recorded(func, level, args, kwargs, values)
     state = tls.state
     if state.taking_over is not None:
         found = state.taking_over(func, args, kwargs)
@@ -207,36 +233,44 @@ FORMS: dict[Any, dict[Any, Form | None] | None] = {}
 _UNKNOWN: Any = object()
 
 
-def _form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
-    """The form of a call, of those that are known or as torch's parsers tell it."""
+def _forms_of(func: Any) -> dict[Any, Form | None] | None:
+    """The forms that are known of a function's calls; None where it is not to be looked at."""
     forms = FORMS.get(func, _UNKNOWN)
     if forms is _UNKNOWN:
         apart = func in WRITERS or (func in METHODS and func not in FOR_NUMBERS)
-        known = has_forms(func) and not apart
-        forms = FORMS[func] = {} if known else None
-    if forms is None:
+        forms = FORMS[func] = {} if has_forms(func) and not apart else None
+    return forms  # type: ignore[no-any-return]
+
+
+def _new_form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+    """The form of a call, as torch's parsers tell it."""
+    others = (*args[1:], *kwargs.values())
+    if func in FOR_NUMBERS and any(isinstance(value, torch.Tensor) for value in others):
         return None
-    kinds: Any = tuple(map(type, args))
-    if kwargs:
-        kinds = (*kinds, *kwargs, *map(type, kwargs.values()))
-    form: Form | None = forms.get(kinds, _UNKNOWN)
-    if form is _UNKNOWN:
-        if in_dispatch_modes() or maybe_functorch_level() is not None:
-            return None
-        others = (*args[1:], *kwargs.values())
-        if func in FOR_NUMBERS and any(isinstance(value, torch.Tensor) for value in others):
-            form = None
-        else:
-            form = find_form(func, args, kwargs)
-        forms[kinds] = form
-        if form is not None:
-            form.parts = composite_parts(form.op)
+    form = find_form(func, args, kwargs)
+    if form is not None:
+        form.parts = composite_parts(form.op)
     return form
 
 
 def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Door 1 for calls of any operator: NOTE [forms of calls] in ``parsing``."""
-    form = _form_of(func, args, kwargs)
+    forms = _forms_of(func)
+    if forms is None:
+        return NotImplemented
+    for arg in args:
+        if type(arg) is MadeTracer:
+            if arg.dispatch_level.autograd:
+                return _recorded_call(func, args, kwargs)
+            break
+    kinds: Any = tuple(map(type, args))
+    if kwargs:
+        kinds = (*kinds, *kwargs, *map(type, kwargs.values()))
+    form = forms.get(kinds, _UNKNOWN)
+    if form is _UNKNOWN:
+        if in_dispatch_modes() or maybe_functorch_level() is not None:
+            return NotImplemented
+        form = forms[kinds] = _new_form(func, args, kwargs)
     if form is None:
         return NotImplemented
     op = form.op
@@ -256,6 +290,17 @@ def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if form.result is not None:
         return form.result(out)
     return tuple(out) if type(out) is list else out
+
+
+def _recorded_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same where autograd is recorded at the level."""
+    taken = _taken(args)
+    if taken is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
+        return NotImplemented
+    level = taken[0]
+    if level._restores or not level.alive:
+        return NotImplemented
+    return _recorded(func, level, args, kwargs, taken[1])
 
 
 def _call_parts(parts: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -357,6 +402,46 @@ def _hot_dispatch(
     return rewrap(op, level, args, kwargs, out[0], out[1])
 
 
+# NOTE [what autograd asks]
+# Each step of forward mode asks whether tangents have the sizes of their primals, and takes aliases
+# of both. Of tracers these are answered by themselves: the answer is in the tracer, an alias at a
+# level is another tracer of the same values.
+def _sizes(x: Any) -> Any:
+    shape = _shape_of(x)
+    return shape if _INT.issuperset(map(type, shape)) else None
+
+
+def _is_same_size(args: Sequence[Any]) -> Any:
+    if not tls.state.plain:
+        return NotImplemented
+    with DisableTorchFunctionSubclass():
+        mine, other = _sizes(args[0]), _sizes(args[1])
+    return NotImplemented if mine is None or other is None else mine == other
+
+
+def _has_same_storage_numel(args: Sequence[Any]) -> Any:
+    return True if tls.state.plain else NotImplemented
+
+
+def _again(args: Sequence[Any]) -> Any:
+    x, state = args[0], tls.state
+    if type(x) is not MadeTracer or not state.plain:
+        return NotImplemented
+    level = x.dispatch_level
+    if not level.alive or level._restores or not state.mask & level.bits:
+        return NotImplemented
+    return x.again()
+
+
+for _name, _answer in (
+    ("is_same_size", _is_same_size),
+    ("_has_same_storage_numel", _has_same_storage_numel),
+    ("alias", _again),
+    ("detach", _again),
+):
+    operator_of(getattr(torch.ops.aten, _name).default).by_tracers = _answer
+
+
 class HotTracer(BatchTracer):
     """A batched tensor with these doors."""
 
@@ -399,6 +484,10 @@ class HotTracer(BatchTracer):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         op = operator_of(func)
+        if op.by_tracers is not None:
+            out = op.by_tracers(args)
+            if out is not NotImplemented:
+                return out
         if not kwargs:
             kwargs = NO_KWARGS
         if op.hot is not None and (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +54,9 @@ def updates_statistics(name: str, args: Sequence[Any]) -> bool:
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
-    __slots__ = ("asserts", "composite", "function", "hot", "inplace", "is_view", "out_names",
-                 "overload", "random", "reshapes", "returned", "row", "ruled", "special", "writes",
-                 "written")  # fmt: skip
+    __slots__ = ("asserts", "by_tracers", "composite", "function", "hot", "inplace", "is_view",
+                 "out_names", "overload", "random", "reshapes", "returned", "row", "ruled",
+                 "special", "writes", "written")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
@@ -104,6 +104,8 @@ class TorchOperator(Operator):
         # any more where somebody registers a kernel of their own.
         self.special = self.writes or self.random or self.name == "aten::detach"
         self.hot = self.row.rule if self.row is not None and not self.special else None
+        # What answers for batched tensors at once, if it can (NOTE [what autograd asks]).
+        self.by_tracers: Callable[[Sequence[Any]], Any] | None = None
         # What runs it on values alone, quicker than the overload (NOTE [direct calls]).
         self.function = self._function()
         if not any("Tensor" in str(argument.type) for argument in arguments):

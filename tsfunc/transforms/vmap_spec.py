@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,40 +13,47 @@ InDims = Any
 OutDims = Any
 
 
-@dataclass(frozen=True)
 class Spec:
-    """The arguments of ``vmap`` itself."""
+    """The arguments of ``vmap`` itself.
 
-    func: Callable[..., Any]
-    in_dims: InDims
-    out_dims: OutDims
-    randomness: str
-    chunk_size: Any  # None, a number or "auto"
-    memory_budget: float | None
-    axis_size: Any
-    strict: bool
-    data_dependent: str
-    ragged: str
-    axis_name: Hashable
+    Attributes:
+        splits: whether examples may go different ways.
+        by_name: whether ``in_dims`` names parameters.
+        label: what errors call an active one.
+    """
 
-    @functools.cached_property
-    def splits(self) -> bool:
-        """Whether examples may go different ways."""
-        return self.data_dependent == "split"
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        in_dims: InDims,
+        out_dims: OutDims,
+        randomness: str,
+        chunk_size: Any,  # None, a number or "auto"
+        memory_budget: float | None,
+        axis_size: Any,
+        strict: bool,
+        data_dependent: str,
+        ragged: str,
+        axis_name: Hashable,
+    ) -> None:
+        self.func = func
+        self.in_dims = in_dims
+        self.out_dims = out_dims
+        self.randomness = randomness
+        self.chunk_size = chunk_size
+        self.memory_budget = memory_budget
+        self.axis_size = axis_size
+        self.strict = strict
+        self.data_dependent = data_dependent
+        self.ragged = ragged
+        self.axis_name = axis_name
+        self.splits = data_dependent == "split"
+        self.by_name = type(in_dims) is not int and isinstance(in_dims, Mapping)
+        self.label = f"vmap({name_of(func)})"
 
     @property
     def name(self) -> str:
         return name_of(self.func)
-
-    @functools.cached_property
-    def label(self) -> str:
-        """What errors call an active one."""
-        return f"vmap({self.name})"
-
-    @functools.cached_property
-    def by_name(self) -> bool:
-        """Whether ``in_dims`` names parameters."""
-        return isinstance(self.in_dims, Mapping)
 
     @property
     def sized(self) -> bool:
