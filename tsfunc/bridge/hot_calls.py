@@ -40,7 +40,9 @@ from tsfunc.ops.splitting import BatchChanged
 from tsfunc.ops.tensor_iterator import pointwise
 
 maybe_functorch_level = _functorch.maybe_current_level
+is_grad_enabled = torch.is_grad_enabled
 is_inference_mode_enabled = torch.is_inference_mode_enabled
+_Tensor = torch.Tensor
 _strided = torch.strided
 _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
@@ -223,7 +225,10 @@ def hot_call(
     if out is NotImplemented:
         return out
     if type(func) is OpOverload:
-        return rewrap(operator_of(func), level, args, kwargs, out[0], out[1])
+        found, dims = out
+        if type(found) is _Tensor:  # no hot call writes
+            return wrap(found, dims, level, found.storage_offset())
+        return rewrap(operator_of(func), level, args, kwargs, found, dims)
     return wrap(out[0], out[1], level, out[2] if len(out) == 3 else None)
 
 
@@ -367,11 +372,15 @@ def _hot_dispatch(
     state = tls.state
     if not state.plain or not state.mask & level.bits:
         return NotImplemented
-    grad = torch.is_grad_enabled()
-    if not grad and torch.is_inference_mode_enabled():
+    grad = is_grad_enabled()
+    if not grad and is_inference_mode_enabled():
         return NotImplemented  # the guard of the level heeds it
     captured = level.torch_state
-    guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
+    guards = captured.guards  # those that are not in use, which others may pop meanwhile
+    try:
+        guard = guards.pop()
+    except IndexError:
+        guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
     guard.__enter__()
     want = captured.grad_mode and (grad or (not captured.quiet and _current_graph_task_id() != -1))
     if want is not grad:
@@ -395,11 +404,15 @@ def _hot_dispatch(
         if want is not grad:
             _set_grad_enabled(grad)
         guard.__exit__(None, None, None)
+        guards.append(guard)
     if alike is not None:
         return wrap(out, alike[1], level)
     if out is NotImplemented:
         return out
-    return rewrap(op, level, args, kwargs, out[0], out[1])
+    found, dims = out
+    if type(found) is _Tensor:
+        return wrap(found, dims, level, found.storage_offset())
+    return rewrap(op, level, args, kwargs, found, dims)
 
 
 # NOTE [what autograd asks]

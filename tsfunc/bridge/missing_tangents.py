@@ -44,16 +44,16 @@ _SCATTERED = ["scatter_reduce.two", "scatter_reduce_.two"]
 _libraries: list[torch.library.Library] = []
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 # The references that OPDEFS had when it was last looked at.
-_known: dict[str, Any] = {}
+_known: list[Any] = []
 
 
 def watch() -> None:
     """Before forward mode begins: custom operators that were made since are watched too."""
     if not _libraries:
         _watch_torchs_own()
-    if OPDEFS.data != _known:
-        _known.clear()
-        _known.update(OPDEFS.data)
+    references = OPDEFS.valuerefs()
+    if references != _known:
+        _known[:] = references
         for made in [made for made in OPDEFS.values() if made not in _watched]:
             _watched.add(made)
             kernel = _kernel(made._opoverload, _has_pullback(made))

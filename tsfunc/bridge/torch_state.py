@@ -63,15 +63,17 @@ class TorchState:
 
     ``quiet`` is more than 0 while a backward pass runs, over the graph of a level further out,
     whose results nobody will differentiate: what it computes is not to be recorded there.
+    ``guards`` bring the sets back, for who enters one for a single call.
     """
 
-    __slots__ = ("exclude", "grad_mode", "include", "quiet")
+    __slots__ = ("exclude", "grad_mode", "guards", "include", "quiet")
 
     def __init__(self) -> None:
         self.include = _dispatch_tls_local_include_set()
         self.exclude = _dispatch_tls_local_exclude_set()
         self.grad_mode = torch.is_grad_enabled()
         self.quiet = 0
+        self.guards: list[Any] = []
 
     def __call__(self) -> RestoredTorchState:
         return RestoredTorchState(self)
