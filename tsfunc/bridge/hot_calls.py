@@ -79,7 +79,7 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None
             if level is None:
                 level = arg.dispatch_level
             elif arg.dispatch_level is not level:
-                return None
+                return _taken_innermost(args)
             bdim = arg.bdim
             if bdim is not None:
                 batched = True
@@ -90,8 +90,10 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None
             dims.append(None)
         elif kind in _SEQUENCES:
             inner = _taken(arg)
-            if inner is None or (level is not None and inner[0] is not level):
+            if inner is None:
                 return None  # of plain tensors alone
+            if level is not None and inner[0] is not level:
+                return _taken_innermost(args)
             level = inner[0]
             batched = batched or inner[3]
             values.append(inner[1])
@@ -99,6 +101,30 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None
         else:
             return None
     return None if level is None else (level, values, dims, batched)
+
+
+def _taken_innermost(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
+    """The same of several vmaps: to the innermost one tracers of others are values."""
+    level: Any = None
+    for arg in args:
+        kind = type(arg)
+        if kind is MadeTracer or kind in KINDS:
+            own = arg.dispatch_level
+            if level is None or own.depth > level.depth:
+                level = own
+            elif own.depth == level.depth and own is not level:
+                return None  # one is in the place of the other
+        elif kind not in _PLAIN and (
+            kind not in _SEQUENCES or not _ITEMS.issuperset(map(type, arg))
+        ):
+            return None
+    values, dims = [], []
+    for arg in args:
+        kind = type(arg)
+        own = (kind is MadeTracer or kind in KINDS) and arg.dispatch_level is level
+        values.append(arg.value if own else arg)
+        dims.append(arg.bdim if own else None)
+    return level, values, dims, any(dim is not None for dim in dims)
 
 
 def _is_the_calls(level: BatchLevel, values: Sequence[Any]) -> bool:
@@ -181,7 +207,7 @@ def _recorded(
         return NotImplemented
     for arg, value in zip(args, values, strict=True):
         if arg is value and isinstance(value, torch.Tensor):
-            if level.forward or value.requires_grad:
+            if level.forward or type(value) not in _PLAIN or value.requires_grad:
                 return NotImplemented  # NOTE [operands of outer levels]
         elif type(value) is list:
             return NotImplemented
