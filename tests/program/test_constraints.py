@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tsfunc import Dim, specialize
 from tsfunc import MetaTensorType as Meta
-from tsfunc.errors import ConstraintViolation, DescriptorViolation
+from tsfunc.errors import ConstraintViolation, DataDependentError, DescriptorViolation
 
 r = torch.randn
 NAMES = {"MetaTensorType": Meta, "Dim": Dim, "torch": torch, "List": list, "Union": Union}
@@ -169,6 +169,10 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
         lambda x, y: torch.native_group_norm(x, y, y, 1, 6, 3, 2, 1e-5),
         {"x": ["a", "b", "c"], "y": ["d"]}, (r(1, 6, 3), r(6)), {"x": ["a", 6, 3], "y": [6]},
     ),
+    "a number that no other replaces": (
+        lambda x, *bins: torch.histogramdd(x, bins)[0], {"x": ["a", "b"], "bins": ["c"]},
+        (r(4, 2), torch.arange(3.0), torch.arange(3.0)), {"x": ["a", 2]},
+    ),
     "one or a number": (
         lambda x: x.expand(3, 5), {"x": ["a", "b"]}, (r(3, 5),), {"x": [3, 5]},
     ),
@@ -182,11 +186,56 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
 @pytest.mark.parametrize("name", OPERATORS)
 def test_sizes_that_an_operator_takes_only_where_they_are_equal(name: str) -> None:
     func, shapes, args, mended = OPERATORS[name]
-    described = {parameter: Meta(shape) for parameter, shape in shapes.items()}
+    described: dict[str, Any] = {name: Meta(shape) for name, shape in shapes.items()}
+    if "bins" in described:
+        described["bins"] = (described["bins"],) * (len(args) - 1)
     _, offered = refused(func, described, *args)
     for parameter, shape in mended.items():
         assert offered[parameter].shape == Meta(shape).shape
     torch.testing.assert_close(specialize(func, offered)(*args), func(*args))
+
+
+@pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
+@pytest.mark.parametrize("shape", [(2, 3), (3, 3), (5, 3), (2, 2, 3)])
+def test_solutions_that_depend_on_which_size_is_larger(
+    driver: str | None, shape: tuple[int, ...]
+) -> None:
+    def f(a: Tensor, b: Tensor) -> Any:
+        return tuple(torch.linalg.lstsq(a, b, driver=driver))
+
+    described: Any = {
+        "a": Meta(["k", "m", "n"][-len(shape) :]),
+        "b": Meta(["k", "m", "p"][-len(shape) :]),
+    }
+    a, b = r(shape), r(*shape[:-1], 4)
+    if driver in ("gelsd", "gelss") and shape[-2] > shape[-1]:
+        with pytest.raises(DataDependentError):  # whether there are residuals
+            specialize(f, described)(a, b)
+        return
+    if driver not in (None, "gelsy"):
+        _, described = refused(f, described, a, b)
+    g = specialize(f, described)
+    for rows in (2 * shape[-2], shape[-2]):
+        a, b = r(*shape[:-2], rows, 2 * rows + shape[-1]), r(*shape[:-2], rows, 4)
+        if shape[-2] > shape[-1]:
+            a, b = r(*shape[:-2], rows + 4, 3), r(*shape[:-2], rows + 4, 5)
+        torch.testing.assert_close(g(a, b), f(a, b), rtol=1e-3, atol=1e-3)
+        g.program.verify()
+
+
+def test_the_sizes_of_a_grid() -> None:
+    """Python's ``min`` of them asked which is the smallest."""
+
+    def f(theta: Tensor, x: Tensor) -> Tensor:
+        return F.grid_sample(x, F.affine_grid(theta, list(x.shape), False), align_corners=False)
+
+    g = specialize(f, {"theta": Meta(["b", 2, 3]), "x": Meta(["b", "c", "h", "w"])})
+    for b, c, h, w in ((3, 2, 5, 6), (2, 7, 4, 3), (1, 3, 2, 2)):
+        theta, x = r(b, 2, 3), r(b, c, h, w)
+        torch.testing.assert_close(g(theta, x), f(theta, x))
+    assert g.cache_info().programs <= 2
+    with pytest.raises(ValueError, match=r"not 0|non-zero"):
+        g(r(0, 2, 3), r(0, 3, 2, 2))
 
 
 def test_sizes_that_an_operator_takes_only_from_some_on_are_no_need() -> None:

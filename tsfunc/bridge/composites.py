@@ -62,6 +62,17 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 FOR_NUMBERS |= {torch.narrow, Tensor.narrow}
 
 
+@_instead(F.affine_grid)
+def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
+    """Python's ``min`` asks which of the sizes is the smallest, to see that none is 0."""
+    if not any(isinstance(each, torch.SymInt) for each in size):
+        return NotImplemented
+    for each in size:
+        if each <= 0:
+            raise ValueError(f"affine_grid: expected sizes that are not 0, got {[*size]}")
+    return torch.affine_grid_generator(theta, [*size], bool(align_corners))
+
+
 @_instead(torch.vander)
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
     """C++ writes the powers into memory of no level."""

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tsfunc.bridge.operators import overload_of
-from tsfunc.bridge.shape_rules import known, new_like, shape_rule
+from tsfunc.bridge.shape_rules import known, new_like, shape_rule, view_like
 from tsfunc.ops.dims import wrap as wrap_dim
 
 
@@ -57,17 +57,24 @@ def _ctc_loss(
 
 @shape_rule("linalg_lstsq")
 def _lstsq(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
-    """Of gelsy, the CPU's default: what others return depends on the rank that they find."""
-    if driver not in (None, "gelsy") or a.device.type != "cpu" or a.dim() != b.dim():
+    """Of a tall matrix gelsd and gelss return residuals if its rank, which they find, is full."""
+    driver = driver or "gelsy"
+    if a.device.type != "cpu" or a.dim() != b.dim():
         return NotImplemented
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    shape = [*batch, a.shape[-1], b.shape[-1]]
+    rows, columns = a.shape[-2:]
+    asks = driver != "gelsy"
+    is_tall = asks and bool(rows > columns)
+    if is_tall and driver != "gels":
+        return NotImplemented
+    batch, right = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), b.shape[-1]
+    height = (rows if is_tall else columns) if asks else torch.sym_max(rows, columns)
     order = [*range(len(batch)), len(batch) + 1, len(batch)]
+    solved = new_like(a, [*batch, height, right], order=order)
     return (
-        new_like(a, shape, order=order),
-        new_like(a, [0]),
-        new_like(a, batch, torch.int64),
-        new_like(a, [0]),
+        view_like(solved, [*batch, columns, right], solved.stride()),
+        new_like(a, [*batch, right] if is_tall else [0]),
+        new_like(a, [0] if driver == "gels" else batch, torch.int64),
+        new_like(a, [*batch, rows] if driver in ("gelsd", "gelss") else [0]),
     )
 
 

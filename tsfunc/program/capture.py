@@ -15,8 +15,8 @@ from tsfunc import pytrees, rage
 from tsfunc.bridge import torch_state
 from tsfunc.bridge.asked import Argument
 from tsfunc.bridge.control_flow import every_node
+from tsfunc.bridge.elsewhere import unlogged
 from tsfunc.bridge.factories import watching_factories, watching_random
-from tsfunc.bridge.fake_results import unlogged
 from tsfunc.bridge.marked import settle_all
 from tsfunc.bridge.number_nodes import size_node, solved_node
 from tsfunc.bridge.seeding import no_seeding

@@ -1,0 +1,225 @@
+"""An operator's call at other sizes than those of the trace, on fake tensors of fixed sizes.
+
+What is learned of it says NOTE [questions of operators] in ``fake_results``.
+
+Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``, ``FakeTensorMode``,
+``DisableTorchFunction``, and of ShapeEnv ``var_to_range`` and ``backed_var_to_val`` (``var_to_val``
+in older versions).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+from torch._C import DisableTorchFunction
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_TRIES = 8  # other sizes that are tried
+ENOUGH = 2  # of these that must be taken
+_SMALL = 2**22  # elements
+_Call = Callable[..., Any]
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """A block in which torch logs nothing of operators that refuse what they are tried on.
+
+    The error itself is raised all the same; its traceback on stderr beside it is of no use.
+    """
+    before, _logger.disabled = _logger.disabled, True
+    try:
+        yield
+    finally:
+        _logger.disabled = before
+
+
+_logger = logging.getLogger(FakeTensorMode.__module__)
+
+
+def symbols_among(values: Any) -> set[Any]:
+    """The symbols in the sizes of fake tensors, and in numbers."""
+    found: set[Any] = set()
+    for leaf in optree.tree_leaves(values, none_is_leaf=True):
+        if isinstance(leaf, torch.Tensor):
+            for size in (*leaf.shape, *leaf.stride()):
+                if isinstance(size, torch.SymInt):
+                    found |= size.node.expr.free_symbols
+        elif isinstance(leaf, _SYMBOLIC):
+            found |= leaf.node.expr.free_symbols
+    return found
+
+
+class Elsewhere:
+    """An operator's call at other sizes than those of the trace.
+
+    Args:
+        env: the environment of the symbols.
+        call: runs the operator.
+        args, kwargs: fake values.
+    """
+
+    def __init__(self, env: Any, call: _Call, args: Any, kwargs: Any) -> None:
+        self.env, self.call = env, call
+        self.args, self.kwargs = _plain(args), _plain(kwargs)
+        self.symbols = sorted(symbols_among((args, kwargs)), key=str)
+        known = getattr(env, "backed_var_to_val", None)
+        known = env.var_to_val if known is None else known
+        self.here = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
+        self.fixed: list[Any] = []  # symbols that stay what they are
+
+    def fix_refused(self) -> bool:
+        """Leaves as they are the symbols of which the operator takes no other size; if any are."""
+        here = self.here
+        self.fixed = [
+            s
+            for s in self.symbols
+            if not any(self.takes(self._bounded({**here, s: here[s] + k})) for k in (1, 2, here[s]))
+        ]
+        return bool(self.fixed)
+
+    def ask_fixed(self) -> None:
+        """Has the trace rely on it that these symbols are what they are."""
+        from sympy import Eq
+
+        for symbol in self.fixed:
+            self.env.evaluate_expr(Eq(symbol, self.here[symbol]))
+
+    def sizes(self) -> Iterator[dict[Any, int]]:
+        """Sizes for the symbols: those of the trace, then others within the bounds."""
+        hints = self.here
+        yield hints
+        # Numbers among the arguments may be small or negative, where sizes may not.
+        scalars = [s for s in self.symbols if self._least(s) < 2]
+        for value in (-1, 0, 1) if scalars else ():
+            yield self._bounded({**hints, **dict.fromkeys(scalars, value)})
+        drawn = random.Random(0)
+        for factor in (2, 3):
+            yield self._bounded({s: factor * hint for s, hint in hints.items()})
+        # Each by itself, so that none is always the larger one; near the call's, then anywhere.
+        for spread in (20, 3, 20, 8, 20, 50, 20, 200, 3, 8, 3):
+            low = 2 if spread > 8 else None
+            yield self._bounded({
+                s: _number(hint + drawn.randrange(-spread, spread)) if s in scalars
+                else drawn.randrange(low or max(2, hint - spread), (low or hint) + spread)
+                for s, hint in hints.items()
+            })  # fmt: skip
+
+    def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
+        kept = {symbol: self.here[symbol] for symbol in self.fixed}
+        return {symbol: self._within(symbol, size) for symbol, size in {**sizes, **kept}.items()}
+
+    def _least(self, symbol: Any) -> float:
+        """The least number that a symbol may be."""
+        return float(self.env.var_to_range[symbol].lower)
+
+    def _within(self, symbol: Any, size: Any) -> Any:
+        bounds = self.env.var_to_range[symbol]
+        size = max(size, int(bounds.lower)) if bounds.lower.is_Integer else size
+        return min(size, int(bounds.upper)) if bounds.upper.is_Integer else size
+
+    def results(self, sizes: Mapping[Any, int]) -> Any:
+        """What the operator gives there; None where it refuses."""
+        try:
+            mode = FakeTensorMode(allow_fallback_kernels=self._is_small(sizes))
+        except ZeroDivisionError:  # no argument has such a size
+            return None
+
+        def fixed(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                shape, strides = at(leaf.shape, sizes), at(leaf.stride(), sizes)
+                return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
+            return at([leaf], sizes)[0] if isinstance(leaf, _SYMBOLIC) else leaf
+
+        with DisableTorchFunction(), mode, unlogged():
+            try:
+                args, kwargs = optree.tree_map(fixed, (self.args, self.kwargs), none_is_leaf=True)
+                return self.call(*args, **kwargs)
+            except Exception:
+                return None
+
+    def _is_small(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether a kernel may run there: for an operator without a rule for fake tensors.
+
+        It does so on zeros, and what it returns may have all sizes of all arguments: a histogram
+        over a hundred bins in each of five dims is larger than any memory.
+        """
+        return self._largest(sizes) <= max(_SMALL, self._largest(self.here))
+
+    def _largest(self, sizes: Mapping[Any, int]) -> int:
+        """How many elements a result may have."""
+        leaves = optree.tree_leaves((self.args, self.kwargs))
+        numbers = [abs(int(at([x], sizes)[0])) for x in leaves if isinstance(x, torch.SymInt)]
+        counts = [math.prod(at(x.shape, sizes)) for x in leaves if isinstance(x, torch.Tensor)]
+        return math.prod(max(1, count) for count in (*numbers, *counts))
+
+    def agrees(self, results: Any) -> bool:
+        """Whether symbolic results are right at other sizes too, as far as is seen."""
+        taken = 0
+        for sizes in itertools.islice(self.sizes(), 1, None):
+            found = self.results(sizes)
+            if found is None:
+                continue
+            if not _same(results, found, sizes):
+                return False
+            taken += 1
+            if taken == _TRIES:
+                break
+        return taken >= ENOUGH
+
+    def takes(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether the operator does not refuse some sizes."""
+        return self.results(sizes) is not None
+
+
+def _number(value: Any) -> Any:
+    """A number as Python's own."""
+    return int(value) if value == int(value) else float(value)
+
+
+def _plain(value: Any) -> Any:
+    """Arguments with lists for those of graphs, which optree does not look into."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list) or type(value) is tuple:
+        return [_plain(item) for item in value]
+    return value
+
+
+def at(values: Sequence[Any], sizes: Mapping[Any, int]) -> list[Any]:
+    """Symbolic numbers as those that they are for some sizes."""
+    found: list[Any] = []
+    for value in values:
+        if not isinstance(value, _SYMBOLIC):
+            found.append(value)
+            continue
+        expr = value.node.expr.xreplace(dict(sizes))
+        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+        found.append(kind(expr))
+    return found
+
+
+def _same(results: Any, found: Any, sizes: Mapping[Any, int]) -> bool:
+    """Whether symbolic results are, for some sizes, like others."""
+    mine, theirs = (optree.tree_leaves(x, none_is_leaf=True) for x in (results, found))
+    if len(mine) != len(theirs):
+        return False
+    for x, y in zip(mine, theirs, strict=True):
+        if isinstance(x, torch.Tensor):
+            if not isinstance(y, torch.Tensor) or x.dtype is not y.dtype:
+                return False
+            shape = at(x.shape, sizes)
+            strides = zip(shape, at(x.stride(), sizes), y.stride(), strict=False)
+            if shape != list(y.shape) or any(n > 1 and a != b for n, a, b in strides):
+                return False
+        elif isinstance(x, _SYMBOLIC) and at([x], sizes) != [y]:
+            return False
+    return True
