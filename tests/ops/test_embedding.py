@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import tsfunc.ops  # noqa: F401  (declares rows)
+import tsfunc
+import tsfunc.ops
 from tests.ops.harness import Level, check, compare
 from tsfunc.ops.registry import find
 
@@ -76,3 +77,45 @@ def test_renorm_writes_the_rows_looked_up() -> None:
     choices = [(0,), (0, 1)]
     args = (rand(6, 4), torch.tensor([1, 3]), 0.5, 2.0)
     assert check(aten.embedding_renorm_.default, *args, choices=choices)
+
+
+@pytest.mark.parametrize("by_frequency", [False, True])
+@pytest.mark.parametrize("padding", [None, 2, -7])
+@pytest.mark.parametrize("own", ["table", "indices", "both"])
+def test_gradients_of_tables(own: str, padding: int | None, by_frequency: bool) -> None:
+    tables, indices = rand(3, 7, 4), torch.tensor([[2, 0, 4, 4], [1, 2, 2, 0], [6, 2, 0, 0]])
+
+    def total(table: Tensor, index: Tensor) -> Tensor:
+        rows = torch.nn.functional.embedding(index, table, padding, scale_grad_by_freq=by_frequency)
+        return (rows * torch.arange(4.0)).sum()
+
+    table_at, index_at = {"table": (0, None), "indices": (None, 0), "both": (0, 0)}[own]
+    table, index = (
+        (tables if table_at == 0 else tables[0]),
+        (indices if index_at == 0 else indices[0]),
+    )
+    each = [
+        tsfunc.grad(total)(
+            table if table_at is None else table[i], index if index_at is None else index[i]
+        )
+        for i in range(3)
+    ]
+    want = torch.stack(each)
+    torch.testing.assert_close(
+        tsfunc.vmap(tsfunc.grad(total), (table_at, index_at))(table, index), want
+    )
+    outside = tsfunc.grad(
+        lambda table: tsfunc.vmap(total, (table_at, index_at))(table, index).sum()
+    )
+    torch.testing.assert_close(outside(table), want if table_at == 0 else want.sum(0))
+
+
+def test_tangents_of_a_row_that_is_padding() -> None:
+    tables, indices = rand(2, 3, 4), torch.tensor([[0, 1], [1, 2]])
+
+    def looked_up(tables: Tensor) -> Tensor:
+        function = torch.nn.functional.embedding
+        return tsfunc.vmap(lambda index, table: function(index, table, 1))(indices, tables)
+
+    _, tangent = tsfunc.jvp(looked_up, (tables,), (2 * tables,))
+    torch.testing.assert_close(tangent, 2 * looked_up(tables))

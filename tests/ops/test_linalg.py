@@ -111,3 +111,17 @@ def test_lstsq(driver: str) -> None:
             if lead:  # without leading dims the kernel takes no vector
                 args = (rand(*lead, m, n), rand(*lead, m))
                 check(aten.linalg_lstsq.default, *args, driver=driver)
+
+
+@pytest.mark.parametrize("hermitian", [False, True])
+@pytest.mark.parametrize("names", [("rtol",), ("atol",), ("atol", "rtol")])
+def test_one_matrix_and_several_tolerances(names: tuple[str, ...], hermitian: bool) -> None:
+    x = positive(4, 4)
+    tolerances = torch.linspace(0, 2, 6) * torch.linalg.svdvals(x).median()
+
+    def rank(tolerance: torch.Tensor) -> torch.Tensor:
+        given = {"atol": tolerance, "rtol": tolerance / 20}
+        chosen = {name: given[name] for name in names}
+        return torch.linalg.matrix_rank(x, hermitian=hermitian, **chosen)
+
+    assert torch.equal(tsfunc.vmap(rank)(tolerances), torch.stack([rank(t) for t in tolerances]))

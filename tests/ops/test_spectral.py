@@ -57,3 +57,15 @@ def test_second_derivatives() -> None:
 
     want = torch.stack([torch.autograd.functional.hvp(f, one, v)[1] for one in x])
     torch.testing.assert_close(vmap(along)(x), want)
+
+
+def test_derivatives_of_istft_with_windows() -> None:
+    signal, windows = torch.randn(40), torch.rand(3, 16) + 0.5
+    spectrum = torch.stft(signal, 16, window=torch.ones(16), return_complex=True)
+
+    def total(window: Tensor) -> Tensor:
+        return torch.istft(spectrum, 16, window=window).square().sum()
+
+    want = torch.stack([grad(total)(window) for window in windows])
+    torch.testing.assert_close(vmap(grad(total))(windows), want)
+    torch.testing.assert_close(grad(lambda w: vmap(total)(w).sum())(windows), want)

@@ -74,7 +74,8 @@ def _made_inside(value: Any) -> bool:
 def _from_outside(name: str) -> str:
     return (
         f"backward() was called inside of {name}, where it would store traced values in the "
-        f".grad of tensors that outlive it. Use tsfunc.grad or tsfunc.vjp, or call backward() "
+        f".grad of tensors that outlive it (torch.func says: backward() called inside a functorch "
+        f"transform). Use tsfunc.grad or tsfunc.vjp, or call backward() "
         f"on the transform's result; or begin with leaves that the function makes of its "
         f"arguments, and of nothing else that requires gradients: "
         f"weight = weight.detach().clone().requires_grad_()."

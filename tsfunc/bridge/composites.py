@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from tsfunc.bridge.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.gathered import gather
 from tsfunc.bridge.parts import PARTS
-from tsfunc.bridge.tracer import FOR_NUMBERS, METHODS, Tracer
+from tsfunc.bridge.tracer import FOR_NUMBERS, METHODS, Tracer, innermost_level
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require
@@ -91,6 +91,15 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
         return NotImplemented
     powers = x.unsqueeze(-1).expand(*x.shape, count - 1)
     return torch.cat([torch.ones_like(x).unsqueeze(-1), powers.cumprod(-1)], -1)
+
+
+@_instead(torch.istft, Tensor.istft)
+def _istft(*args: Any, **kwargs: Any) -> Any:
+    """C++ asks whether the windows leave anything out; its form in Python does not ask."""
+    level = innermost_level((*args, *kwargs.values()))
+    if level is None or not level.autograd:
+        return NotImplemented
+    return torch.ops.aten.istft.default.decompose(*args, **kwargs)
 
 
 @_instead(torch.index_fill, Tensor.index_fill)

@@ -96,7 +96,7 @@ class _Pulled(Function):
 
 def _refuse(name: str) -> None:
     raise UndefinedDerivativeError(
-        f"{name}: trying to differentiate twice a function whose backward is marked "
+        f"{name}: trying to differentiate twice a function whose backward is marked with "
         f"@once_differentiable, which has no derivative itself (nor a forward mode, unless the "
         f"function has a jvp method). If backward consists of differentiable operators, remove the "
         f"mark."

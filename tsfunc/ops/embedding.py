@@ -28,15 +28,37 @@ def embedding(
     """Examples with weights of their own look theirs up in one long table."""
     weight, indices, *rest = args
     p, q = dims[:2]
+    size = level.batch_size
+    padding, by_frequency = (*rest, *(-1, False)[len(rest) :])[:2]
+    if p is None and by_frequency:  # which is counted for each example
+        weight, p = weight.expand(size, *weight.shape), 0
     if p is None:
         return op(weight, indices, *rest), q
     if weight.dim() != 3:
         return refused(op, dims, args, kwargs)
     if q is None:
+        if padding >= 0 or by_frequency:
+            return _in_long_rows(op, weight.movedim(p, 1), indices, padding, by_frequency)
         return (weight[indices], indices.dim()) if p == 1 else (front(weight, p)[:, indices], 0)
     weight, indices = front(weight, p), front(indices, q)
-    indices = indices + offsets(indices, level.batch_size, weight.shape[1])
-    return op(weight.flatten(0, 1), indices), 0
+    own_table = indices + offsets(indices, size, weight.shape[1])
+    out = op(weight.flatten(0, 1), own_table, -1, by_frequency)
+    if 0 <= padding < weight.shape[1]:
+        # A row of each table has no gradient: together they are one row of another table.
+        only = indices.new_zeros(1)
+        row, _ = _in_long_rows(op, weight[:, padding : padding + 1].movedim(0, 1), only, 0, False)
+        row = row.view(size, *[1] * (indices.dim() - 1), -1)
+        out = torch.where((indices == padding).unsqueeze(-1), row, out)
+    return out, 0
+
+
+def _in_long_rows(
+    op: Any, weight: Tensor, indices: Tensor, padding: Any, by_frequency: bool
+) -> tuple[Tensor, int]:
+    """Examples look up the same places of their tables, of which the rows are put together."""
+    table = weight.flatten(1)
+    out = op(table, indices, padding, by_frequency)
+    return out.unflatten(-1, weight.shape[1:]), indices.dim()
 
 
 @row("aten::embedding_dense_backward")

@@ -82,6 +82,7 @@ def _broadcasting(dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]) -
     ]
 
 
+_RANK = torch.ops.aten.linalg_matrix_rank.atol_rtol_tensor
 _TOLERANCES = ("aten::linalg_pinv.atol_rtol_tensor", "aten::linalg_matrix_rank.atol_rtol_tensor")
 
 
@@ -98,9 +99,27 @@ def with_tolerances(
         [args[0], *(kwargs[name] for name in names)],
         [2] + [0] * len(names),
     )
-    out = op(x, **{**kwargs, **dict(zip(names, tolerances, strict=True))})
+    kwargs = {**kwargs, **dict(zip(names, tolerances, strict=True))}
+    if op is _RANK and x.shape[0] < level.batch_size and x.numel():
+        return _ranks(x, **kwargs), 0
+    out = op(x, **kwargs)
     # Of matrices without elements the tolerances are not looked at.
     return (out, 0) if out.shape[0] == level.batch_size else (out.squeeze(0), None)
+
+
+def _ranks(
+    x: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = None, hermitian: bool = False
+) -> Tensor:
+    """Of one matrix by several tolerances: torch's function warns that they are more than one."""
+    values = torch.linalg.eigvalsh(x).abs() if hermitian else torch.linalg.svdvals(x)
+    if rtol is None:
+        assert atol is not None
+        rtol = torch.where(atol > 0, 0, torch.finfo(x.dtype).eps * max(x.shape[-2:]))
+    limit = rtol * values.amax(-1)
+    if atol is not None:
+        limit = torch.maximum(atol, limit)
+    counts: Tensor = (values > limit.unsqueeze(-1)).sum(-1)
+    return counts
 
 
 takes_keywords(_TOLERANCES, "atol", "rtol")
