@@ -115,7 +115,8 @@ def test_tangents_of_a_row_that_is_padding() -> None:
 
     def looked_up(tables: Tensor) -> Tensor:
         function = torch.nn.functional.embedding
-        return tsfunc.vmap(lambda index, table: function(index, table, 1))(indices, tables)
+        out: Tensor = tsfunc.vmap(lambda index, table: function(index, table, 1))(indices, tables)
+        return out
 
     _, tangent = tsfunc.jvp(looked_up, (tables,), (2 * tables,))
     torch.testing.assert_close(tangent, 2 * looked_up(tables))

@@ -122,6 +122,7 @@ def test_one_matrix_and_several_tolerances(names: tuple[str, ...], hermitian: bo
     def rank(tolerance: torch.Tensor) -> torch.Tensor:
         given = {"atol": tolerance, "rtol": tolerance / 20}
         chosen = {name: given[name] for name in names}
-        return torch.linalg.matrix_rank(x, hermitian=hermitian, **chosen)
+        found: torch.Tensor = torch.linalg.matrix_rank(x, hermitian=hermitian, **chosen)
+        return found
 
     assert torch.equal(tsfunc.vmap(rank)(tolerances), torch.stack([rank(t) for t in tolerances]))

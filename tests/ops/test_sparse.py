@@ -166,6 +166,22 @@ def test_sparse_tensors_made_inside(in_dims: tuple[int | None, ...]) -> None:
     check(f, places, values, in_dims=in_dims)
 
 
+def _sum_over(x: Tensor, dim: int | tuple[int, ...] | None) -> Tensor:
+    return dense(torch.sparse.sum(x.to_sparse(), dim))
+
+
+DERIVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mm": lambda x, y: torch.sparse.mm(x.to_sparse(), y),
+    "matmul": lambda x, y: x.to_sparse() @ y,
+    "sum of rows": lambda x, y: _sum_over(x, 0) * y[:, 0],
+    "sum of columns": lambda x, y: _sum_over(x, 1).square(),
+    "sum over two dims": lambda x, y: _sum_over(x, (0, 1)).square(),
+    "sum": lambda x, y: _sum_over(x, None).square(),
+    "softmax": lambda x, y: torch.sparse.softmax(x.to_sparse(), 1).to_dense() @ y,
+    "log_softmax": lambda x, y: torch.sparse.log_softmax(x.to_sparse(), 0).to_dense() @ y,
+}
+
+
 def test_each_row_is_met() -> None:
     inside: list[Callable[[Tensor], object]] = [
         lambda x: (x._indices(), x._values(), x._nnz(), x.is_coalesced()),
@@ -181,6 +197,9 @@ def test_each_row_is_met() -> None:
     one, all_rows = DENSE[0].to_sparse_csr(), AS_MANY.to_dense().to_sparse_csr()
     calls = [explain(vmap(f), AS_MANY) for f in inside]
     calls += [explain(vmap(f), square) for f in BATCHED.values()]
+    calls += [
+        explain(vmap(grad(lambda x, y, f=f: f(x, y).sum())), DENSE, Y) for f in DERIVED.values()
+    ]
     calls.append(explain(vmap(lambda y: torch.sparse.mm(one, y, "sum")), Y))
     calls.append(explain(vmap(grad(lambda y: torch.sparse.mm(one, y, "amax").sum())), Y))
     calls.append(explain(vmap(lambda x: torch.sparse.sampled_addmm(x, *SAMPLED)), all_rows))
@@ -201,3 +220,37 @@ def test_each_row_is_met() -> None:
             calls.append(explain(vmap(get), make(AS_MANY.to_dense(), *blocks)))
     met = {use["operator"] for call in calls for use in call.to_dict()["operators"]}
     assert set(rows_of("sparse.py", "compressed.py")) <= met
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_derivatives_on_both_sides_of_vmap(name: str) -> None:
+    def total(x: Tensor, y: Tensor) -> Tensor:
+        return DERIVED[name](x, y).sum()
+
+    want = torch.stack([grad(total)(x, y) for x, y in zip(DENSE, Y, strict=True)])
+    torch.testing.assert_close(vmap(grad(total), strict=True)(DENSE, Y), want)
+    outside = grad(lambda x: vmap(total, strict=True)(x, Y).sum())(DENSE)
+    torch.testing.assert_close(outside, want)
+
+
+def test_stacks_of_sparse_matrices() -> None:
+    check(lambda x, y: torch.bmm(x[None].to_sparse(), y[None]), DENSE, Y, in_dims=(0, 0))
+    check(lambda x, y: torch.bmm(x[None].to_sparse(), y[None]), DENSE[0], Y, in_dims=(None, 0))
+    got = vmap(vmap(lambda x, y: torch.sparse.mm(x.to_sparse(), y)), (0, None))(
+        torch.stack([DENSE, DENSE.flip(0)]), Y
+    )
+    torch.testing.assert_close(got, torch.stack([DENSE @ Y, DENSE.flip(0) @ Y]))
+
+
+def test_a_sparse_factor_and_a_batch_dim_that_is_last() -> None:
+    others = torch.randn(2, 3, 4)
+    check(lambda x, y: x.to_sparse() * y, DENSE[0], others, in_dims=(None, 2))
+    check(lambda x, y: y * x.to_sparse(), DENSE[0], others, in_dims=(None, 2))
+
+
+def test_a_product_added_to_batched_values() -> None:
+    added = torch.randn(4, 2, 5)
+    check(
+        lambda c, x, y: torch.sparse.addmm(c, x.to_sparse(), y, beta=2.0, alpha=0.5),
+        added, DENSE[0], Y[0], in_dims=(0, None, None),
+    )  # fmt: skip

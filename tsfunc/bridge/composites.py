@@ -93,6 +93,16 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
     return torch.cat([torch.ones_like(x).unsqueeze(-1), powers.cumprod(-1)], -1)
 
 
+@_instead(torch._sparse_sum)
+def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
+    """Of all elements: C++ sums what is stored, of which examples have more or less."""
+    if dim or kwargs or not isinstance(x, BatchTracer) or not x.dispatch_level.autograd:
+        return NotImplemented
+    if x.value.layout is not torch.sparse_coo:
+        return NotImplemented
+    return torch._sparse_sum(x, list(range(x.dim())))
+
+
 @_instead(torch.istft, Tensor.istft)
 def _istft(*args: Any, **kwargs: Any) -> Any:
     """C++ asks whether the windows leave anything out; its form in Python does not ask."""

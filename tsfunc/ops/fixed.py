@@ -133,6 +133,8 @@ def bmm(
     """Products of the matrices of two stacks."""
     if not _fit(dims, args, 3, 3):
         return refused(op, dims, args, kwargs)
+    if sparse.is_sparse(args[0]):
+        return sparse.product_of_stacks(args[0], dims[0], args[1], dims[1])
     return product(args[0], dims[0], args[1], dims[1])
 
 

@@ -113,8 +113,39 @@ def _times(
         out = times(*one_matrix(x, y, q))
         return out.unflatten(0, (x.shape[0], x.shape[1])), 0
     y = y.expand(x.shape[0], *y.shape) if q is None else front(y, q)
+    if times is not torch.matmul and type(x) is Tensor:
+        x = _by_its_elements(x)
     out = torch.bmm(x, y.unsqueeze(-1) if vector else y)
     return (out.squeeze(-1) if vector else out), 0
+
+
+def _by_its_elements(x: Tensor) -> Tensor:
+    """A sparse tensor of which only what it stores has derivatives, as ``torch.sparse.mm`` has it.
+
+    Those of ``bmm`` are dense.
+    """
+    x = x.coalesce()
+    return torch.sparse_coo_tensor(
+        x.indices(), x.values(), x.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def product_of_stacks(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
+    """``bmm`` of sparse matrices and dense ones: the stacks of all examples as one."""
+    if p is None:  # the examples are further columns
+        assert q is not None
+        columns = y.movedim(q, -1)
+        return torch.bmm(x, columns.flatten(2)).unflatten(2, columns.shape[2:]), 3
+    if x.layout is not torch.sparse_coo or x.requires_grad:
+        return NotImplemented
+    x = front(x, p).coalesce()
+    (size, count), (example, k, i, j) = x.shape[:2], x.indices()
+    stack = torch.sparse_coo_tensor(
+        torch.stack([example * count + k, i, j]), x.values(), (size * count, *x.shape[2:]),
+        is_coalesced=True, check_invariants=False,
+    )  # fmt: skip
+    out = torch.bmm(stack, batched_front(y, q, size).flatten(0, 1))
+    return out.unflatten(0, (size, count)), 0
 
 
 @row("aten::_sparse_mm")
@@ -130,7 +161,10 @@ def sparse_addmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A multiple of a matrix and one of a product."""
-    found = product(args[1], dims[1], args[2], dims[2], torch.sparse.mm)
+    if dims[1] is None and dims[2] is None:
+        found: Any = torch.sparse.mm(args[1], args[2]), None
+    else:
+        found = product(args[1], dims[1], args[2], dims[2], torch.sparse.mm)
     if found is NotImplemented:
         return NotImplemented
     out, at = found
@@ -318,6 +352,35 @@ def sparse_sum(
     out = op(x, [wrap(dim, rank) + 1 for dim in args[1]], **kwargs)
     left = set(range(x.sparse_dim() - 1)) - {wrap(dim, rank) for dim in args[1]}
     return (out if left or not is_sparse(out) else out.to_dense()), 0
+
+
+@row("aten::_sparse_sum_backward")
+def sparse_sum_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The batch dim is a sparse one that is not summed over, so the gradient is sparse too."""
+    size = level.batch_size
+    x = batched_sparse(args[1], dims[1], size)
+    grad = args[0]
+    if is_sparse(grad):
+        grad = batched_sparse(grad, dims[0], size)
+    else:
+        grad = batched_front(grad, dims[0], size).to_sparse(1)
+    return op(grad, x, [wrap(dim, x.dim() - 1) + 1 for dim in args[2]]), 0
+
+
+@row("aten::_sparse_softmax_backward_data", "aten::_sparse_log_softmax_backward_data")
+def sparse_softmax_backward(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As the function itself."""
+    grad, out, dim, x = args
+    size = level.batch_size
+    grad, out, x = (
+        batched_sparse(value, at, size)
+        for value, at in ((grad, dims[0]), (out, dims[1]), (x, dims[3]))
+    )
+    return op(grad, out, wrap(dim, x.dim() - 1) + 1, x), 0
 
 
 @row("aten::_sparse_softmax", "aten::_sparse_log_softmax")

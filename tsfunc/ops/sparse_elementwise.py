@@ -62,6 +62,11 @@ def _is_sparse(x: Any) -> bool:
     return isinstance(x, Tensor) and x.layout is not torch.strided
 
 
+def is_mixed(x: Any, y: Any) -> bool:
+    """Whether one is sparse and the other a dense tensor: torch's products may be wrong then."""
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and _is_sparse(x) != _is_sparse(y)
+
+
 def _dense(x: Tensor) -> Tensor:
     return x.to_dense() if is_compressed(x) or x.is_sparse else x
 

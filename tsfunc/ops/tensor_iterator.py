@@ -15,7 +15,7 @@ from torch import Tensor
 from tsfunc.ops.dims import align, batched_front, logical_rank, promote_scalars, refuse_inplace
 from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Dims, row, rows
-from tsfunc.ops.sparse_elementwise import elementwise_instead
+from tsfunc.ops.sparse_elementwise import elementwise_instead, is_mixed
 
 
 def uniform(args: Sequence[Any], dims: Dims) -> bool:
@@ -62,6 +62,8 @@ def pointwise(
                 return op(x, y, **kwargs), at
         elif uniform(args, dims):
             return op(*args, **kwargs), dims[0]
+        if count == 2 and is_mixed(*args):
+            raise RuntimeError("torch does not broadcast a sparse value to a dense one")
         aligned, at = align(promote_scalars(args, dims), dims)
         return op(*aligned, **kwargs), at
     except RuntimeError:
