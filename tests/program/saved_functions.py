@@ -200,6 +200,19 @@ def solving(a: Tensor, b: Tensor) -> Any:
     return tsfunc.linear_solve(lambda x: a @ x, b, solve), root
 
 
+def numbered(x: Tensor, k: int, s: float) -> Any:
+    """Numbers that are inputs: in sizes, in arithmetic, and in what a course depends on."""
+    if k < 2 or s > 8.0:
+        return x
+    return x[:k] * s, torch.zeros(2 * k + 1), k // 2, (s + 1) * k, x.repeat(k, 1)
+
+
+def _numbered() -> Any:
+    f = specialize(numbered, {"x": Meta(["n", 2]), "k": int, "s": float})
+    f(torch.ones(4, 2), 3, 0.5)
+    return f
+
+
 def _ruled() -> Any:
     f = specialize(ruled, {"x": Meta(["n", 3])})
     f(torch.randn(4, 3))
@@ -279,6 +292,7 @@ MADE: dict[str, tuple[Callable[[], Any], bool]] = {
     "chosen": (_chosen, False),
     "checking": (_checking, True),
     "again": (_again, True),
+    "numbered": (_numbered, True),
     "ruled": (_ruled, True),
     "solving": (_solving, True),
 }

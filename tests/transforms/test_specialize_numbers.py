@@ -185,14 +185,15 @@ def test_lowered_ahead_of_any_call() -> None:
     assert s.cache_info().programs == 1 and s.cache_info().misses == 0
 
 
-def test_a_program_from_a_file_is_held_to_the_number(tmp_path: Path) -> None:
+def test_a_program_from_a_file_takes_other_numbers(tmp_path: Path) -> None:
     s = specialize(lambda x, k: x.new_ones(k) * k, {"k": int})
     s(X, 5)
     s.save(tmp_path / "s.tsf")
     loaded = load(tmp_path / "s.tsf")
-    assert loaded(X, 5).equal(torch.full((5,), 5.0))
-    with pytest.raises(DescriptorViolation, match="there is no program for this call"):
-        loaded(X, 6)
+    for k in (5, 6, 0):
+        assert loaded(X, k).equal(torch.full((k,), float(k)))
+    with pytest.raises(DescriptorViolation, match="k >= 0 does not hold"):
+        loaded(X, -1)
 
 
 def test_inside_of_other_transforms() -> None:

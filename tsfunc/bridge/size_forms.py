@@ -30,8 +30,8 @@ _MOST_FACTORS = 8
 
 
 def symbol_of(size: Any) -> Any:
-    """The symbol that a size is by itself; None for any other size."""
-    expr = size.node.expr if isinstance(size, torch.SymInt) else None
+    """The symbol that a size, or another number, is by itself; None for any other one."""
+    expr = size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else None
     return expr if expr is not None and expr.is_symbol else None
 
 
@@ -45,8 +45,9 @@ def form_of_size(size: Any, names: Mapping[Any, str]) -> Any:
     Returns:
         The form, or None where the size is made of something else.
     """
-    if isinstance(size, torch.SymBool | torch.SymFloat):
-        return None  # a number that is no size
+    if isinstance(size, torch.SymBool | torch.SymFloat):  # a number that is no size
+        symbol = symbol_of(size)
+        return None if symbol is None else names.get(symbol)
     return _form(size.node.expr, names) if isinstance(size, torch.SymInt) else int(size)
 
 

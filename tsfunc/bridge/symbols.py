@@ -75,14 +75,17 @@ class Condition(NamedTuple):
         code: as Python of the guard.
         text: for people, in the user's names.
         dims: the named dims that it speaks of.
-        fact: the same in the names of dims alone, each number among the arguments being that of
-            the call; what a file has of it (``types/facts.py``).
+        fact: the same in the names of dims and numbers; what a file has of it
+            (``types/facts.py``).
+        fixed: the same in the names of dims alone, each number among the arguments being that of
+            the call.
     """
 
     code: str
     text: str
     dims: tuple[str, ...] = ()
     fact: str = ""
+    fixed: str = ""
 
 
 def check_size(holds: bool, text: str) -> None:
@@ -281,12 +284,13 @@ class Symbols:
             for symbol, name in called.items()
             if name is not None
         }
-        stored = self._of_call()
+        stored, named = self._of_call(), self._as_names()
         found = [
             Condition(
                 code_text(guard.expr.xreplace(known)),
                 self.spell(guard.expr),
                 tuple(sorted(self._dims_in(guard.expr))),
+                code_text(guard.expr.xreplace(named)),
                 code_text(guard.expr.xreplace(stored)),
             )
             for guard, (*_, check) in zip(self._env.guards, self._env.asked, strict=True)
@@ -294,16 +298,23 @@ class Symbols:
         ]
         return list(dict.fromkeys(found))
 
+    def _as_names(self) -> dict[Any, Any]:
+        """For each symbol what it is of one that is called as Python calls it."""
+        return {
+            symbol: type(symbol)(_divided_text(name, self._steps.get(symbol, 1)))
+            for symbol, name in self._names.items()
+        }
+
     def _of_call(self) -> dict[Any, Any]:
         """For each symbol what it is of a named dim; of a number of the call, that number."""
         from sympy import sympify
 
-        return {
+        of_call = {
             symbol: sympify(self._values[name])
-            if name in self._values
-            else type(symbol)(_divided_text(name, self._steps.get(symbol, 1)))
             for symbol, name in self._names.items()
+            if name in self._values
         }
+        return {**self._as_names(), **of_call}
 
     def condition(self) -> Callable[[Mapping[str, int]], bool] | None:
         """Whether what was found out by asking holds for other sizes; None if there is nothing."""

@@ -263,7 +263,7 @@ class FirstCall:
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
         form = form_of_call(
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
-            program.conditions, program.asked, program.groups,
+            program.conditions, program.asked, program.groups, scalars,
         )  # fmt: skip
         facts = instances.held.facts
         program = dataclasses.replace(

@@ -20,7 +20,7 @@ from tsfunc.dispatch import state
 from tsfunc.program.entering import key_orders
 from tsfunc.program.guards import guard_lines, variables_of
 from tsfunc.program.holding import is_instance
-from tsfunc.program.inputs import InputSpec, sizes_of_call
+from tsfunc.program.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.program.same_tensors import Groups, condition
 from tsfunc.types import Dim
 
@@ -40,6 +40,7 @@ class CallForm:
         conditions: what must hold of the named dims, and of the numbers beside them.
         asked: what was asked of tensors among the arguments, beside types and sizes.
         groups: their positions, those together that are one tensor; empty where nobody tells.
+        scalars: the numbers among the arguments that are inputs, and may be others.
     """
 
     tree: optree.PyTreeSpec
@@ -51,6 +52,7 @@ class CallForm:
     conditions: tuple[Condition, ...] = ()
     asked: tuple[Asked, ...] = ()
     groups: Groups = ()
+    scalars: tuple[ScalarSpec, ...] = ()
 
     @functools.cached_property
     def orders(self) -> tuple[Any, ...]:
@@ -62,7 +64,7 @@ class CallForm:
         flat = list(self.leaves)
         for spec in self.inputs:
             flat[spec.position] = spec.example
-        lines, scope = guard_lines(flat, self.inputs, self.bounds, (), self.conditions)
+        lines, scope = guard_lines(flat, self.inputs, self.bounds, self.scalars, self.conditions)
         return [*lines, *self.more(scope)], scope
 
     def more(self, scope: dict[str, Any]) -> list[str]:
@@ -100,14 +102,16 @@ def form_of_call(
     conditions: tuple[Condition, ...],
     asked: tuple[Asked, ...] = (),
     groups: Groups = (),
+    scalars: Sequence[ScalarSpec] = (),
 ) -> CallForm:
     """The form of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
     return CallForm(
-        tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, asked, groups
-    )
+        tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, asked, groups,
+        tuple(scalars),
+    )  # fmt: skip
 
 
 def example_call(

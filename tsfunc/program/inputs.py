@@ -105,6 +105,10 @@ class ScalarSpec:
     name: str
     value: int | float
 
+    def admits(self, value: Any) -> bool:
+        """Whether another number may come in its place, as far as its type says."""
+        return type(value) is type(self.value) and _is_tame(value)
+
 
 def describe_scalars(
     flat: Sequence[Any],

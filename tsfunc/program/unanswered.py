@@ -23,7 +23,7 @@ def why_unanswered(call: FirstCall, entries: Sequence[Entry]) -> str:
     inputs, _ = describe_inputs(call.flat, call.places, call.contract, call.bindings)
     facts = call.facts(inputs)
     forms = [entry.form for entry in entries]
-    known = [_facts(form, call.target.signature) for form in forms]
+    known = [_facts(form, call) for form in forms]
     sizes = sizes_of_call(inputs)
     broken = [
         fact
@@ -46,16 +46,21 @@ def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
     """What a program that was read from a file takes for granted."""
     places, arguments = _named(form, signature)
     return guard_texts(
-        form.leaves, places, form.inputs, form.bounds, form.ambient, arguments, {}, (),
-        form.conditions, form.asked,
+        form.leaves, places, form.inputs, form.bounds, form.ambient, arguments, {},
+        [spec.position for spec in form.scalars], form.conditions, form.asked,
     )  # fmt: skip
 
 
-def _facts(form: CallForm, signature: inspect.Signature) -> Mapping[str, Any]:
-    places, arguments = _named(form, signature)
+def _facts(form: CallForm, call: FirstCall) -> Mapping[str, Any]:
+    """What a program takes for granted; a number that may be any one is that of the call."""
+    places, arguments = _named(form, call.target.signature)
     args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
+    leaves = list(form.leaves)
+    for spec in form.scalars if form.tree == call.tree else ():
+        if spec.admits(call.flat[spec.position]):
+            leaves[spec.position] = call.flat[spec.position]
     return facts_of_call(
-        form.leaves, places, form.inputs, form.ambient, arguments, form.orders,
+        leaves, places, form.inputs, form.ambient, arguments, form.orders,
         passed_text(len(args), kwargs),
     )  # fmt: skip
 

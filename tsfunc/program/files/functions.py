@@ -169,7 +169,7 @@ def _version_of(function: SavedFunction, has_state: bool) -> int:
     """The first version of the format that has what is written."""
     forms = [answer.form for answer in function.answers]
     nodes = (node for answer in function.answers for node in answer.program.graph.nodes)
-    fourth = any(form.asked or form.groups for form in forms)
+    fourth = any(form.asked or form.groups or form.scalars for form in forms)
     third = any(map(facts_of, forms)) or any(node.target is torch.Size for node in nodes)
     found = [version_of(answer.program.graph) for answer in function.answers]
     return max(4 if fourth else 3 if third else 2 if has_state else 1, *found)
@@ -316,13 +316,21 @@ def _of_form(
             program,
             form=form,
             places=places_of(signature, len(form.leaves), form.tree),
-            descriptors=described(form.leaves, form.inputs, form.tree, signature),
+            descriptors=described(_open(form), form.inputs, form.tree, signature),
             guards=guards_of_form(form, signature),
             asked=form.asked,
             groups=form.groups,
         )
     except (TypeError, ValueError) as error:
         field.fail(f"it is no call of the function: {error}")
+
+
+def _open(form: CallForm) -> list[Any]:
+    """The leaves of a form, with the types of numbers that may be any one."""
+    leaves = list(form.leaves)
+    for spec in form.scalars:
+        leaves[spec.position] = type(spec.value)
+    return leaves
 
 
 def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answer:

@@ -45,6 +45,7 @@ class NodeTypes:
 
     def __init__(self, symbols: Symbols, values: Values) -> None:
         self._symbols = symbols
+        self._named = {**symbols.sizes, **symbols.scalars}
         self._values = values
         self._sizes: dict[str, Any] = {}
         self._types: dict[str, torch.Tensor] = {}
@@ -88,7 +89,7 @@ class NodeTypes:
         if key not in self._sizes:
             self._count(field, _MOST_PARTS)
             try:
-                self._sizes[key] = size_of_form(field.value, self._symbols.sizes)
+                self._sizes[key] = size_of_form(field.value, self._named)
             except (ValueError, TypeError, ZeroDivisionError, OverflowError) as error:
                 field.fail(f"this is no size: {error}")
         return self._sizes[key]
@@ -101,7 +102,7 @@ class NodeTypes:
         elif type(field.value) is int:
             field.integer()
         elif type(field.value) is not str or (
-            field.value not in OPERATORS and field.value not in self._symbols.sizes
+            field.value not in OPERATORS and field.value not in self._named
         ):
             field.expected("a size")
         if left <= 0:

@@ -7,6 +7,9 @@ of it, and the number of its program; a guard is generated anew from that.
 
 from __future__ import annotations
 
+import dataclasses
+import keyword
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +33,7 @@ from tsfunc.program.files.trees import Trees, encode_tree
 from tsfunc.program.files.values import NoFileForm, Values, dtype_of, encode, printable
 from tsfunc.program.forms import CallForm, Watched
 from tsfunc.program.guards import variables_of
-from tsfunc.program.inputs import InputSpec
+from tsfunc.program.inputs import InputSpec, ScalarSpec
 from tsfunc.program.program import Program
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, parse_descriptor
 from tsfunc.types.dims import parse_dim
@@ -58,10 +61,13 @@ def encode_program(
         if node.op == "get_attr" and state.holds(program.tensor(node))
     ]
     names = _names_of_symbols(program.graph)
+    # A number that has turned out to be the size of an input has that one's name.
+    numbers = [each for each in _numbers_of(program.graph) if each[0] not in names]
     count = len(program.form.leaves) if program.form is not None else len(program.inputs)
     callees = CalleeWriter(bounds, lambda part: _encode_part(part, tensors, state, callees))
     outside = Outside(lifted, tensors.generator)
-    graph = encode_graph(program.graph, outside, names, callees, in_cells)
+    named = {**names, **{symbol: name for symbol, name, _ in numbers}}
+    graph = encode_graph(program.graph, outside, named, callees, in_cells)
     if callees.entries and program.form is not None:
         _require_settings(program.form)
     return {
@@ -70,6 +76,7 @@ def encode_program(
         "inputs": [at for at in program.inputs if at < count],
         "constants": sorted(program.constants),
         "graph": graph,
+        **({"numbers": {name: encode(value) for _, name, value in numbers}} if numbers else {}),
         **({"functions": callees.entries} if callees.entries else {}),
         "results": encode_tree(program.out_tree),
         **state.of_program(program, in_cells),
@@ -153,11 +160,11 @@ class Context:
 def decode_program(field: Field, context: Context) -> Program:
     """The program that `encode_program` wrote; its code is generated from the graph."""
     keys = ("name", "dims", "inputs", "constants", "graph", "results")
-    since = {"state": 2, "functions": 4}
+    since = {"state": 2, "functions": 4, "numbers": 4}
     field.require_keys(keys, [key for key, first in since.items() if context.version >= first])
     name_field, dims_field, inputs_field, constants, graph_field, results = map(field.at, keys)
     values = Values(device=context.device)
-    symbols = _symbols(dims_field)
+    symbols = _symbols(dims_field, field.get("numbers"))
     plain = NodeTypes(Symbols({}), values)
     callees = CalleeReader(
         field.get("functions"),
@@ -210,10 +217,24 @@ def _decode_part(
     return Part(name.line(), graph, inputs, reader.lifted)
 
 
-def _symbols(field: Field) -> Symbols:
+def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
+    """The numbers among a graph's inputs: their symbols, names, and what they were in the trace."""
+    found = []
+    for node in graph.nodes:
+        symbol = symbol_of(node.meta.get("number"))
+        if node.op == "placeholder" and symbol is not None:
+            value = node.meta["number"].node.hint
+            found.append((symbol, node.meta["expr"], type(value)(value)))
+    return found
+
+
+def _symbols(field: Field, numbers: Field | None) -> Symbols:
     dims = {name: _read_dim(text, name) for name, text in field.mapping().items()}
+    scalars: dict[str, int | float] = {}
+    for name, value in numbers.mapping().items() if numbers is not None else ():
+        scalars[name] = _scalar(Field(name, value), 0, Values().decode(value), dims).value
     try:
-        return Symbols(dims)
+        return Symbols(dims, scalars=scalars)
     except (ValueError, TypeError, AssertionError, RuntimeError) as error:
         field.fail(f"there are no such dims: {error}")
 
@@ -232,11 +253,14 @@ def encode_form(form: CallForm, where: Callable[[int], str]) -> Any:
         NoFileForm: an argument is of a kind that files can't hold.
     """
     specs = {spec.position: spec for spec in form.inputs}
+    numbers = {spec.position: spec.name for spec in form.scalars}
     leaves = []
     for i, leaf in enumerate(form.leaves):
         spec = specs.get(i)
+        named = {"number": numbers[i]} if i in numbers else {}
         try:
-            leaves.append({"value": encode(leaf)} if spec is None else _encode_input(spec))
+            found = {"value": encode(leaf), **named} if spec is None else _encode_input(spec)
+            leaves.append(found)
         except NoFileForm as error:
             raise NoFileForm(f"the argument {where(i)}, {_named(leaf, error)}") from None
     return {
@@ -263,8 +287,21 @@ def _encode_asked(asked: Asked) -> Any:
 
 
 def facts_of(form: CallForm) -> list[str]:
-    """What a form asks of named dims; of numbers it asks that they are those of the call."""
-    return [condition.fact for condition in form.conditions if condition.dims]
+    """What a form asks of named dims, and of the numbers that may be any one."""
+    return [condition.fact for condition in form.conditions]
+
+
+def storable(form: CallForm) -> CallForm:
+    """A form that a file can hold: numbers are those of the call where a condition is too odd."""
+    names = {name: name for name in (*form.bounds, *(spec.name for spec in form.scalars))}
+    try:
+        for condition in form.conditions:
+            fact_code(condition.fact, names)
+    except DescriptorError:
+        held = [each for each in form.conditions if each.dims]
+        fixed = tuple(each._replace(fact=each.fixed) for each in held)
+        return dataclasses.replace(form, conditions=fixed, scalars=())
+    return form
 
 
 def _named(leaf: Any, error: NoFileForm) -> str:
@@ -294,6 +331,7 @@ def _dim_text(dim: Dim) -> str:
     return str(MetaTensorType([dim]))
 
 
+_NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _SETTINGS = frozenset(setting.name for setting in SETTINGS)
 
 
@@ -323,20 +361,27 @@ class FormReader:
         bounds = {name: _read_dim(text, name) for name, text in dims.mapping().items()}
         leaves: list[Any] = []
         inputs = []
+        scalars: list[ScalarSpec] = []
         for i, leaf in enumerate(leaves_field.items(tree.num_leaves)):
-            is_value = leaf.get("value") is not None
-            leaves.append(self._values.decode(*leaf.record("value")) if is_value else None)
-            if not is_value:
+            value = leaf.get("value")
+            leaves.append(None if value is None else self._values.decode(value))
+            if value is None:
                 inputs.append(self._input(i, leaf, bounds))
+                continue
+            leaf.require_keys(("value",), ("number",) if self._version > 3 else ())
+            name = leaf.get("number")
+            if name is not None:
+                taken = {*bounds, *(spec.name for spec in scalars)}
+                scalars.append(_scalar(name, i, leaves[-1], taken))
         ambient = self._settings(ambient_field)
         said = field.get("conditions")
-        conditions = tuple(_condition(x, bounds) for x in _items(said))
+        conditions = tuple(_condition(x, bounds, scalars) for x in _items(said))
         positions = frozenset(spec.position for spec in inputs)
         asked = tuple(_asked(x, positions) for x in _items(field.get("asked")))
         groups = tuple(_group(x, positions) for x in _items(field.get("one")))
         return CallForm(
             tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
-            asked, groups,
+            asked, groups, tuple(scalars),
         )  # fmt: skip
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
@@ -367,13 +412,24 @@ class FormReader:
         return InputSpec(position, name.line(), example, dims)
 
 
-def _condition(field: Field, bounds: Mapping[str, Dim]) -> Condition:
+def _condition(field: Field, bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> Condition:
     text = field.line()
     try:
-        code = fact_code(text, variables_of(bounds, ()))
+        code = fact_code(text, variables_of(bounds, scalars))
     except DescriptorError as error:
         field.fail(str(error))
     return Condition(code, text, tuple(bounds), text)
+
+
+def _scalar(field: Field, position: int, value: Any, taken: Collection[str]) -> ScalarSpec:
+    """A number among the arguments that may be any one of its type."""
+    name = field.text(_NAME_OF_NUMBER, "the name of a number")
+    found = ScalarSpec(position, name, value)
+    if type(value) not in (int, float) or not found.admits(value):
+        field.fail("only a number that is finite can be another one")
+    if name in taken or keyword.iskeyword(name):
+        field.expected("another name")
+    return found
 
 
 def _items(field: Field | None) -> Sequence[Field]:

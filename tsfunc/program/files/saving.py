@@ -13,6 +13,7 @@ from tsfunc.program.cache import Cache
 from tsfunc.program.calls import Target
 from tsfunc.program.files.archive import replace
 from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes, read_function
+from tsfunc.program.files.programs import storable
 from tsfunc.program.files.state import is_current
 from tsfunc.program.files.variants import also_answered
 from tsfunc.program.program import Program
@@ -55,7 +56,7 @@ def function_to_save(
     if not exact:
         for entry in tuple(chosen):
             chosen += also_answered(target, entry, chosen)
-    answers = tuple(Answer(entry.program, entry.form, entry.text) for entry in chosen)
+    answers = tuple(Answer(entry.program, storable(entry.form), entry.text) for entry in chosen)
     described = tuple(contract.descriptors for contract in target.contracts)
     return SavedFunction(target.name, target.signature, described, cache.limit, answers)
 
@@ -74,7 +75,7 @@ def program_to_save(program: Program) -> SavedFunction:
     kinds = (("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds])
     _refuse_attributes(program.name, [program])
-    answer = Answer(program, program.form, "the program itself")
+    answer = Answer(program, storable(program.form), "the program itself")
     return SavedFunction(program.name, signature, (), 1, (answer,))
 
 
