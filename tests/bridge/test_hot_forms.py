@@ -78,6 +78,10 @@ FORMS: dict[str, Function] = {
     "selected": lambda x: x.select(1, -1),
     "softmax of torch.nn": lambda x: F.softmax(x, -1),
     "log_softmax of torch.nn by name": lambda x: F.log_softmax(x, dim=0),
+    "a roll": lambda x: torch.roll(x, (1, 2), (0, 1)),
+    "a list of tensors": lambda x: torch.cat([x, x * 2], -1),
+    "a list of two kinds of tensors": lambda x: torch.stack([x, torch.ones_like(x).cos()]),
+    "a composite": lambda x: torch.kron(x, x[:2]),
     "a transpose": lambda x: x.T @ x,
     "a matrix transpose": lambda x: x.mT + 1,
     "mm": lambda x: torch.mm(x, x.t()),
@@ -112,6 +116,7 @@ def test_gradients_pass_through(name: str) -> None:
 
     expected = torch.stack([grad(total)(row) for row in X])
     torch.testing.assert_close(vmap(grad(total))(X), expected)
+    torch.testing.assert_close(vmap(grad(total), data_dependent="split")(X), expected)
     torch.testing.assert_close(grad(lambda x: vmap(total)(x).sum())(X), expected)
 
 

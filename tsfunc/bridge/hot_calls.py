@@ -193,6 +193,11 @@ def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> An
     return wrap(out, at, level)
 
 
+def _is_tracer(value: Any) -> bool:
+    kind = type(value)
+    return kind is MadeTracer or kind in KINDS
+
+
 def _recorded(
     func: Callable[..., Any],
     level: BatchLevel,
@@ -209,9 +214,9 @@ def _recorded(
         if arg is value and isinstance(value, torch.Tensor):
             if level.forward or type(value) not in _PLAIN or value.requires_grad:
                 return NotImplemented  # NOTE [operands of outer levels]
-        elif type(value) is list:
+        elif arg is not value and type(value) is list and not all(map(_is_tracer, arg)):
             return NotImplemented
-    return hop(func, (), args, kwargs)
+    return hop(func, (), tuple(args), kwargs)  # which takes no list
 
 
 def hot_call(
@@ -290,7 +295,9 @@ def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if forms is None:
         return NotImplemented
     for arg in args:
-        if type(arg) is MadeTracer:
+        if type(arg) in _SEQUENCES and arg:
+            arg = arg[0]
+        if _is_tracer(arg):
             if arg.dispatch_level.autograd:
                 return _recorded_call(func, args, kwargs)
             break
@@ -329,7 +336,7 @@ def _recorded_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if taken is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
         return NotImplemented
     level = taken[0]
-    if level._restores or not level.alive:
+    if level._restores or not level.alive or not level.autograd:
         return NotImplemented
     return _recorded(func, level, args, kwargs, taken[1])
 

@@ -164,7 +164,7 @@ def _one_by_one(
 
 def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Rows that stand for the entries of all outputs, an output each, in its shape."""
-    parts = rows.split([out.numel() for out in outs], dim=0)
+    parts = rows.split([out.numel() for out in outs], dim=0) if len(outs) > 1 else [rows]
     rest = rows.shape[1:]
     return [part.reshape([*out.shape, *rest]) for part, out in zip(parts, outs, strict=True)]
 
@@ -233,7 +233,7 @@ def _unbatched(value: Any) -> Any:
 
 def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Columns that stand for the entries of all inputs, an input each, in its shape."""
-    parts = columns.split([x.numel() for x in inputs], dim=-1)
+    parts = columns.split([x.numel() for x in inputs], dim=-1) if len(inputs) > 1 else [columns]
     return [
         part.reshape([*columns.shape[:-1], *x.shape]) for part, x in zip(parts, inputs, strict=True)
     ]
