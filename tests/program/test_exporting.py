@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import Dim, cond, grad, make_graph, specialize, vmap
+from tsfunc import Dim, cond, fori_loop, grad, make_graph, scan, specialize, switch, vmap
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import ExportError
 
@@ -298,3 +298,46 @@ def test_hooks_of_the_users_state_dict_are_left_alone() -> None:
     f(torch.ones(3))
     f.program.to_exported_program()
     assert called == []
+
+
+def _choice(x: Tensor) -> Any:
+    return cond(x.sum() > 0, lambda x: (x * x).sin(), torch.exp, x).sum()
+
+
+def _switch(x: Tensor) -> Any:
+    index = (x.sum() > 0).long()
+    return switch(index, [torch.sin, lambda x: x * x], x).sum()
+
+
+def _loop(x: Tensor) -> Any:
+    return fori_loop(0, 3, lambda i, c: c.sin() + x, x).sum()
+
+
+def _scan(x: Tensor) -> Any:
+    last, ys = scan(lambda c, y: (c * 0.5 + y.sin(), c * y), x[0], x)
+    return last + ys.sum()
+
+
+DERIVATIVES = [
+    *[pytest.param(f, 1, id=f.__name__) for f in (_choice, _switch, _loop, _scan)],
+    *[
+        pytest.param(f, 2, id=f"vmap of {f.__name__}", marks=pytest.mark.slow)
+        for f in (_switch, _loop, _scan)
+    ],
+    pytest.param(_choice, 2, id="vmap of _choice"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch calls what it deprecates
+@pytest.mark.parametrize(("f", "rank"), DERIVATIVES)
+def test_derivatives_of_control_flow(f: Callable[[Tensor], Tensor], rank: int) -> None:
+    """torch asks that operands and results of bodies have memory of their own, each once."""
+    g = grad(f) if rank == 1 else vmap(grad(f))
+    x = torch.linspace(-1, 1, 15).view(5, 3)[(-1,) * (2 - rank)]
+    sizes: list[int | str] = ["n", 3]
+    specialized = specialize(lambda x: g(x), {"x": Meta(sizes[:rank])})
+    specialized(x)
+    exported = specialized.to_exported_program()
+    for module in (exported.module(), exported.run_decompositions().module()):
+        for one in (x, torch.cat([x, x * 0.5])):
+            torch.testing.assert_close(module(one), g(one))

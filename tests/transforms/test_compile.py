@@ -133,3 +133,18 @@ def test_what_is_frozen_stays_frozen_inside() -> None:
 def test_a_compiled_specialized_function() -> None:
     inner = SPECIALIZED["a function"]
     same(torch.compile(inner, backend="eager")(X), inner(X))
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "autograd.Function"])
+def test_one_graph_with_a_transform_is_refused_with_ways_out(name: str) -> None:
+    func, args = FUNCTIONS[name]
+    with pytest.raises(Exception, match=r"inside of tsfunc's transforms.*graph_module"):
+        torch.compile(func, backend="eager", fullgraph=True)(*args)
+
+
+def test_one_graph_of_what_transforms_leave() -> None:
+    """The way out that the refusal names."""
+    inner = SPECIALIZED["of a transform"]
+    inner(X)
+    compiled = torch.compile(inner.graph_module, backend="aot_eager", fullgraph=True)  # type: ignore[attr-defined]
+    same(compiled(X)[0], inner(X))

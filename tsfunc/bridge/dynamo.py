@@ -15,7 +15,8 @@ transform of ours is active what is recorded are its operators on batches and co
 
 Private names used here (torch 2.11 to 2.13): ``_C._dynamo.eval_frame.set_code_exec_strategy``
 says what Dynamo does with frames of a code object, and with frames below them;
-``_torchdynamo_disable`` on a function keeps it from tracing calls of it; one that is its
+``_torchdynamo_disable`` on a function keeps it from tracing calls of it, and
+``_torchdynamo_disable_msg`` is the reason that it gives; one that is its
 ``_torchdynamo_inline`` is traced in its place. ``_C._get_dispatch_mode`` and, for what records
 before autograd, ``_ops._get_dispatch_mode_pre_dispatch`` give the mode of a kind that is active.
 """
@@ -34,6 +35,12 @@ from tsfunc.dispatch.state import tls
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_REASON = (
+    "inside of tsfunc's transforms are tensors that torch.compile does not know, so its graph "
+    "breaks there. Leave fullgraph=True out, compile the function that is transformed, or compile "
+    "the operators that the transforms leave: f = tsfunc.specialize(f), and then f.graph_module, "
+    "or tsfunc.specialize(f, backend='inductor')"
+)
 _skip: Any = eval_frame._FrameAction.SKIP
 _SKIP_ALL = eval_frame._FrameExecStrategy(_skip, _skip)
 # The code that it has been told of, by identity: its hash is that of all that it contains.
@@ -47,6 +54,7 @@ def outside_dynamo(func: F) -> F:
         eval_frame.set_code_exec_strategy(code, _SKIP_ALL)
         _outside[id(code)] = code
     func._torchdynamo_disable = True  # type: ignore[attr-defined]
+    func._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return func
 
 

@@ -4,7 +4,8 @@ Derivatives of control flow are written so for torch's tools: torch knows those 
 for it, and traces them into more of these.
 
 Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode.
-Of ``torch.fx.experimental.proxy_tensor`` it is ``make_fx``, which AOTAutograd traces by too.
+Of ``torch.fx.experimental.proxy_tensor`` it is ``make_fx``, which AOTAutograd traces by too; of
+``torch._ops`` the classes of operators, HigherOrderOperator of those that take functions.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge import torch_state
+from tsfunc.bridge.operators import operator_of
 from tsfunc.dispatch import state
 
 
@@ -37,6 +40,18 @@ def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.
             module: torch.fx.GraphModule = make_fx(run, tracing_mode="real")(*values)
     module.graph.eliminate_dead_code()
     return module
+
+
+def is_control_flow(target: Any) -> bool:
+    """Whether a node calls an operator of torch's whose arguments are functions."""
+    return isinstance(target, HigherOrderOperator)
+
+
+def name_operators(graph: torch.fx.Graph) -> None:
+    """Notes at each node of a graph that torch has traced which operator it calls."""
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload):
+            node.meta.setdefault("op", operator_of(node.target))
 
 
 def draws(module: torch.nn.Module) -> bool:

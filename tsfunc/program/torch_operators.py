@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.fx
 
 from tsfunc.bridge.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates
 from tsfunc.bridge.operators import TorchOperator, operator_of
-from tsfunc.bridge.torch_tracing import traced_by_torch
+from tsfunc.bridge.torch_tracing import is_control_flow, name_operators, traced_by_torch
 
 # What writes a block: given its inputs, it returns its results; one that is no list for one value.
 Write = Callable[["Writer", list[torch.fx.Node]], "Sequence[torch.fx.Node] | torch.fx.Node"]
@@ -58,6 +58,7 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
             graph.erase_node(user)
         graph.erase_node(node)
     _drop_states(graph)
+    _without_repeats(module)
     module.recompile()
     return module
 
@@ -69,6 +70,65 @@ def _drop_states(graph: torch.fx.Graph) -> None:
             for user in list(node.users):
                 graph.erase_node(user)
             graph.erase_node(node)
+
+
+def _without_repeats(module: torch.fx.GraphModule) -> None:
+    """Gives each choice every operand once: torch.export names the inputs of its bodies by them.
+
+    What torch traces of the derivative of one may have the same operand twice.
+    """
+    for node in module.graph.nodes:
+        if node.target is not torch.ops.higher_order.cond:
+            continue
+        truth, *bodies, operands = node.args
+        if len(set(operands)) == len(operands) or any(len(body.users) > 1 for body in bodies):
+            continue
+        for body in bodies:
+            part = module.get_submodule(str(body.target))
+            assert isinstance(part, torch.fx.GraphModule)
+            inputs = [each for each in part.graph.nodes if each.op == "placeholder"]
+            first: dict[Any, torch.fx.Node] = {}
+            for operand, given in zip(operands, inputs, strict=True):
+                known = first.setdefault(operand, given)
+                if known is not given:
+                    given.replace_all_uses_with(known)
+                    part.graph.erase_node(given)
+            part.recompile()
+        node.args = (truth, *bodies, tuple(dict.fromkeys(operands)))
+    for part in module.children():
+        if isinstance(part, torch.fx.GraphModule):
+            _without_repeats(part)
+
+
+def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
+    """Gives operands and results of bodies memory of their own, as torch asks, where it does not.
+
+    Args:
+        module: what torch has traced of its own control flow.
+        is_body: whether it is a body itself.
+    """
+    graph = module.graph
+    writer = Writer(module, graph)
+    name_operators(graph)
+    for node in graph.nodes:
+        if is_control_flow(node.target):
+            operands: list[torch.fx.Node] = []
+            torch.fx.node.map_arg(node.args, operands.append)
+            with graph.inserting_before(node):
+                distinct = iter(writer.distinct(operands))
+
+            def own(_: Any, found: Iterator[Any] = distinct) -> Any:
+                return next(found)
+
+            node.args = torch.fx.node.map_arg(node.args, own)
+    (*_, last) = graph.nodes
+    if is_body and isinstance(last.args[0], list | tuple):
+        with graph.inserting_before(last):
+            last.args = (type(last.args[0])(writer.apart(last.args[0])),)
+    module.recompile()
+    for part in module.children():
+        if isinstance(part, torch.fx.GraphModule):
+            _keep_apart(part, is_body=True)
 
 
 def left_over(module: torch.fx.GraphModule) -> list[str]:
@@ -151,10 +211,13 @@ class Writer:
             self.root.register_buffer(at, part)
         return self.graph.get_attr(at)
 
-    def apart(self, results: Sequence[torch.fx.Node]) -> tuple[torch.fx.Node, ...]:
+    def apart(self, results: Sequence[Any]) -> tuple[Any, ...]:
         """Results with memory of their own, as torch asks of bodies."""
-        found: list[torch.fx.Node] = []
+        found: list[Any] = []
         for node in results:
+            if not isinstance(node, torch.fx.Node):  # torch traces None where there is no tensor
+                found.append(node)
+                continue
             shared = node.op != "call_function" or node in found or _may_be_view(node)
             found.append(self.call(torch.ops.aten.clone.default, node) if shared else node)
         return tuple(found)
@@ -210,7 +273,7 @@ class Writer:
         """
         module = self.trace_of(op, op.torch_form(self, operands), operands)
         values: dict[torch.fx.Node, Any] = {}
-        given = iter(operands)
+        given = iter(self.distinct(operands))
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(given)
@@ -232,9 +295,11 @@ class Writer:
             NoTorchOperator: it can't.
         """
         try:
-            return traced_by_torch(form, [_value_of(operand) for operand in operands])
+            module = traced_by_torch(form, [_value_of(operand) for operand in operands])
         except Exception as error:  # torch's, of what its control flow can't do
             raise NoTorchOperator(f"{op.name}: {error}") from error
+        _keep_apart(module)
+        return module
 
 
 def one_of(node: Any, dim: int | None) -> Any:

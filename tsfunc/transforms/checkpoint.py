@@ -32,6 +32,7 @@ from tsfunc.transforms.control.derived import Operator
 from tsfunc.transforms.control.programs import filled
 
 
+@outside_dynamo
 def checkpoint(
     func: Callable[..., Any] | None = None,
     *,

@@ -77,6 +77,7 @@ def _of_leaves(
     return flat, spec, of_leaves
 
 
+@outside_dynamo
 def jacrev(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -169,6 +170,7 @@ def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.
     return [part.reshape([*out.shape, *rest]) for part, out in zip(parts, outs, strict=True)]
 
 
+@outside_dynamo
 def jacfwd(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -239,6 +241,7 @@ def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> lis
     ]
 
 
+@outside_dynamo
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
     """The matrix of second derivatives: forward mode over reverse mode.
 

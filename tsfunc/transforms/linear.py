@@ -36,6 +36,7 @@ def stop_gradient(tree: Any) -> Any:
     return pytrees.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
+@outside_dynamo
 def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
     """The product of a function's Hessian with a vector, without the Hessian.
 

@@ -76,6 +76,7 @@ def without_data(what: str, func: Callable[..., Any], args: Sequence[Any]) -> An
     return outline(_request(what, what, func, flat, tree))
 
 
+@outside_dynamo
 def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
     """A function's operators as a program, for arguments like those that it is given.
 

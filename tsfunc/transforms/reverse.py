@@ -237,6 +237,7 @@ def _check_scalar(api: str, out: Any) -> torch.Tensor:
     return out
 
 
+@outside_dynamo
 def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
     """The gradient of a function that returns a scalar.
 
@@ -277,6 +278,7 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
     return gradient
 
 
+@outside_dynamo
 def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
     """As :func:`grad`, and the value: ``(gradient, value)``, or ``(gradient, (value, aux))``.
 
@@ -304,6 +306,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
     return gradient
 
 
+@outside_dynamo
 def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
     """As :func:`grad`, the value first: ``(value, gradient)``, or ``((value, aux), gradient)``.
 

@@ -29,6 +29,7 @@ API = "sparse_jacobian"
 Mode = Literal["forward", "reverse"] | None
 
 
+@outside_dynamo
 def sparse_jacobian(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -110,6 +111,7 @@ def sparse_jacobian(
     return jacobian
 
 
+@outside_dynamo
 def jacobian_sparsity(
     func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:

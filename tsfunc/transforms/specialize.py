@@ -30,6 +30,7 @@ from tsfunc.program.calls import FirstCall, Target
 from tsfunc.program.guard_texts import Guards
 from tsfunc.program.holding import Closure
 from tsfunc.program.lowering import arguments_for
+from tsfunc.program.own_checks import raise_own
 from tsfunc.program.properties import ProgramProperties
 from tsfunc.transforms.control.saved import register_all
 from tsfunc.transforms.in_dims import by_position
@@ -88,7 +89,11 @@ class Specialized:
                 entry.hits += 1
                 if entry is not entries[0]:
                     self.cache.use(entry)
-                return entry.build(entry.run(values))
+                try:
+                    return entry.build(entry.run(values))
+                except RuntimeError as error:
+                    raise_own(self.func, args, kwargs, entry.program, error)
+                    raise
         try:
             return self._first_call(args, kwargs)
         except UnboundAxisError as error:
@@ -110,7 +115,11 @@ class Specialized:
                 program, reached = call.program(self.cache)
         if found is not None:  # another thread has made it meanwhile
             return self(*args, **kwargs)
-        return program([*flat, *reached])
+        try:
+            return program([*flat, *reached])
+        except RuntimeError as error:
+            raise_own(self.func, args, kwargs, program, error)
+            raise
 
     def lower(self, *descriptors: object) -> Any:
         """Makes programs ahead of any call, from descriptors alone.

@@ -39,6 +39,7 @@ from tsfunc.transforms.vmap_spec import InDims, OutDims, Spec
 InTree = Any  # the structure of the inputs, or, where they are tensors alone, how many
 
 
+@outside_dynamo
 def vmap(
     func: Callable[..., Any],
     in_dims: InDims = 0,
