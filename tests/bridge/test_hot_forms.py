@@ -81,6 +81,11 @@ FORMS: dict[str, Function] = {
     "a roll": lambda x: torch.roll(x, (1, 2), (0, 1)),
     "a list of tensors": lambda x: torch.cat([x, x * 2], -1),
     "a list of two kinds of tensors": lambda x: torch.stack([x, torch.ones_like(x).cos()]),
+    "an overload by name": lambda x: torch.ops.aten.slice.Tensor(x, dim=1, start=2, end=5),
+    "an overload with a keyword": lambda x: torch.ops.aten.var.correction(x, [0], correction=0),
+    "an overload with all by name": lambda x: torch.ops.aten._softmax(
+        self=x, dim=-1, half_to_float=False
+    ),
     "a composite": lambda x: torch.kron(x, x[:2]),
     "a transpose": lambda x: x.T @ x,
     "a matrix transpose": lambda x: x.mT + 1,

@@ -369,7 +369,9 @@ def _hot_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, A
     """Door 1 for what rules of inner levels call. Dispatch modes call it past autograd, too."""
     if op.hot is None or op.written or below_autograd():
         return NotImplemented  # what is written to becomes a tracer first (``writes``)
-    if kwargs and not _NO_TENSORS.issuperset(map(type, kwargs.values())):
+    if kwargs and not (
+        op.keywords.issuperset(kwargs) and _NO_TENSORS.issuperset(map(type, kwargs.values()))
+    ):
         return NotImplemented
     for arg in args:
         if type(arg) is MadeTracer:

@@ -55,8 +55,8 @@ class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
     __slots__ = ("asserts", "by_tracers", "composite", "function", "hot", "inplace", "is_view",
-                 "out_names", "overload", "random", "reshapes", "returned", "row", "ruled",
-                 "special", "writes", "written")  # fmt: skip
+                 "keywords", "out_names", "overload", "random", "reshapes", "returned", "row",
+                 "ruled", "special", "writes", "written")  # fmt: skip
 
     overload: OpOverload
     row: Row | None
@@ -76,6 +76,8 @@ class TorchOperator(Operator):
         # Whether it changes the shape of the tensor itself (squeeze_, transpose_).
         self.reshapes = torch.Tag.inplace_view in overload.tags
         arguments = overload._schema.arguments
+        # The arguments that are given by name alone; door 1 sees others by name too.
+        self.keywords = frozenset(a.name for a in arguments if a.kwarg_only)
         self.out_names = tuple(a.name for a in arguments if a.is_out)
         self.writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
         # Where among the positional arguments those stand that it writes to.
