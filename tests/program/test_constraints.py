@@ -174,7 +174,7 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
         (r(4, 2), torch.arange(3.0), torch.arange(3.0)), {"x": ["a", 2]},
     ),
     "one or a number": (
-        lambda x: x.expand(3, 5), {"x": ["a", "b"]}, (r(3, 5),), {"x": [3, 5]},
+        lambda x: x.expand(3, 5), {"x": [3, "b"]}, (r(3, 5),), {"x": [3, Dim("b", one_of=(1, 5))]},
     ),
     "a product": (
         lambda x, y: x + y.flatten(), {"x": ["n"], "y": ["m", "k"]}, (r(6), r(3, 2)),

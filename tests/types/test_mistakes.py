@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import re
 from collections.abc import Callable
-from typing import Any, Dict, List, Optional, Set, TypeVar  # noqa: UP035
+from typing import Any, Dict, List, Optional, Set, Tuple, TypeVar  # noqa: UP035
 
 import pytest
 import torch
@@ -40,6 +40,11 @@ CALL = "descriptors of f(x, y, rest, train, more): "
         (lambda: {"x": LOOSE(requires_grad=1)}, ["requires_grad", "True, False", "got 1"]),
         (lambda: {"x": Meta(["2n"])}, ["dim 0", "'2n' is neither a name nor an expression"]),
         (lambda: {"x": Meta(["n/2"])}, ["'n / 2' is none of these", "+, -, * and //"]),
+        (lambda: {"x": Meta(["n", "n//0"])}, ["dim 1", "'n//0' divides by zero"]),
+        (lambda: {"x": Meta(["n", "7//(3-3)"])}, ["dim 1", "'7//(3-3)' divides by zero"]),
+        (lambda: {"x": Meta(["n", "-n-1"])}, ["dim 1", "'-n - 1' is never more than 0"]),
+        (lambda: {"x": Meta(["n", "n-2*n"])}, ["dim 1", "can't be negative"]),
+        (lambda: {"x": Tuple[int, ..., int]}, [CALL, "x: typing.Tuple[int, ..., int]", "[X, ...]"]),  # noqa: UP006
         (lambda: {"x": Meta(["class"])}, ["'class' is neither", "a Python identifier"]),
         (lambda: {"x": Meta([Dim("3")])}, ["Dim('3')", "a Python identifier, got '3'"]),
         (lambda: {"x": LOOSE([1.5])}, ["a non-negative int, a name", "got 1.5 of type float"]),

@@ -48,14 +48,16 @@ def _mended(
 
 
 def _rank(fact: Any) -> int:
-    """Dims that are numbers come first, then those that are others.
+    """Dims that are one of some numbers come first, then those that are others.
 
     Of what is left some are bounded, and then put in order.
     """
-    from sympy import Eq
+    from sympy import Eq, Or
 
     if len(fact.free_symbols) > 1:
         return 2 if isinstance(fact, Eq) else 4
+    if isinstance(fact, Or):
+        return 0
     is_number = isinstance(fact, Eq) and (fact.lhs.is_Symbol or fact.rhs.is_Symbol)
     return 1 if is_number else 3
 

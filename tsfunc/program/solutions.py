@@ -69,6 +69,8 @@ def _seems_promised(fact: Any, dim: Dim) -> bool:
 
 
 def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Dim | int]:
+    from sympy import Integer, Or
+
     name = dim.name
 
     def at(n: int) -> bool:
@@ -78,6 +80,9 @@ def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Di
         yield from [Dim(name, multiple_of=step) for step in moduli(fact)]
         if not at(size + 1) and not at(size - 1) and not moduli(fact):
             yield size
+    if isinstance(fact, Or):  # broadcast, to a number: 1, or that number
+        numbers = [int(number) for number in fact.atoms(Integer) if number >= 0]
+        yield Dim(name, one_of=tuple(n for n in {*numbers, size} if at(n)))
     low = _boundary(at, size, 2)
     high = _boundary(at, size, _MOST)
     yield Dim(name, min=low if low > 2 else None, max=high if high < _MOST else None)

@@ -19,7 +19,7 @@ from types import EllipsisType
 from typing import Any, TypeAlias
 
 from tsfunc.errors import DescriptorError
-from tsfunc.types.polynomials import normal_text
+from tsfunc.types.polynomials import is_never_positive, normal_text
 
 _Evaluator = Callable[[Mapping[str, int]], int]
 
@@ -338,11 +338,12 @@ def _simplify(expression: DimExpr) -> DimForm:
     if is_dim_name(expression.text):
         return Dim(expression.text)
     if expression.names:
+        if is_never_positive(expression.text):
+            raise DescriptorError(
+                f"{expression.text!r} is never more than 0, and a size can't be negative"
+            )
         return expression
-    try:
-        return _size(expression.evaluate({}))
-    except ZeroDivisionError:
-        raise DescriptorError(f"{expression.text!r} divides by zero") from None
+    return _size(expression.evaluate({}))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -385,7 +386,11 @@ def _build(node: ast.expr, names: dict[str, None], text: str) -> _Evaluator:
             return lambda sizes: inner(sizes) ** power
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             apply = _OPERATORS[type(op)]
-            first, second = _build(left, names, text), _build(right, names, text)
+            divisor: dict[str, None] = {}
+            first, second = _build(left, names, text), _build(right, divisor, text)
+            if isinstance(op, ast.FloorDiv) and not divisor and second({}) == 0:
+                raise DescriptorError(f"{text!r} divides by zero")
+            names.update(divisor)
             return lambda sizes: apply(first(sizes), second(sizes))
         case _:
             raise DescriptorError(

@@ -137,6 +137,16 @@ def normal_text(text: str) -> str:
         return text
 
 
+def is_never_positive(text: str) -> bool:
+    """Whether an expression of sizes has nothing that is added, for all that is seen."""
+    try:
+        terms = Polynomial.of(text).terms
+    except (TooLargeError, RecursionError):
+        return False
+    plain = all(atom.isidentifier() for monomial in terms for atom, _ in monomial)
+    return plain and all(factor < 0 for factor in terms.values())
+
+
 @functools.lru_cache(maxsize=1024)
 def solved_for(text: str, name: str) -> tuple[str, str] | None:
     """The texts of ``a`` and ``b`` where an expression is ``a * name + b``; None if it is not."""

@@ -273,6 +273,11 @@ def _from_tuple(written: object, args: tuple[Any, ...], where: str) -> Descripto
         return TupleOf(as_descriptor(args[0], f"{where}[...]"))
     if args == ((),):  # Tuple[()] on Python 3.10
         args = ()
+    if Ellipsis in args:
+        raise DescriptorError(
+            f"{where}: {written!r} can't be checked at a call; a tuple of any length is "
+            f"Tuple[X, ...]"
+        )
     children = (as_descriptor(arg, f"{where}[{i}]") for i, arg in enumerate(args))
     return Nested(tuple, tuple(range(len(args))), tuple(children))
 
