@@ -34,6 +34,14 @@ ROOMS = (
 )
 PRIVATE_NAMES_ROOM = "bridge"
 
+# The rooms within a room, in the same way.
+INNER_ROOMS = {
+    "bridge": ("tracers", "sizes", "writing", "trace", "grad", "batch", "control"),
+    "program": ("passes", "dims", "reading", "guarding", "graphs", "calling", "files"),
+}
+# Imports against that order, inside of functions: methods by which a user goes on from an object.
+ENTRANCES = {("tsfunc.program.graphs.program", "tsfunc.program.files.saving")}  # Program.save
+
 # Installed packages that `import tsfunc` may load where `import torch` has not.
 LIGHT = {"tsfunc", "optree", "typing_extensions"}
 # Parts of torch that `import torch` leaves alone, and that take long to load.
@@ -102,6 +110,29 @@ def import_violations(module: str, source: str) -> list[str]:
             found.append(f"{module}:{line}: {name} is not in a room; import from where it is made")
         elif ROOMS.index(target) > ROOMS.index(room):
             found.append(f"{module}:{line}: {room} may not import {name}: {target} comes later")
+    return found
+
+
+def inner_import_violations(module: str, source: str) -> list[str]:
+    """The imports of a module that go against the order of the rooms within its room."""
+    room = room_of(module)
+    order = INNER_ROOMS.get(room, ())
+    parts = module.split(".")
+    if not order or parts[2:] == ["__init__"]:
+        return []  # the room's face shows what all of its rooms have
+    if parts[2] not in order:
+        return [f"{module}: {parts[2]!r} has no place in INNER_ROOMS of tests/test_imports.py"]
+    found = []
+    for line, name in imported(module, ast.parse(source)):
+        if not name.startswith(f"tsfunc.{room}."):
+            continue
+        target = name.split(".")[2]
+        if (module, name.rpartition(".")[0]) in ENTRANCES:
+            continue
+        if target not in order:
+            found.append(f"{module}:{line}: {name} is not in a room; import from where it is made")
+        elif order.index(target) > order.index(parts[2]):
+            found.append(f"{module}:{line}: {parts[2]} may not import {name}: it comes later")
     return found
 
 
@@ -189,6 +220,24 @@ def test_modules_are_found() -> None:
 def test_imports_go_one_way() -> None:
     found = [v for name, file in modules() for v in import_violations(name, file.read_text())]
     assert not found, "\n".join(found)
+
+
+def test_imports_go_one_way_within_rooms() -> None:
+    found = [v for name, file in modules() for v in inner_import_violations(name, file.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_an_import_against_the_order_within_a_room_is_found() -> None:
+    source = "from tsfunc.bridge.batch import hot"
+    assert "comes later" in inner_import_violations("tsfunc.bridge.tracers.tracer", source)[0]
+    assert inner_import_violations("tsfunc.bridge.control.lanes", source) == []
+    assert (
+        "not in a room"
+        in inner_import_violations(
+            "tsfunc.bridge.control.lanes", "from tsfunc.bridge import lanes"
+        )[0]
+    )
+    assert "no place in" in inner_import_violations("tsfunc.bridge.attic", source)[0]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tsfunc.bridge.schemas import registered, signature_of
+from tsfunc.bridge.tracers.schemas import registered, signature_of
 from tsfunc.ops.catalogue.counts import CENSUS_2020
 from tsfunc.ops.catalogue.table import PATH, read_table, render, tabulate
 from tsfunc.ops.catalogue.trial import Evidence, Trial

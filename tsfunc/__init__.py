@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tsfunc import dispatch, errors, ops
 from tsfunc import transforms as transforms  # with what it tells the bridge
-from tsfunc.bridge.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.late import late
 
 # What every transform needs is loaded above, each transform itself when it is asked for.

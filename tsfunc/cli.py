@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tsfunc import ops, rage
-from tsfunc.bridge.fallback import way_of
+from tsfunc.bridge.batch.fallback import way_of
 from tsfunc.errors import UnknownOperatorError
 from tsfunc.ops.catalogue import counts
 from tsfunc.rage.recorder import folder_of_files

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tsfunc import vmap
-from tsfunc.bridge.births import born_inside, take_place
-from tsfunc.bridge.tracer import TracerLevel, current_tracer_level
+from tsfunc.bridge.tracers.tracer import TracerLevel, current_tracer_level
+from tsfunc.bridge.writing.births import born_inside, take_place
 from tsfunc.dispatch.state import active_levels
 
 X = torch.zeros(2)
@@ -102,7 +102,7 @@ def test_what_takes_the_place_of_an_older_one() -> None:
 
 
 def test_a_collection_without_levels_forgets() -> None:
-    from tsfunc.bridge import births
+    from tsfunc.bridge.writing import births
 
     vmap(lambda x: (gc.collect(), x)[1])(X)
     assert not active_levels

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from tsfunc import grad, vmap
-from tsfunc.bridge.hot_calls import HOT, VIEWS
+from tsfunc.bridge.tracers.hot_calls import HOT, VIEWS
 
 Function = Callable[[torch.Tensor], Any]
 X = torch.linspace(-2, 2, 120, dtype=torch.float64).reshape(5, 4, 6).sin()

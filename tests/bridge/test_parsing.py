@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc import vmap
-from tsfunc.bridge.hot_calls import FORMS
-from tsfunc.bridge.parsing import find_form
-from tsfunc.bridge.torch_state import without_autograd
+from tsfunc.bridge.tracers.hot_calls import FORMS
+from tsfunc.bridge.tracers.parsing import find_form
+from tsfunc.bridge.tracers.torch_state import without_autograd
 
 X = torch.linspace(-2, 2, 96, dtype=torch.float64).reshape(4, 4, 6).sin()
 A, B = X[:, :, :4], X[:, :, 2:]

@@ -41,7 +41,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
 
 
 def sources() -> list[Source]:
-    return [(file.name, file.read_text()) for file in sorted(BRIDGE.glob("*.py"))]
+    return [(file.name, file.read_text()) for file in sorted(BRIDGE.rglob("*.py"))]
 
 
 def named(source: Source) -> Iterator[tuple[str, str]]:

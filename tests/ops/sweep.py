@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.batches import Batch, batch_of, choices_of, looped, mapped, written_inputs
 from tests.ops.database import Case, Results, Row
-from tsfunc.bridge import fallback
+from tsfunc.bridge.batch import fallback
 from tsfunc.errors import DataDependentError, SlowFallbackWarning
 
 # Entries that address memory: the batch dim comes first, so that examples lie in it as they are.

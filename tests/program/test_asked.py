@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tsfunc import MetaTensorType, grad, load, specialize, vmap
-from tsfunc.bridge.asked import Asked, dense_order
+from tsfunc.bridge.trace.asked import Asked, dense_order
 from tsfunc.errors import DescriptorViolation, TypeCheckError
 
 Question = Callable[[Tensor], Any]

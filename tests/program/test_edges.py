@@ -1,4 +1,4 @@
-"""Sizes at the edge: NOTE [sizes at the edge] in ``program/edges``."""
+"""Sizes at the edge: NOTE [sizes at the edge] in ``program/dims/edges``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tsfunc import Dim, MetaTensorType, functional_call, grad, load, specialize, vmap
-from tsfunc.bridge.bounds import least
-from tsfunc.bridge.symbols import Symbols
+from tsfunc.bridge.sizes.bounds import least
+from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.errors import ConstraintViolation
 
 IMAGES = {"x": MetaTensorType(["n", 1, "h", "w"])}

@@ -14,7 +14,8 @@ import tsfunc.program.passes as passes
 from tsfunc import MetaTensorType as Meta
 from tsfunc import cond, specialize
 from tsfunc.errors import MalformedProgramError
-from tsfunc.program import Program, verify
+from tsfunc.program import Program
+from tsfunc.program.passes import verify
 
 
 def traced() -> Program:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.transforms.support import same
 from tsfunc import grad, jacrev, jvp, specialize, vmap
-from tsfunc.bridge import memory
+from tsfunc.bridge.tracers import memory
 from tsfunc.errors import MemoryBudgetWarning
 from tsfunc.transforms import chunk_sizes
 

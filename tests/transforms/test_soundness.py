@@ -529,7 +529,7 @@ class TestUpdates:
 
 
 def test_the_modes_are_the_documented_ones() -> None:
-    from tsfunc.program.holding import Closure
+    from tsfunc.program.reading.holding import Closure
 
     assert Closure == Literal["guard", "freeze", "error"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tsfunc import grad, jvp
-from tsfunc.bridge import autograd
+from tsfunc.bridge.grad import autograd
 
 
 def test_threads_take_turns() -> None:

@@ -6,27 +6,19 @@ Importing it registers the kernels of the built-in keys and what door 1 answers 
 
 from __future__ import annotations
 
-from tsfunc.bridge import (
-    answers,
-    attributes,
+from tsfunc.bridge.batch import (
     batching,
     composites,
-    compressed,
-    containers,
-    custom_function,
     foreach,
-    grad_level,
     indexing,
-    methods,
-    relayout,
-    reshaping,
-    saved_tensors,
-    second_order,
     selection_items,
     selection_rows,
     selection_sums,
-    tracing,
 )
+from tsfunc.bridge.grad import custom_function, saved_tensors, second_order
+from tsfunc.bridge.trace import answers, tracing
+from tsfunc.bridge.tracers import attributes, compressed, containers, grad_level, methods
+from tsfunc.bridge.writing import relayout, reshaping
 
 __all__ = [
     "answers",

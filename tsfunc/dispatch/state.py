@@ -31,7 +31,7 @@ _PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
 
 
 class TakingOver(Protocol):
-    """What the first door asks about a call before it goes on with it (``bridge/lanes``)."""
+    """What the first door asks about a call before it goes on (``bridge/control/lanes``)."""
 
     def __call__(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -393,8 +393,8 @@ class Level:
 class capturing:
     """Context manager: levels have captured other levels than those they were made in.
 
-    For the time in which others stand in the places of these (``bridge/lanes``): what the kernels
-    of the levels inside call is to meet them too, also where it has no values of theirs.
+    For the time in which others stand in the places of these (``bridge/control/lanes``): what the
+    kernels of the levels inside call is to meet them too, also where it has no values of theirs.
 
     Args:
         inside: the levels whose captured states change.

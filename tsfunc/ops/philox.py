@@ -12,7 +12,7 @@ holds the index of the example, which of the draw's numbers it is, and what for.
 - parts of a batch that are run one after the other begin with the same state of the generator,
   and an example meets the same nonces in whichever part it is;
 - where some examples run by themselves, each meets its nonces in their order all the same
-  (NOTE [courses of draws] in ``bridge/courses``);
+  (NOTE [courses of draws] in ``bridge/tracers/courses``);
 - a vmap outside of this one makes the nonce itself, by its own ``randomness``: a number for each
   of its examples, or one for all. A trace records how the nonce is drawn.
 

@@ -408,7 +408,8 @@ def stored_count(
 ) -> Any:
     """How many elements an example stores at most.
 
-    It is C++ that asks, whether there are any; a user is answered by ``bridge/compressed.py``.
+    It is C++ that asks, whether there are any; a user is answered by
+    ``bridge/tracers/compressed.py``.
     """
     x = args[0]
     if is_compressed(x):

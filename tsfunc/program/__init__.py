@@ -6,7 +6,7 @@ simplify it, ``codegen`` writes it as Python, ``program`` holds it all.
 
 from __future__ import annotations
 
-from tsfunc.program.capture import capture
-from tsfunc.program.program import Program
+from tsfunc.program.calling.capture import capture
+from tsfunc.program.graphs.program import Program
 
 __all__ = ["Program", "capture"]

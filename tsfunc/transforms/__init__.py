@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge import custom_function, torch_loops
+from tsfunc.bridge.control import torch_loops
+from tsfunc.bridge.grad import custom_function
 
 
 def _in_control(module: str, name: str) -> Callable[..., Any]:

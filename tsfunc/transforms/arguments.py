@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.split_level import SplitLevel
-from tsfunc.bridge.tracer import (
+from tsfunc.bridge.batch.split_level import SplitLevel
+from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.tracers.tracer import (
     Tracer,
     TracerLevel,
     all_seen_here,

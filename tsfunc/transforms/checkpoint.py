@@ -1,9 +1,9 @@
 """``checkpoint``: what a derivative needs of a function is computed again, not kept.
 
-Reverse mode saves values through torch's hooks, and a checkpoint is torch's own in its form
-without a second backward pass: NOTE [run again in a backward pass] in ``bridge/checkpoints`` says
-what makes it right inside of every transform. In a trace it is a node of the program, which does
-the same when the program runs.
+Reverse mode saves values through torch's hooks, and a checkpoint is torch's own in its form without
+a second backward pass: NOTE [run again in a backward pass] in ``bridge/grad/checkpoints`` says what
+makes it right inside of every transform. In a trace it is a node of the program, which does the
+same when the program runs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.fx
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tsfunc import pytrees
-from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.control_flow import Body, ControlFlow
-from tsfunc.bridge.control_flow_calls import call
-from tsfunc.bridge.dynamo import outside_dynamo
-from tsfunc.bridge.kept import KeptResults, Policy, policy_of
-from tsfunc.bridge.random_states import devices_of, drawing_from, states_of
-from tsfunc.bridge.traced_bodies import TracedBody, common, operands_of
-from tsfunc.bridge.tracer import NO_KWARGS, seen_here
-from tsfunc.program.torch_operators import Writer
+from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.control.control_flow import Body, ControlFlow
+from tsfunc.bridge.control.control_flow_calls import call
+from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
+from tsfunc.bridge.grad.kept import KeptResults, Policy, policy_of
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
+from tsfunc.bridge.tracers.tracer import NO_KWARGS, seen_here
+from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
 from tsfunc.transforms.control.derived import Operator

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tsfunc.bridge.kept import KeepsEither, Policy
+from tsfunc.bridge.grad.kept import KeepsEither, Policy
 
 _WITHOUT_BATCH = frozenset(
     f"aten::{name}"

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tsfunc.bridge.memory import Meter
+from tsfunc.bridge.tracers.memory import Meter
 from tsfunc.dispatch.places import warn
 from tsfunc.errors import MemoryBudgetWarning
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.batch_tracer import BatchLevel
-from tsfunc.bridge.generators import rewindable
-from tsfunc.bridge.tracing import tracing_here
+from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.generators import rewindable
 from tsfunc.ops.compressed import is_compressed
 from tsfunc.ops.splitting import take_examples
 from tsfunc.transforms.chunk_sizes import ChunkSizes, FixedSize, MeasuredSize, MemoryModel

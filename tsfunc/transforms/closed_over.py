@@ -1,4 +1,4 @@
-"""The tensors that functions close over: NOTE [hidden operands] in ``bridge/seen_as``.
+"""The tensors that functions close over: NOTE [hidden operands] in ``bridge/tracers/seen_as``.
 
 They are looked for where the code can reach them: variables of enclosing functions and globals that
 it names, defaults, the parts of ``functools.partial``, the objects of methods, and of objects the
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.autograd import is_perturbed
-from tsfunc.bridge.tracer import Tracer, seen_here
-from tsfunc.program.code_reads import code_reads
+from tsfunc.bridge.grad.autograd import is_perturbed
+from tsfunc.bridge.tracers.tracer import Tracer, seen_here
+from tsfunc.program.reading.code_reads import code_reads
 
 _SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex)
 _LIBRARIES = ("torch.", "tsfunc.", "numpy.", "functools.", "optree.")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.seen_as import seen_as
-from tsfunc.bridge.tracer import seen_here
+from tsfunc.bridge.tracers.seen_as import seen_as
+from tsfunc.bridge.tracers.tracer import seen_here
 from tsfunc.transforms.closed_over import closed_over
 from tsfunc.transforms.vmap_spec import name_of
 

@@ -17,13 +17,13 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.factories import watching_factories, watching_random
-from tsfunc.bridge.symbols import Symbols
-from tsfunc.bridge.torch_state import outside_all_levels as outside_torch
-from tsfunc.bridge.tracing import Lifting, TraceLevel, node_of_output
+from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, node_of_output
+from tsfunc.bridge.tracers.factories import watching_factories, watching_random
+from tsfunc.bridge.tracers.torch_state import outside_all_levels as outside_torch
 from tsfunc.dispatch.state import outside_all_levels
-from tsfunc.program.codegen import generate
+from tsfunc.program.graphs.codegen import generate
 
 
 @dataclass(frozen=True)

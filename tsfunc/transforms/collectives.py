@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge import collectives as physical
-from tsfunc.bridge.batch_tracer import BatchLevel
+from tsfunc.bridge.control import collectives as physical
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 
 
 def psum(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:

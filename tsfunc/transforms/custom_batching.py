@@ -17,12 +17,12 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.autograd import outside_graph, requires_grad, unpack_dual
-from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.custom_function import torch_apply
-from tsfunc.bridge.linear_maps import batched_value, is_recorded
-from tsfunc.bridge.mapped_function import differentiable
-from tsfunc.bridge.tracer import innermost_level, seen_here
+from tsfunc.bridge.grad.autograd import outside_graph, requires_grad, unpack_dual
+from tsfunc.bridge.grad.custom_function import torch_apply
+from tsfunc.bridge.grad.linear_maps import batched_value, is_recorded
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.tracer import innermost_level, seen_here
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.forward import jvp

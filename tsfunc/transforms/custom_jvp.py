@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.autograd import comes_from, next_node
-from tsfunc.bridge.mapped_function import differentiable
-from tsfunc.bridge.tracer import seen_here
+from tsfunc.bridge.grad.autograd import comes_from, next_node
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.tracer import seen_here
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, alike, structure_error, zero_of
 from tsfunc.transforms.reverse import vjp

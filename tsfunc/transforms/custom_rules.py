@@ -1,9 +1,9 @@
 """What functions with rules of the user's have in common: a call's operands, and its checks.
 
-A call is an ``autograd.Function`` of its operands: the tensors among the arguments to
-differentiate by, those among the other arguments, and what the rules close over
-(NOTE [hidden operands] in ``bridge/seen_as``). Of the last two a rule says nothing. A derivative by
-them is an error if the result depends on them, which is known when the function has run.
+A call is an ``autograd.Function`` of its operands: the tensors among the arguments to differentiate
+by, those among the other arguments, and what the rules close over (NOTE [hidden operands] in
+``bridge/tracers/seen_as``). Of the last two a rule says nothing. A derivative by them is an error
+if the result depends on them, which is known when the function has run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.autograd import differentiates_here, is_perturbed, outside_graph
-from tsfunc.bridge.custom_function import trace_of
-from tsfunc.bridge.mapped_function import unaliased
-from tsfunc.bridge.seen_as import seen_as
-from tsfunc.bridge.tracer import seen_here
-from tsfunc.bridge.tracing import SYMBOLIC
+from tsfunc.bridge.grad.autograd import differentiates_here, is_perturbed, outside_graph
+from tsfunc.bridge.grad.custom_function import trace_of
+from tsfunc.bridge.grad.mapped_function import unaliased
+from tsfunc.bridge.trace.tracing import SYMBOLIC
+from tsfunc.bridge.tracers.seen_as import seen_as
+from tsfunc.bridge.tracers.tracer import seen_here
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.transforms.closed_over import closed_over
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.mapped_function import differentiable
-from tsfunc.bridge.tracer import at_level_of, seen_here
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.tracer import at_level_of, seen_here
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import like
 from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, alike, structure_error

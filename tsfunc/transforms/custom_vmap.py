@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.custom_function import trace_of
+from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.scan import map as map_examples

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from tsfunc.bridge.mapped_function import differentiable
+from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp

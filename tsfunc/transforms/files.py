@@ -12,11 +12,11 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError, DescriptorViolation, FileFormatError
-from tsfunc.program.cache import Entry
-from tsfunc.program.calls import FirstCall
-from tsfunc.program.entering import opening_lines
-from tsfunc.program.reach import Facts
-from tsfunc.program.unanswered import why_unanswered
+from tsfunc.program.calling.cache import Entry
+from tsfunc.program.calling.calls import FirstCall
+from tsfunc.program.calling.unanswered import why_unanswered
+from tsfunc.program.reading.entering import opening_lines
+from tsfunc.program.reading.reach import Facts
 from tsfunc.transforms.specialize import Specialized
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` is to do without

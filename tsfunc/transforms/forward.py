@@ -2,9 +2,9 @@
 
 Tangents are torch's own dual numbers, hung on the tensors of the innermost level: plain ones, or
 a vmap's tracers, whose operators C++ then differentiates by calling further ones on tracers.
-NOTE [one dual level] in ``bridge/autograd`` says how transforms share torch's single dual level;
-where the tensors of the level carry the tangents of an enclosing jvp already, the inner one works
-on tracers of a Grad level of its own.
+NOTE [one dual level] in ``bridge/grad/autograd`` says how transforms share torch's single dual
+level; where the tensors of the level carry the tangents of an enclosing jvp already, the inner one
+works on tracers of a Grad level of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge import autograd
-from tsfunc.bridge.dynamo import outside_dynamo
-from tsfunc.bridge.factories import watching_random
-from tsfunc.bridge.functorch import delegate
-from tsfunc.bridge.grad_level import GradLevel, unwrapped
-from tsfunc.bridge.tracer import TracerLevel, all_seen_here
+from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.factories import watching_random
+from tsfunc.bridge.tracers.functorch import delegate
+from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
+from tsfunc.bridge.tracers.tracer import TracerLevel, all_seen_here
 from tsfunc.transforms.arguments import (
     flatten_output,
     level_of,

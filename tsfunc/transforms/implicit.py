@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.dynamo import outside_dynamo
-from tsfunc.bridge.mapped_function import differentiable
-from tsfunc.bridge.tracer import current_tracer_level, innermost_level, seen_here
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.tracer import current_tracer_level, innermost_level, seen_here
 from tsfunc.transforms.arguments import flatten_tensors, split_aux
 from tsfunc.transforms.closures import Converted, converted
 from tsfunc.transforms.equations import Closed, Linear, Root, Values, solved, transpose

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracer import Tracer
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.transforms.vmap_spec import Spec, is_dim
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge import autograd
-from tsfunc.bridge.batch_tracer import BatchTracer
-from tsfunc.bridge.dynamo import outside_dynamo
+from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,

@@ -9,8 +9,8 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.autograd import tangents_here
-from tsfunc.bridge.tracer import Tracer
+from tsfunc.bridge.grad.autograd import tangents_here
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.compressed import is_compressed, put_together
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.vmap_spec import Spec

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge import autograd
-from tsfunc.bridge.dynamo import outside_dynamo
-from tsfunc.bridge.tracer import Tracer
+from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
 from tsfunc.transforms.arguments import flatten_output
 from tsfunc.transforms.forward import jvp

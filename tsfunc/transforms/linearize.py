@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge import autograd
-from tsfunc.bridge.dynamo import outside_dynamo
-from tsfunc.bridge.functorch import delegate
+from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.transforms.arguments import flatten_output, flatten_tensors, split_aux
 from tsfunc.transforms.reverse import record, vjp
 

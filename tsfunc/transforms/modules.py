@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import stack_module_state
 
-from tsfunc.bridge.flat_weights import flat_weights_kept
+from tsfunc.bridge.tracers.flat_weights import flat_weights_kept
 
 __all__ = ["functional_call", "stack_module_state"]
 

@@ -11,7 +11,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.ops.sparse_elementwise import batched_sparse
 from tsfunc.transforms.vmap_spec import Spec, is_dim, name_of
 

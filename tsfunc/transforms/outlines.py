@@ -9,13 +9,13 @@ import torch
 from optree import PyTreeSpec
 
 from tsfunc import pytrees
-from tsfunc.bridge.bodies import BodyLevel, current_trace, in_body
-from tsfunc.bridge.dynamo import outside_dynamo
+from tsfunc.bridge.control.bodies import BodyLevel, current_trace, in_body
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DescriptorError
 from tsfunc.program import Program, capture
-from tsfunc.program.capture import TraceRequest, outline
-from tsfunc.program.forms import placeholder
-from tsfunc.program.inputs import InputSpec
+from tsfunc.program.calling.capture import TraceRequest, outline
+from tsfunc.program.guarding.forms import placeholder
+from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import MetaTensorType
 

@@ -25,8 +25,8 @@ import torch
 from torch.autograd import forward_ad
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracer import Tracer
-from tsfunc.bridge.tracing import tracing_here
+from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.chunk_sizes import ChunkSizes
 from tsfunc.transforms.in_dims import is_nested, mapped

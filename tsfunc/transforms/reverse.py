@@ -1,6 +1,6 @@
 """Reverse mode: ``vjp``, ``grad`` and its two forms with the value.
 
-NOTE [whose autograd] in ``bridge/autograd`` says what is recorded where.
+NOTE [whose autograd] in ``bridge/grad/autograd`` says what is recorded where.
 
 NOTE [differentiable derivatives]
 Torch must be told before a backward pass whether its result will be differentiated again. It
@@ -19,10 +19,10 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge import autograd
-from tsfunc.bridge.dynamo import outside_dynamo
-from tsfunc.bridge.functorch import delegate
-from tsfunc.bridge.tracer import TracerLevel, all_seen_here
+from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.functorch import delegate
+from tsfunc.bridge.tracers.tracer import TracerLevel, all_seen_here
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.dynamo import outside_dynamo
-from tsfunc.program.dependence import dependence
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.program.graphs.dependence import dependence
 from tsfunc.transforms.arguments import Argnums, like
 from tsfunc.transforms.closures import converted
 from tsfunc.transforms.forward import jvp

@@ -19,19 +19,19 @@ from typing import Any, get_args
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.collectives import is_bound
-from tsfunc.bridge.dynamo import instead_in_dynamo, outside_dynamo
-from tsfunc.bridge.tracing import tracing_here
+from tsfunc.bridge.control.collectives import is_bound
+from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
 from tsfunc.errors import DescriptorError, UnboundAxisError
 from tsfunc.program import Program
-from tsfunc.program.backends import resolve
-from tsfunc.program.cache import Cache, CacheInfo
-from tsfunc.program.calls import FirstCall, Target
-from tsfunc.program.guard_texts import Guards
-from tsfunc.program.holding import Closure
-from tsfunc.program.lowering import arguments_for
-from tsfunc.program.own_checks import raise_own
-from tsfunc.program.properties import ProgramProperties
+from tsfunc.program.calling.cache import Cache, CacheInfo
+from tsfunc.program.calling.calls import FirstCall, Target
+from tsfunc.program.calling.own_checks import raise_own
+from tsfunc.program.graphs.backends import resolve
+from tsfunc.program.graphs.lowering import arguments_for
+from tsfunc.program.graphs.properties import ProgramProperties
+from tsfunc.program.guarding.guard_texts import Guards
+from tsfunc.program.reading.holding import Closure
 from tsfunc.transforms.control.saved import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of

@@ -1,13 +1,13 @@
 """A ``vmap`` that is run part by part: ``data_dependent="split"``, and inputs of differing sizes.
 
 NOTE [what is run again]
-Each group of examples that is put off (NOTE [splitting] in ``bridge/split_level``) has the function
-run for it from its start. What the function does beside computing its result happens in every run:
-it prints again, and appends to a list outside again. Its random draws are the same numbers for an
-example in every run that it is in: under ``randomness="different"`` examples draw as under
-``"split"``. Writes into arguments reach the caller once, when all parts have been run. What decides
-beside tensors (Python's ``random``, the time) may differ from run to run, as it may from call to
-call.
+Each group of examples that is put off (NOTE [splitting] in ``bridge/batch/split_level``) has the
+function run for it from its start. What the function does beside computing its result happens in
+every run: it prints again, and appends to a list outside again. Its random draws are the same
+numbers for an example in every run that it is in: under ``randomness="different"`` examples draw as
+under ``"split"``. Writes into arguments reach the caller once, when all parts have been run. What
+decides beside tensors (Python's ``random``, the time) may differ from run to run, as it may from
+call to call.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.generators import rewindable
-from tsfunc.bridge.split_level import SplitLevel, StartAnew, was_written
+from tsfunc.bridge.batch.split_level import SplitLevel, StartAnew, was_written
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.generators import rewindable
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.splitting import take_examples

@@ -14,15 +14,15 @@ from typing import Any, Literal
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge import hot
-from tsfunc.bridge.autograd import out_of_inference
-from tsfunc.bridge.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.dynamo import outside_dynamo
-from tsfunc.bridge.factories import watching_random
-from tsfunc.bridge.functorch import delegate
-from tsfunc.bridge.hot_calls import HOT
-from tsfunc.bridge.marked import settle_all
-from tsfunc.bridge.tracer import MARKED
+from tsfunc.bridge.batch import hot
+from tsfunc.bridge.grad.autograd import out_of_inference
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.factories import watching_random
+from tsfunc.bridge.tracers.functorch import delegate
+from tsfunc.bridge.tracers.hot_calls import HOT
+from tsfunc.bridge.tracers.tracer import MARKED
+from tsfunc.bridge.writing.marked import settle_all
 from tsfunc.transforms.chunks import (
     Models,
     check_chunks,

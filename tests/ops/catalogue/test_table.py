@@ -9,7 +9,7 @@ import torch
 
 import tsfunc
 from tools.catalogue import PAGE, try_all, with_census
-from tsfunc.bridge.schemas import registered, signature_of
+from tsfunc.bridge.tracers.schemas import registered, signature_of
 from tsfunc.ops import Category, all_rows
 from tsfunc.ops.catalogue.decisions import read
 from tsfunc.ops.catalogue.table import PATH, read_table, render, tabulate

@@ -21,7 +21,7 @@ from tsfunc import (
     vmap,
     while_loop,
 )
-from tsfunc.bridge.control_flow import ControlFlow
+from tsfunc.bridge.control.control_flow import ControlFlow
 
 X = torch.tensor([0.5, -1.5, 2.0])
 

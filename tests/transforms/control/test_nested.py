@@ -20,8 +20,8 @@ from tsfunc import (
     vmap,
     while_loop,
 )
-from tsfunc.bridge.bodies import BodyLevel
-from tsfunc.bridge.lanes import LaneLevel
+from tsfunc.bridge.control.bodies import BodyLevel
+from tsfunc.bridge.control.lanes import LaneLevel
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
 

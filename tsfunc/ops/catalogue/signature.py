@@ -1,6 +1,6 @@
 """An operator's schema as plain data, for those who may not touch torch's own objects.
 
-``tsfunc.bridge.schemas`` makes these; everything in this room only reads them.
+``tsfunc.bridge.tracers.schemas`` makes these; everything in this room only reads them.
 """
 
 from __future__ import annotations

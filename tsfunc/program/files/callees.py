@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.control_flow import every_node
-from tsfunc.program.codegen import generate
+from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.values import NoFileForm, printable
+from tsfunc.program.graphs.codegen import generate
 from tsfunc.types import Dim
 
 _DEEPEST = 32  # functions that are called in each other

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.fx
 
-from tsfunc.bridge.control_flow import Body, ControlFlow
+from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.values import NoFileForm

@@ -22,7 +22,8 @@ from typing import Any, BinaryIO
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
-from tsfunc.program.calls import described, places_of
+from tsfunc.program.calling.calls import described, places_of
+from tsfunc.program.calling.unanswered import guards_of_form
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
 from tsfunc.program.files.control import version_of
 from tsfunc.program.files.fields import Field
@@ -39,9 +40,8 @@ from tsfunc.program.files.programs import (
 from tsfunc.program.files.state import State, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
-from tsfunc.program.forms import CallForm
-from tsfunc.program.program import Program
-from tsfunc.program.unanswered import guards_of_form
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.forms import CallForm
 from tsfunc.types import parse_descriptor
 from tsfunc.types.descriptors import Descriptor
 

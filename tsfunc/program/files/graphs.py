@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.control_flow import ControlFlow
-from tsfunc.bridge.operators import TorchOperator
-from tsfunc.bridge.schemas import name_of
-from tsfunc.bridge.size_forms import form_of_size
-from tsfunc.bridge.symbols import check_size
+from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.sizes.size_forms import form_of_size
+from tsfunc.bridge.sizes.symbols import check_size
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.schemas import name_of
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
 from tsfunc.program.files.control import (
     DecodeGraph,
@@ -51,7 +51,7 @@ from tsfunc.program.files.operators import (
 )
 from tsfunc.program.files.tensors import TensorReader
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
-from tsfunc.program.printing import line_of
+from tsfunc.program.graphs.printing import line_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 # What generated code calls the list that it is called with.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge import torch_state
-from tsfunc.bridge.size_forms import OPERATORS, form_of_size, size_of_form
-from tsfunc.bridge.symbols import Symbols
+from tsfunc.bridge.sizes.size_forms import OPERATORS, form_of_size, size_of_form
+from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.values import Values, dtype_of

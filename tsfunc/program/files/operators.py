@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.operators import TorchOperator, operator_of
-from tsfunc.bridge.schemas import signature_of
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.schemas import signature_of
 from tsfunc.ops.catalogue.signature import Signature
 from tsfunc.program.files.fields import LONGEST_INT, Field
 

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.asked import Asked, answerer
-from tsfunc.bridge.settings import SETTINGS, settings
-from tsfunc.bridge.size_forms import symbol_of
-from tsfunc.bridge.symbols import Condition, Symbols
+from tsfunc.bridge.sizes.size_forms import symbol_of
+from tsfunc.bridge.sizes.symbols import Condition, Symbols
+from tsfunc.bridge.trace.asked import Asked, answerer
+from tsfunc.bridge.tracers.settings import SETTINGS, settings
 from tsfunc.errors import DescriptorError
-from tsfunc.program.codegen import generate
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter, Part
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.graphs import GraphReader, Outside, encode_graph
@@ -31,10 +30,11 @@ from tsfunc.program.files.state import ProgramState, State, StateWriter
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.trees import Trees, encode_tree
 from tsfunc.program.files.values import NoFileForm, Values, dtype_of, encode, printable
-from tsfunc.program.forms import CallForm, Watched
-from tsfunc.program.guards import variables_of
-from tsfunc.program.inputs import InputSpec, ScalarSpec
-from tsfunc.program.program import Program
+from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.forms import CallForm, Watched
+from tsfunc.program.guarding.guards import variables_of
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, parse_descriptor
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.facts import fact_code

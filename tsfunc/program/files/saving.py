@@ -9,14 +9,14 @@ from pathlib import Path
 
 import optree
 
-from tsfunc.program.cache import Cache
-from tsfunc.program.calls import Target
+from tsfunc.program.calling.cache import Cache
+from tsfunc.program.calling.calls import Target
 from tsfunc.program.files.archive import replace
 from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes, read_function
 from tsfunc.program.files.programs import storable
 from tsfunc.program.files.state import is_current
 from tsfunc.program.files.variants import also_answered
-from tsfunc.program.program import Program
+from tsfunc.program.graphs.program import Program
 from tsfunc.types.class_names import class_name
 
 

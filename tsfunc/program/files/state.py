@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.settings import settings
+from tsfunc.bridge.tracers.settings import settings
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
-from tsfunc.program.forms import Watched
-from tsfunc.program.program import Program
-from tsfunc.program.reach import Facts
-from tsfunc.program.updates import Slot, Update
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.forms import Watched
+from tsfunc.program.reading.reach import Facts
+from tsfunc.program.reading.updates import Slot, Update
 
 Path = tuple[Any, ...]
 _MOST_CELLS = 1 << 20

@@ -15,11 +15,11 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.bridge.settings import settings
-from tsfunc.bridge.tracing import tracing_here
-from tsfunc.program.cache import Cache, Entry
-from tsfunc.program.calls import FirstCall, Target
-from tsfunc.program.forms import CallForm, example_call
+from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.tracers.settings import settings
+from tsfunc.program.calling.cache import Cache, Entry
+from tsfunc.program.calling.calls import FirstCall, Target
+from tsfunc.program.guarding.forms import CallForm, example_call
 
 _FEW = 4  # arguments
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 import torch.fx
 
-from tsfunc.program import verify
+from tsfunc.program.passes import verify
 from tsfunc.program.passes.blocks import remove_unused_of_blocks
 from tsfunc.program.passes.common import merge_common
 from tsfunc.program.passes.dead import remove_dead

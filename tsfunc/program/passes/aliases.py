@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.fx
 
-from tsfunc.bridge.arguments import arguments_of, matched
-from tsfunc.bridge.control_flow import ControlFlow
-from tsfunc.bridge.operators import STATISTICS, TorchOperator, updates_statistics
+from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.tracers.arguments import arguments_of, matched
+from tsfunc.bridge.tracers.operators import STATISTICS, TorchOperator, updates_statistics
 from tsfunc.program.passes.effects import writes
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 import torch.fx
 
-from tsfunc.bridge.control_flow import Body, ControlFlow
+from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.program.passes.common import merge_common
 from tsfunc.program.passes.dead import remove_dead
 from tsfunc.program.passes.effects import checks, is_random, writes

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 import torch.fx
 
-from tsfunc.bridge.control_flow import ControlFlow
-from tsfunc.bridge.operators import STATISTICS, updates_statistics
-from tsfunc.bridge.symbols import check_size
+from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.sizes.symbols import check_size
+from tsfunc.bridge.tracers.operators import STATISTICS, updates_statistics
 
 
 def writes(node: torch.fx.Node) -> bool:

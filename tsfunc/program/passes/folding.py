@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge import torch_state
-from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.dispatch import state
 from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import is_pure

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.arguments import matched
-from tsfunc.bridge.operators import TorchOperator
-from tsfunc.bridge.symbolic_numbers import same_size
+from tsfunc.bridge.sizes.symbolic_numbers import same_size
+from tsfunc.bridge.tracers.arguments import matched
+from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.passes.aliases import Aliases
 
 Arguments = dict[str, Any]

@@ -11,8 +11,8 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.mapped_function import Context, differentiable, has_setup, torch_jvp
-from tsfunc.bridge.once import is_marked
+from tsfunc.bridge.grad.mapped_function import Context, differentiable, has_setup, torch_jvp
+from tsfunc.bridge.grad.once import is_marked
 from tsfunc.errors import UndefinedDerivativeError
 from tsfunc.transforms.control.callee_parts import (
     Kept,

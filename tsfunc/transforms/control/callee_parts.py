@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.mapped_function import differentiable
-from tsfunc.bridge.tracing import SYMBOLIC
+from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.trace.tracing import SYMBOLIC
 from tsfunc.errors import DescriptorError, UndefinedDerivativeError
-from tsfunc.program.capture import TraceRequest, capture
+from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.files.callees import Part
 from tsfunc.program.files.values import NoFileForm
-from tsfunc.program.forms import placeholder
-from tsfunc.program.inputs import InputSpec, ScalarSpec, names_in
-from tsfunc.program.lowering import sizes_for
+from tsfunc.program.graphs.lowering import sizes_for
+from tsfunc.program.guarding.forms import placeholder
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
 from tsfunc.transforms.control.callees import (
     Batched,
 )

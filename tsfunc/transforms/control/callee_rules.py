@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.mapped_function import differentiable
+from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.program.files.callees import Part
 from tsfunc.transforms.control.callee_parts import (
     Kept,

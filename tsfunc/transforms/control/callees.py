@@ -16,7 +16,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tsfunc.bridge.mapped_function import differentiable
+from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.errors import UndefinedDerivativeError
 from tsfunc.program.files.callees import Part, TracedCallee
 from tsfunc.transforms.custom_jvp import custom_jvp

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsfunc.bridge.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.grad_level import GradTracer
-from tsfunc.bridge.hot_calls import MadeTracer
-from tsfunc.bridge.tracer import Tracer, seen_here
-from tsfunc.bridge.tracing import SYMBOLIC, TraceTracer
+from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceTracer
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.hot_calls import MadeTracer
+from tsfunc.bridge.tracers.tracer import Tracer, seen_here
 
 
 @dataclass(frozen=True)

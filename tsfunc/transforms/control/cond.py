@@ -2,7 +2,7 @@
 
 Where the choice is known the branch is called as Python would call it. Where it differs from
 example to example of a vmap, each branch runs on the examples that take it: NOTE [lanes] in
-``bridge/lanes``.
+``bridge/control/lanes``.
 
 NOTE [choices that can't be looked at]
 The choice of a vmap's examples may itself be a batch of an outer vmap, or be traced. Then a branch
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.attempts import Attempt, NeedsAll
-from tsfunc.bridge.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.dynamo import torch_records
-from tsfunc.bridge.gathering import Merge, retag
-from tsfunc.bridge.lanes import guarded_lanes, lanes_of, run_in
+from tsfunc.bridge.control.attempts import Attempt, NeedsAll
+from tsfunc.bridge.control.gathering import Merge, retag
+from tsfunc.bridge.control.lanes import guarded_lanes, lanes_of, run_in
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import (
     Batching,

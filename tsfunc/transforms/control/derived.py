@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.control_flow import ControlFlow, NoTorchOperator, random_state
-from tsfunc.bridge.torch_tracing import draws, pulled_back, pushed_forward
-from tsfunc.program.torch_operators import Writer, one_of
+from tsfunc.bridge.control.control_flow import ControlFlow, NoTorchOperator, random_state
+from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
+from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.choice import read
 from tsfunc.transforms.forward import jvp

@@ -11,16 +11,16 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.batch_tracer import BatchLevel
-from tsfunc.bridge.bodies import Layer, Wrapping, arranged, needed_layers, peeled
-from tsfunc.bridge.collectives import named_axes
-from tsfunc.bridge.control_flow import NoTorchOperator
-from tsfunc.bridge.control_flow_calls import call
-from tsfunc.bridge.custom_function import torch_apply
-from tsfunc.bridge.mapped_function import differentiable
-from tsfunc.bridge.traced_bodies import TracedBody, common
-from tsfunc.bridge.tracing import SYMBOLIC, TraceLevel
-from tsfunc.program.torch_operators import Writer
+from tsfunc.bridge.control.bodies import Layer, Wrapping, arranged, needed_layers, peeled
+from tsfunc.bridge.control.collectives import named_axes
+from tsfunc.bridge.control.control_flow import NoTorchOperator
+from tsfunc.bridge.control.control_flow_calls import call
+from tsfunc.bridge.control.traced_bodies import TracedBody, common
+from tsfunc.bridge.grad.custom_function import torch_apply
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceLevel
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.derived import Operator
 from tsfunc.transforms.control.programs import as_traced, filled

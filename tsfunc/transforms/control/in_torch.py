@@ -1,4 +1,4 @@
-"""Our control flow as torch's: NOTE [control flow in torch's graphs] in ``bridge/dynamo``.
+"""Our control flow as torch's: NOTE [control flow in torch's graphs] in ``bridge/tracers/dynamo``.
 
 torch's operators take and return tensors that share no memory, so what loops begin with and bodies
 return is copied, and numbers among it become tensors (NOTE [numbers among results] in ``outputs``);
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.torch_operators import (
+from tsfunc.bridge.control.torch_operators import (
     torch_associative_scan,
     torch_map,
     torch_scan,

@@ -3,7 +3,7 @@
 Where the condition is known the loop is Python's, and reverse mode goes through the steps that were
 made. Where it differs from example to example of a vmap, the examples that are done leave the
 batch: a step costs what its examples cost, and a loop the sum of its examples' steps. See NOTE
-[lanes] in ``bridge/lanes``.
+[lanes] in ``bridge/control/lanes``.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Final
 import optree
 import torch
 
-from tsfunc.bridge.attempts import Attempt, NeedsAll
-from tsfunc.bridge.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.dynamo import torch_records
-from tsfunc.bridge.gathering import Merge, retag
-from tsfunc.bridge.lanes import (
+from tsfunc.bridge.control.attempts import Attempt, NeedsAll
+from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.control.gathering import Merge, retag
+from tsfunc.bridge.control.lanes import (
     LaneLevel,
     guarded_lanes,
     in_lanes,
     lanes_of,
     run_in,
 )
-from tsfunc.bridge.symbolic_numbers import known_to_hold
+from tsfunc.bridge.sizes.symbolic_numbers import known_to_hold
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import in_torch

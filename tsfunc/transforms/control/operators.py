@@ -12,10 +12,10 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
-from tsfunc.bridge.control_flow import Body, Narrowed
-from tsfunc.bridge.operators import TorchOperator
+from tsfunc.bridge.control.control_flow import Body, Narrowed
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.blocks import live_inputs, narrowed_body
-from tsfunc.program.torch_operators import Writer
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.derived import Operator
 from tsfunc.transforms.control.outputs import none_stacked, slice_like

@@ -10,8 +10,8 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.symbolic_numbers import kind_of, same_number, size_text
-from tsfunc.bridge.tracing import SYMBOLIC
+from tsfunc.bridge.sizes.symbolic_numbers import kind_of, same_number, size_text
+from tsfunc.bridge.trace.tracing import SYMBOLIC
 from tsfunc.errors import DescriptorError, TypeCheckError
 from tsfunc.types import (
     DimSpec,

@@ -1,4 +1,7 @@
-"""Control flow that is recorded: NOTE [control flow in programs] in ``bridge/control_flow``."""
+"""Control flow that is recorded: see NOTE [control flow in programs].
+
+The note is in ``bridge/control/control_flow``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.bodies import (
+from tsfunc.bridge.control.bodies import (
     Layer,
     Wrapping,
     arranged,
@@ -18,12 +21,12 @@ from tsfunc.bridge.bodies import (
     peeled,
     wrapped_in,
 )
-from tsfunc.bridge.control_flow import Body
-from tsfunc.bridge.control_flow_calls import call, contiguous_strides
-from tsfunc.bridge.symbolic_numbers import same_number
-from tsfunc.bridge.traced_bodies import Result, TracedBody, common, operands_of
-from tsfunc.bridge.tracer import Tracer, TracerLevel, seen_here
-from tsfunc.bridge.tracing import TraceLevel, is_traced
+from tsfunc.bridge.control.control_flow import Body
+from tsfunc.bridge.control.control_flow_calls import call, contiguous_strides
+from tsfunc.bridge.control.traced_bodies import Result, TracedBody, common, operands_of
+from tsfunc.bridge.sizes.symbolic_numbers import same_number
+from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.operators import (

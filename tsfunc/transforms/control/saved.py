@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from tsfunc.bridge.control_flow import Body, ControlFlow, RandomStates
-from tsfunc.bridge.kept import KeepsEither, KeepsOperators, Policy
+from tsfunc.bridge.control.control_flow import Body, ControlFlow, RandomStates
+from tsfunc.bridge.grad.kept import KeepsEither, KeepsOperators, Policy
 from tsfunc.program.files.control import (
     ControlKind,
     DecodeGraph,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tsfunc.bridge.control_flow import ControlFlow
+from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.program.files.callees import (
     HEAD,
     CalleeKind,

@@ -13,8 +13,8 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.bodies import current_trace
-from tsfunc.bridge.dynamo import torch_records
+from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
 from tsfunc.transforms.control.outputs import (

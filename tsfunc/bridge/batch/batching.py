@@ -1,0 +1,185 @@
+"""The Batch key: the kernel that gives operators to their rules, and what it does about writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.batch.fallback import without_rule, write_out
+from tsfunc.bridge.batch.no_examples import is_out_of_examples, run_without
+from tsfunc.bridge.batch.split_level import before_write
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
+from tsfunc.bridge.tracers.hot_calls import MadeTracer
+from tsfunc.bridge.tracers.operators import TorchOperator, functional_form
+from tsfunc.bridge.tracers.parts import is_outside
+from tsfunc.bridge.tracers.tracer import METHODS, innermost_level, into_torch
+from tsfunc.bridge.writing.writes import adopt
+from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
+from tsfunc.dispatch.recording import note
+from tsfunc.dispatch.state import tls
+from tsfunc.ops.keywords import KEYWORDS
+from tsfunc.ops.registry import Rule
+from tsfunc.ops.splitting import BatchChanged
+
+_LOOKED_INTO = (BatchTracer, list, tuple)
+
+
+@register_fallback(DispatchKey.Batch)
+def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The column of the Batch key."""
+    while True:
+        try:
+            return _run_rule(op, args, kwargs)
+        except BatchChanged:
+            pass  # the tracers stand for fewer examples now, whose answers agree
+        except Exception as error:
+            level = _running_level()
+            if not is_out_of_examples(level, error):
+                raise
+            return run_without(op, level, args, kwargs, error)
+
+
+def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Finds a rule and runs it on values."""
+    level = _running_level()
+    if level.splitter is not None and isinstance(op, TorchOperator):
+        for place in op.written:
+            before_write(level, args[place : place + 1])
+    values: list[Any] = []
+    dims: list[Any] = []
+    any_batched = False
+    for arg in args:
+        if type(arg) is MadeTracer and arg.dispatch_level is level:
+            values.append(arg.value)
+            dims.append(arg.bdim)
+            if arg.bdim is not None:
+                any_batched = True
+        elif isinstance(arg, _LOOKED_INTO):
+            value, dim = unwrap(arg, level)
+            values.append(value)
+            dims.append(dim)
+            if dim is not None:
+                any_batched = True
+        else:
+            values.append(arg)
+            dims.append(None)
+    if kwargs:
+        pairs = {name: unwrap(arg, level) for name, arg in kwargs.items()}
+        if any(dim is not None for _, dim in pairs.values()):
+            return _with_batched_kwargs(op, level, args, kwargs, values, dims, pairs)
+        kwargs = {name: value for name, (value, _) in pairs.items()}
+    if not any_batched and not (isinstance(op, TorchOperator) and op.ruled):
+        note("once")
+        return rewrap(op, level, args, kwargs, op.native(*values, **kwargs), None)  # type: ignore[misc]
+    row = op.row if isinstance(op, TorchOperator) else None
+    if row is not None and row.rule is not None:
+        if isinstance(op, TorchOperator) and op.inplace:
+            change = _reshape if op.reshapes else _write
+            out = change(op, row.rule, args[0], level, dims, values, kwargs)
+        else:
+            out = row.rule(op.native, level, dims, values, kwargs)
+        if out is not NotImplemented:
+            return rewrap(op, level, args, kwargs, out[0], out[1])
+    return without_rule(op, level, args, kwargs)
+
+
+def _running_level() -> BatchLevel:
+    level = tls.state.running
+    assert isinstance(level, BatchLevel)
+    return level
+
+
+def _with_batched_kwargs(
+    op: Operator,
+    level: BatchLevel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    values: Sequence[Any],
+    dims: Sequence[Any],
+    pairs: Mapping[str, tuple[Any, Any]],
+) -> Any:
+    """Keyword-only tensors that are batched: ``out=`` is written to, some rules take them.
+
+    See NOTE [batched keywords] in ``ops/keywords``. Others go as operators without a rule do.
+    """
+    if isinstance(op, TorchOperator):
+        if op.out_names:
+            return write_out(op, level, args, kwargs)
+        batched = {name: dim for name, (_, dim) in pairs.items() if dim is not None}
+        rule = op.row.rule if op.row is not None else None
+        if rule is not None and batched.keys() <= KEYWORDS.get(op.name, frozenset()):
+            named = {name: value for name, (value, _) in pairs.items()}
+            out = rule(op.native, level, [*dims, batched], values, named)
+            if out is not NotImplemented:
+                return rewrap(op, level, args, kwargs, out[0], out[1])
+    return without_rule(op, level, args, kwargs)
+
+
+def _write(
+    op: TorchOperator,
+    rule: Rule,
+    target: Any,
+    level: BatchLevel,
+    dims: list[Any],
+    values: list[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """An in-place operator's rule, on a target that may have to become batched first."""
+    if dims[0] is None and isinstance(target, BatchTracer) and target.dispatch_level is level:
+        with level.at_own_level():
+            adopt(op.name, target, level, batched=True)
+        values[0], dims[0] = target.value, target.bdim
+    return rule(op.native, level, dims, values, kwargs)
+
+
+# NOTE [changes of shape in place]
+# ``squeeze_`` and its like change what a tensor is, not what is in memory. The tracer's value is
+# replaced by the view that the functional operator gives; a tensor of the user's that the value
+# was, and others that share its memory, stay as they are.
+def _reshape(
+    op: TorchOperator,
+    rule: Rule,
+    target: Any,
+    level: BatchLevel,
+    dims: list[Any],
+    values: list[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """An in-place operator that changes its argument's shape, by the functional one's rule."""
+    functional = functional_form(op.overload)
+    assert functional is not None
+    out = rule(functional[0], level, dims, values, kwargs)
+    if out is not NotImplemented:
+        target.value, target.bdim = out
+    return out
+
+
+def _lifting_all(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """For cells of recurrent networks: C++ writes batched values into what it makes of states."""
+    level = innermost_level(args)
+    if isinstance(level, BatchLevel) and level.alive:
+
+        def lifted(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(lifted(item) for item in value)
+            return level.lift(value) if is_outside(value, level) else value
+
+        args = tuple(lifted(arg) for arg in args)
+    return into_torch(func, types, args, kwargs)
+
+
+for _name in "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh rnn_relu".split():
+    METHODS[getattr(torch._VF, _name)] = _lifting_all
+
+
+@register("aten::detach", DispatchKey.Batch)
+def _detach(value: BatchTracer) -> BatchTracer:
+    """Autograd's own detach at this level: the graph of the levels outside is not cut.
+
+    The user's is answered by door 1.
+    """
+    return value.again()

@@ -1,0 +1,373 @@
+"""Functions of torch that ask for values while they run, written in operators that don't.
+
+Their composite kernels, or their Python, call ``.item()`` or ``bool()`` on tensors: to check
+arguments, or to slice. For tracers they are done here in other operators, at door 1, so that every
+level sees these. Checks are made for all examples at once.
+
+``PARTS`` are for operators that C++ calls, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
+from tsfunc.bridge.tracers.parts import PARTS
+from tsfunc.bridge.tracers.tracer import FOR_NUMBERS, METHODS, Tracer, innermost_level
+from tsfunc.bridge.writing.gathered import gather
+from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.random import one_distribution
+from tsfunc.ops.refusal import require
+
+
+def _instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers what stands for functions on tracers; NotImplemented leaves a call to torch."""
+
+    def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
+        def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            return mine(*args, **kwargs)
+
+        for function in functions:
+            METHODS[function] = method
+        return mine
+
+    return declare
+
+
+@_instead(torch.narrow, Tensor.narrow)
+def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
+    """From a start for each example on: NOTE [gathered views]."""
+    if not isinstance(start, Tracer):
+        return NotImplemented
+    dim = wrap_dim(dim, x.dim())
+    if start.dim() or start.is_floating_point() or start.dtype is torch.bool:
+        raise RuntimeError("start must be an 0-dim integral Tensor.")
+    size = x.shape[dim]
+    low, high = start >= -size, torch.where(start < 0, start + size, start) + length <= size
+    require(
+        low & high,
+        f"narrow: start and length ({length}) exceed the dimension's size ({size}) for some "
+        f"example",
+    )
+    places = torch.where(start < 0, start + size, start) + torch.arange(length, device=x.device)
+    return gather(x, dim, places)
+
+
+FOR_NUMBERS |= {torch.narrow, Tensor.narrow}
+
+
+@_instead(F.affine_grid)
+def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
+    """Python's ``min`` asks which of the sizes is the smallest, to see that none is 0."""
+    if not any(isinstance(each, torch.SymInt) for each in size):
+        return NotImplemented
+    for each in size:
+        if each <= 0:
+            raise ValueError(f"affine_grid: expected sizes that are not 0, got {[*size]}")
+    return torch.affine_grid_generator(theta, [*size], bool(align_corners))
+
+
+@_instead(torch.vander)
+def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
+    """C++ writes the powers into memory of no level."""
+    if not isinstance(x, Tracer) or x.dim() != 1 or not x.dispatch_level.autograd:
+        return NotImplemented
+    out = torch.linalg.vander(x, N=N)
+    return out if increasing else out.flip(-1)
+
+
+@_instead(torch.linalg.vander)
+def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
+    if not isinstance(x, Tracer) or not x.dim() or not x.dispatch_level.autograd:
+        return NotImplemented
+    count = x.shape[-1] if N is None else N
+    if count < 2:
+        return NotImplemented
+    powers = x.unsqueeze(-1).expand(*x.shape, count - 1)
+    return torch.cat([torch.ones_like(x).unsqueeze(-1), powers.cumprod(-1)], -1)
+
+
+@_instead(torch._sparse_sum)
+def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
+    """Of all elements: C++ sums what is stored, of which examples have more or less."""
+    if dim or kwargs or not isinstance(x, BatchTracer) or not x.dispatch_level.autograd:
+        return NotImplemented
+    if x.value.layout is not torch.sparse_coo:
+        return NotImplemented
+    return torch._sparse_sum(x, list(range(x.dim())))
+
+
+@_instead(torch.istft, Tensor.istft)
+def _istft(*args: Any, **kwargs: Any) -> Any:
+    """C++ asks whether the windows leave anything out; its form in Python does not ask."""
+    level = innermost_level((*args, *kwargs.values()))
+    if level is None or not level.autograd:
+        return NotImplemented
+    return torch.ops.aten.istft.default.decompose(*args, **kwargs)
+
+
+@_instead(torch.index_fill, Tensor.index_fill)
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    """With a tensor: its derivative looks for places that come twice among the index's values."""
+    if not isinstance(value, Tensor) or not isinstance(index, Tracer):
+        return NotImplemented
+    return x.masked_fill(_filled_places(x, dim, index), _number_to_fill(value))
+
+
+@_instead(Tensor.index_fill_)
+def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(index, Tracer):
+        return NotImplemented
+    return x.masked_fill_(_filled_places(x, dim, index), _number_to_fill(value))
+
+
+def _filled_places(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """A mask of what is filled, which broadcasts."""
+    if not x.dim():
+        return torch.full((), index.numel() > 0, device=x.device)
+    mask = torch.zeros(x.shape[dim], dtype=torch.bool, device=x.device)
+    shape = [1] * x.dim()
+    shape[dim] = x.shape[dim]
+    return mask.index_fill(0, index, True).view(shape)
+
+
+def _number_to_fill(value: Tensor) -> Tensor:
+    if value.dim():
+        raise RuntimeError(
+            f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with "
+            f"{value.dim()} dimension(s)."
+        )
+    return value
+
+
+@_instead(torch.cov, Tensor.cov)
+def _cov(
+    x: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Any:
+    """Covariance with weights, which torch checks the values of."""
+    if fweights is None and aweights is None:
+        return NotImplemented
+    if x.dim() > 2:
+        raise RuntimeError(f"cov(): expected input to have two or fewer dimensions, got {x.dim()}")
+    x = x.reshape(1, -1) if x.dim() < 2 else x
+    weights: Tensor | None = None
+    for name, given in (("fweights", fweights), ("aweights", aweights)):
+        if given is None:
+            continue
+        if given.shape != x.shape[1:]:
+            raise RuntimeError(
+                f"cov(): expected {name} to have one value for each of {x.shape[1]} observations, "
+                f"got the shape {tuple(given.shape)}"
+            )
+        fractions = given.is_floating_point()
+        if fractions is not (name == "aweights"):
+            kind = "integral" if fractions else "floating point"
+            raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {given.dtype}")
+        require(given >= 0, f"cov(): {name} cannot be negative")
+        weights = given if weights is None else weights * given
+    assert weights is not None
+    total = weights.sum()
+    require(total != 0, "cov(): weights sum to zero, can't be normalized")
+    mean = (x * weights).sum(1) / total
+    if aweights is None:
+        degrees = total - correction
+    else:
+        degrees = total - correction * (weights * aweights).sum() / total
+    centred = x - mean.unsqueeze(1)
+    products = centred @ (centred * weights).mT.conj()
+    return (products / degrees.clamp(min=0)).squeeze()
+
+
+@_instead(torch.gradient)
+def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> Any:
+    """Differences over coordinates that are tensors, as ``numpy.gradient`` has them."""
+    if not isinstance(spacing, list | tuple) or not any(isinstance(s, Tensor) for s in spacing):
+        return NotImplemented
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    if len(spacing) != len(dims) or edge_order not in (1, 2):
+        return NotImplemented  # torch says what is wrong
+    return [
+        _differences(x, points, d % x.dim(), edge_order)
+        for points, d in zip(spacing, dims, strict=True)
+    ]
+
+
+def _differences(x: Tensor, points: Tensor, dim: int, edge_order: int) -> Tensor:
+    """Along one dim: weighted over three neighbours inside, and one-sided at the ends."""
+    steps = points.diff().view(-1, *[1] * (x.dim() - 1 - dim))
+    before, after = steps.narrow(0, 0, len(steps) - 1), steps.narrow(0, 1, len(steps) - 1)
+
+    def part(values: Tensor, along: int, start: int, count: int) -> Tensor:
+        return values.narrow(along, start % values.shape[along], count)
+
+    count = x.shape[dim] - 2
+    left, here, right = (x.narrow(dim, start, count) for start in range(3))
+    both = before + after
+    inside = (
+        left * (-after / (before * both))
+        + here * ((after - before) / (before * after))
+        + right * (before / (after * both))
+    )
+    if edge_order == 1:
+        first = (part(x, dim, 1, 1) - part(x, dim, 0, 1)) / part(steps, 0, 0, 1)
+        last = (part(x, dim, -1, 1) - part(x, dim, -2, 1)) / part(steps, 0, -1, 1)
+    else:
+        p, q = part(steps, 0, 0, 1), part(steps, 0, 1, 1)
+        first = (
+            part(x, dim, 0, 1) * (-(2 * p + q) / (p * (p + q)))
+            + part(x, dim, 1, 1) * ((p + q) / (p * q))
+            + part(x, dim, 2, 1) * (-p / (q * (p + q)))
+        )
+        p, q = part(steps, 0, -2, 1), part(steps, 0, -1, 1)
+        last = (
+            part(x, dim, -3, 1) * (q / (p * (p + q)))
+            + part(x, dim, -2, 1) * (-(p + q) / (p * q))
+            + part(x, dim, -1, 1) * ((2 * q + p) / (q * (p + q)))
+        )
+    return torch.cat([first, inside, last], dim)
+
+
+@_instead(F.gaussian_nll_loss)
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:
+    """Of variances that are tensors, which torch's own looks at."""
+    if not isinstance(var, Tracer):
+        return NotImplemented
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    if torch.ops.aten._is_any_true(var < 0):
+        raise ValueError("var has negative entry/entries")
+    if var.shape != input.shape:
+        if input.shape[:-1] == var.shape:
+            var = var.unsqueeze(-1)
+        elif (
+            input.dim() != var.dim()
+            or sum(own for size, own in zip(input.shape, var.shape, strict=True) if size != own)
+            != 1
+        ):
+            raise ValueError("var is of incorrect size")
+    var = var.clone()
+    with torch.no_grad():  # so that where the bound holds, var's derivative goes on
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
+@_instead(F.scaled_dot_product_attention)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """With dropout, whose numbers torch draws into memory of its own."""
+    if not dropout_p:
+        return NotImplemented
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        if attn_mask is not None:
+            raise RuntimeError("scaled_dot_product_attention: is_causal takes no attn_mask")
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        else:
+            scores = scores + attn_mask
+    weights = torch.ops.aten._safe_softmax(scores, -1)
+    return torch.dropout(weights, dropout_p, True) @ value
+
+
+def _ctc_loss(x: Tensor, targets: Tensor, lengths: Any, target_lengths: Any, *rest: Any) -> Any:
+    """With tensors for lists: a mean writes the list into the memory of what a factory makes."""
+    tensors = (torch.tensor(lengths), torch.tensor(target_lengths))
+    return torch.ops.aten.ctc_loss.Tensor(x, targets, *tensors, *rest)
+
+
+@_instead(F.linear_cross_entropy)
+def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+    """In one piece: torch's operator that works in chunks to save memory keeps to itself."""
+    if options is None:
+        return NotImplemented
+    return F.linear_cross_entropy(*args, **kwargs)
+
+
+@_instead(torch.histogramdd)
+def _histogramdd(
+    x: Tensor,
+    bins: Any,
+    range: Any = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> Any:
+    """Between edges that are tensors: torch's parser takes a list of tracers for one of ints."""
+    if not (isinstance(bins, list | tuple) and any(isinstance(b, Tensor) for b in bins)):
+        return NotImplemented
+    overload = torch.ops.aten.histogramdd.TensorList_bins
+    counts, edges = overload(x, list(bins), range, weight, density)
+    return torch.return_types.histogramdd((counts, tuple(edges)))
+
+
+@_instead(torch.bernoulli, Tensor.bernoulli)
+def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """As torch.func has it, the tensor counts as one of chances also where they are a number."""
+    if isinstance(x, BatchTracer) and p is not None and not isinstance(p, Tensor):
+        one_distribution(torch.bernoulli, x.dispatch_level, [x.bdim])
+    return NotImplemented
+
+
+@_instead(Tensor.resize_as_)
+def _resize_as(
+    x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None
+) -> Tensor:
+    """Only the template's shape and layout count."""
+    if memory_format is torch.preserve_format:
+        memory_format = next(
+            (
+                wanted
+                for wanted in (torch.channels_last, torch.channels_last_3d)
+                if template.is_contiguous(memory_format=wanted) and not template.is_contiguous()
+            ),
+            None,
+        )
+    return x.resize_(template.shape, memory_format=memory_format)
+
+
+PARTS["aten::resize_as_"] = _resize_as
+PARTS["aten::ctc_loss.IntList"] = _ctc_loss
+
+
+@_instead(Tensor.coalesce)
+def _coalesce(x: Tensor) -> Any:
+    """Of a batch of sparse tensors as of one. What it is made of differs between examples."""
+    if not isinstance(x, BatchTracer) or x.value.layout is not torch.sparse_coo:
+        return NotImplemented
+    with x.dispatch_level.restored():
+        value = x.value.coalesce()
+    return wrap(value, x.bdim, x.dispatch_level)

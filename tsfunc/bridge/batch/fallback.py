@@ -1,0 +1,283 @@
+"""Operators that no rule covers: their parts, torch's decompositions, and the per-example loop.
+
+Private names used here (torch 2.11 to 2.13): ``OpOverload._schema`` names an operator's arguments;
+``OpOverload.impl_aten`` is what a primitive of torch's references does by itself
+(``torch._prims``); ``torch._decomp.decomposition_table`` has decompositions written in Python.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.bridge.batch.torch_rules import by_torchs_rule, has_torchs_rule
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap, wrap
+from tsfunc.bridge.tracers.generators import Generators
+from tsfunc.bridge.tracers.operators import (
+    TorchOperator,
+    functional_form,
+    operator_of,
+    overload_of,
+)
+from tsfunc.bridge.tracers.parts import parts_of_composite, run_parts, written_here
+from tsfunc.bridge.writing.writes import tensors_in
+from tsfunc.dispatch import Operator
+from tsfunc.dispatch.places import users_place, warn
+from tsfunc.dispatch.recording import note
+from tsfunc.dispatch.state import tls
+from tsfunc.errors import MissingRuleError, SlowFallbackWarning
+from tsfunc.ops.compressed import is_compressed, stacked
+from tsfunc.ops.dims import refuse_inplace
+from tsfunc.ops.philox import Draw
+from tsfunc.ops.random import check_randomness
+from tsfunc.ops.splitting import agree_on_results
+
+
+def without_rule(
+    op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """An operator that no row covers: a rule of torch's kind, its parts, or the loop."""
+    if isinstance(op, TorchOperator):
+        if op.out_names:
+            return write_out(op, level, args, kwargs)
+        out = by_torchs_rule(op, level, args, kwargs)
+        if out is not NotImplemented:
+            return out
+        parts = _parts_of(op)
+        if parts is not None:
+            note("decomposition", *_name_and_source(parts, op))
+            out = run_parts(parts, level, args, kwargs)
+            if out is not NotImplemented:
+                return out
+    return loop(op, level, args, kwargs)
+
+
+def way_of(name: str) -> str:
+    """How vmap runs an operator that has no row, in words."""
+    overload = overload_of(name)
+    if overload is None:
+        return "not at all: torch has no such operator"
+    op = operator_of(overload)
+    if op.out_names:
+        return "by the form that returns its result, which is then copied"
+    if op.overload.namespace != "aten" and has_torchs_rule(op):
+        return "by the rule that was registered with torch"
+    if op.composite:
+        return "by its parts, as torch composes it"
+    if written_here(name) is not None:
+        return "by its parts, as written here"
+    if _parts_of(op) is not None:
+        return "by torch's decomposition"
+    if op.is_view:
+        return "not at all: a view can't be looped over"
+    return "in a loop over the examples, with a warning"
+
+
+def write_out(
+    op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``out=``: the functional form, then copies into what was given."""
+    found = functional_form(op.overload)
+    if found is None:
+        raise MissingRuleError(
+            f"vmap: {op.name}: there is no form of this operator that returns its result, so out= "
+            f"can't be served. Call it without out=."
+        )
+    functional, made = found
+    note("decomposition", f"{functional} and copy_")
+    rest = {name: arg for name, arg in kwargs.items() if name not in op.out_names}
+    outs = [kwargs[name] for name in op.out_names]
+    if made:  # a factory makes what out= says
+        rest |= {name: getattr(outs[0], name) for name in made}
+    form = operator_of(functional)
+    results = form.run_at(level, args, rest) if form.random else None
+    with level.at_own_level():
+        if results is None:
+            results = functional(*args, **rest)
+        results = [results] if isinstance(results, torch.Tensor) else results
+        given = outs[0] if isinstance(outs[0], list | tuple) else outs
+        for out, result in zip(given, results, strict=True):
+            _write_result(op, out, result)
+    if not op.overload._schema.returns:
+        return None
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _write_result(op: TorchOperator, out: torch.Tensor, result: torch.Tensor) -> None:
+    if not torch.can_cast(result.dtype, out.dtype):
+        raise RuntimeError(
+            f"vmap: {op.name}: result type {result.dtype} can't be cast to the type of out=, "
+            f"{out.dtype}."
+        )
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    out.copy_(result)
+
+
+def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
+    if (own := written_here(op.name)) is not None:
+        return own
+    if op.composite:
+        return parts_of_composite(op.overload)
+    if op.overload.namespace == "prims":
+        return _functions_of_torch(op.overload)
+    if op.writes or op.random or op.is_view:
+        return None
+    from torch._decomp import decomposition_table
+
+    found: Callable[..., Any] | None = decomposition_table.get(op.overload)
+    # Those written in terms of torch's reference primitives, which have no rules, are no help.
+    return found if getattr(found, "__module__", "") == _DECOMPOSITIONS else None
+
+
+def _name_and_source(parts: Callable[..., Any], op: TorchOperator) -> tuple[str, str]:
+    """What reports say of an operator's parts: their name and ``file:line``."""
+    if op.composite:
+        return "torch's own composite", ""
+    code = getattr(inspect.unwrap(parts), "__code__", None)  # C functions have none
+    place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{parts.__module__}.{parts.__name__}", place
+
+
+def _functions_of_torch(prim: Any) -> Callable[..., Any] | None:
+    """A primitive of torch's references by torch's own functions, as it runs by itself."""
+    found: Callable[..., Any] | None = getattr(prim, "impl_aten", None)
+    return found
+
+
+_DECOMPOSITIONS = "torch._decomp.decompositions"
+
+
+_warned: set[str] = set()
+
+
+def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs the operator once for each example and stacks the results."""
+    _check_loop(op, level, kwargs)
+    strict = _strict_level(level)
+    if strict is not None:
+        raise MissingRuleError(
+            f"{strict.name}: {op.name} has no batching rule for this call, at {users_place()}. It "
+            f"would run once for each of {level.batch_size} examples, which strict=True does not "
+            f"allow. Give it a rule (tsfunc.ops.row, or torch.library.register_vmap for an "
+            f"operator of your own), call another operator there, or leave out strict=True."
+        )
+    note("loop", f"one call for each of {level.batch_size} examples")
+    if op.name not in _warned and tls.state.recorder is None:
+        _warned.add(op.name)
+        warn(
+            f"There is a performance drop because we have not yet implemented the batching rule "
+            f"for {op.name}: vmap runs it once for each of {level.batch_size} examples. "
+            f"Give it a rule with tsfunc.ops.row.",
+            SlowFallbackWarning,
+        )
+    leaves, tree = optree.tree_flatten((tuple(args), dict(kwargs)), none_is_leaf=True)
+    pairs = [unwrap(leaf, level) for leaf in leaves]
+    _check_written(op, level, args)
+    assert op.native is not None
+    results = []
+    begin = _beginning(op, level, kwargs)
+    for i in range(level.batch_size):
+        begin(i)
+        sliced = [v if dim is None else v.select(dim, i) for v, dim in pairs]
+        one_args, one_kwargs = optree.tree_unflatten(tree, sliced)
+        results.append(op.native(*one_args, **one_kwargs))
+    begin(None)
+    returned = op.returned if isinstance(op, TorchOperator) else ()
+    if len(returned) == 1 and returned[0] is not None:
+        return args[returned[0]]
+    if level.splitter is not None:
+        agree_on_results(op, level, results)
+    out = _stack(op, level, results)
+    if not any(place is not None for place in returned):
+        return out
+    both = zip(out, returned, strict=True)
+    return tuple(part if place is None else args[place] for part, place in both)
+
+
+def _check_written(op: Operator, level: BatchLevel, args: Sequence[Any]) -> None:
+    """Raises where examples would write over each other, into what is not batched."""
+    if isinstance(op, TorchOperator) and op.writes:
+        for place in op.written:
+            for target in tensors_in(args[place : place + 1]):
+                if unwrap(target, level)[1] is None:
+                    refuse_inplace(op.native)
+
+
+def _beginning(
+    op: Operator, level: BatchLevel, kwargs: Mapping[str, Any]
+) -> Callable[[int | None], None]:
+    """What is done before an example of a loop, and, given None, after the last.
+
+    See NOTE [draws of an example] in ``ops/philox``: an operator that draws by itself begins with
+    the same state for all examples, or with a seed for each.
+    """
+    if not (isinstance(op, TorchOperator) and op.random) or level.randomness == "different":
+        return lambda i: None
+    generator = kwargs.get("generator")
+    seeds: list[list[int]] = []
+    if level.randomness == "split":
+        seeds = Draw(level, torch.device("cpu"), generator).words(2).tolist()
+    generators = Generators()
+    generators.draws(generator)
+
+    def begin(i: int | None) -> None:
+        if (not seeds and i is not None) or (i is None and seeds):
+            generators.rewind()
+        elif i is not None:
+            high, low = seeds[i]
+            (torch if generator is None else generator).manual_seed((high << 31) + low)
+
+    return begin
+
+
+def _strict_level(level: BatchLevel) -> BatchLevel | None:
+    """The level, or the nearest one around it, that allows no loop."""
+    for one in (level, *reversed(level.outer.levels)):
+        if isinstance(one, BatchLevel) and one.strict:
+            return one
+    return None
+
+
+def _check_loop(op: Operator, level: BatchLevel, kwargs: Mapping[str, Any]) -> None:
+    if not isinstance(op, TorchOperator):
+        return
+    if op.out_names or op.is_view:
+        raise MissingRuleError(
+            f"Batching rule not implemented for {op.name}; the fallback path doesn't work on "
+            f"out= or view ops."
+        )
+    if level.batch_size == 0:
+        raise MissingRuleError(
+            f"Batching rule not implemented for {op.name}, and a loop over a batch of size 0 "
+            f"can't tell the shape of its results (torch.func says: The fallback path does not "
+            f"support vmap over dims of size 0)."
+        )
+    if op.random:
+        check_randomness(op, level, kwargs)
+
+
+def _stack(op: Operator, level: BatchLevel, results: Sequence[Any]) -> Any:
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        shapes = {tuple(r.shape) for r in results}
+        if len(shapes) > 1:
+            raise MissingRuleError(
+                f"vmap: {op.name} gave results of different shapes for different examples: "
+                f"{sorted(shapes)}. Results under vmap must have one shape."
+            )
+        together = stacked if is_compressed(first) else torch.stack
+        return wrap(together(list(results)), 0, level)
+    if isinstance(first, list | tuple):
+        parts = [_stack(op, level, part) for part in zip(*results, strict=True)]
+        return parts if isinstance(first, list) else tuple(parts)
+    if any(r != first for r in results):
+        raise MissingRuleError(
+            f"vmap: {op.name} gave different Python values for different examples. Use a tensor "
+            f"operation instead."
+        )
+    return first

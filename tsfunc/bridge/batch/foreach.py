@@ -1,0 +1,159 @@
+"""torch's operators on lists of tensors (``_foreach_*``), place by place.
+
+On the CPU that is what they do anyway; it leaves broadcasting, types and writes to the rules of
+the operators that they are made of.
+
+NOTE [a number that is added]
+A tensor without dims that ``_foreach_add`` adds is read as a number by torch's parser, unless it
+requires a gradient, and its tangent is lost. Tracers are never read, but a batch is to have what
+each example alone has: they are added without their tangent.
+
+Private names used here (torch 2.11 to 2.13): the names of these operators in ``torch.ops.aten``;
+``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import forward_ad
+
+from tsfunc.bridge.tracers.parts import PARTS
+from tsfunc.bridge.tracers.tracer import METHODS, Method, Tracer
+
+Single = Callable[..., Any]
+
+_UNARY = """
+    abs acos asin atan ceil clone cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2
+    neg reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc
+""".split()
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _each(single: Single, inplace: bool) -> Single:
+    """A function of tensors, for each place of the lists among its arguments."""
+
+    def each(*args: Any, **kwargs: Any) -> Any:
+        count = next(len(arg) for arg in args if _is_list(arg))
+        out = [
+            single(*[arg[k] if _is_list(arg) else arg for arg in args], **kwargs)
+            for k in range(count)
+        ]
+        return None if inplace else out
+
+    return each
+
+
+def _added(name: str) -> Single:
+    """addcmul and addcdiv: the factor comes by position, and as a tensor it has one a place."""
+
+    def single(x: Tensor, a: Tensor, b: Tensor, value: Any = 1) -> Tensor:
+        function = getattr(Tensor, name)
+        if not isinstance(value, Tensor):
+            out: Tensor = function(x, a, b, value=value)
+            return out
+        change = value * (a * b if "mul" in name else a / b)
+        return x.add_(change) if name.endswith("_") else x.add(change)
+
+    return single
+
+
+def _larger(name: str) -> Single:
+    """maximum and minimum take numbers, too; these have the names of clamps."""
+    function = getattr(Tensor, name)
+    return lambda x, other: function(x, other)
+
+
+def _norm(x: Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
+    out: Tensor = torch.linalg.vector_norm(x, ord, dtype=dtype)
+    return out
+
+
+def _sum_of_powers(x: Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
+    return x.abs().pow(ord).sum(dtype=dtype)
+
+
+def _singles() -> dict[str, Single]:
+    """The function of single tensors for each operator, by name without overload."""
+    found: dict[str, Single] = {}
+    for name in _UNARY:
+        found[name] = getattr(torch, name)
+        if name != "clone":
+            found[f"{name}_"] = getattr(Tensor, f"{name}_")
+    for name in ("add", "sub", "mul", "div", "pow", "lerp", "clamp_min", "clamp_max"):
+        found[name], found[f"{name}_"] = getattr(torch, name), getattr(Tensor, f"{name}_")
+    for name, clamp in (("maximum", "clamp_min"), ("minimum", "clamp_max")):
+        found[name], found[f"{name}_"] = _larger(clamp), _larger(f"{clamp}_")
+    for name in ("addcmul", "addcdiv"):
+        found[name], found[f"{name}_"] = _added(name), _added(f"{name}_")
+    return found | {
+        "zero": torch.zeros_like,
+        "zero_": Tensor.zero_,
+        "copy": torch.ops.aten.copy,
+        "copy_": Tensor.copy_,
+        "max": torch.max,
+        "mm": torch.mm,
+        "norm": _norm,
+        "powsum": _sum_of_powers,
+    }
+
+
+def _declare() -> None:
+    """For operators that C++ calls, and for Python's functions.
+
+    The parser of these takes a list of tracers for one of numbers.
+    """
+    for name, single in _singles().items():
+        inplace = name.endswith("_")
+        each = _each(single, inplace)
+        if name.startswith("addc"):
+            each = _with_factors(each)
+        PARTS[f"aten::_foreach_{name}"] = each
+        function = getattr(torch, f"_foreach_{name}", None)
+        if function is not None:
+            method = _method(each, inplace)
+            adds = name in ("add", "add_")
+            METHODS[function] = _reading_a_number(method) if adds else method
+
+
+def _with_factors(each: Single) -> Single:
+    """addcmul and addcdiv take their factors, one for each place, in one tensor, too."""
+
+    def call(x: Any, a: Any, b: Any, value: Any = 1, *, scalars: Any = None) -> Any:
+        value = value if scalars is None else scalars
+        return each(x, a, b, value.unbind() if isinstance(value, Tensor) else value)
+
+    return call
+
+
+def _reading_a_number(method: Method) -> Method:
+    """NOTE [a number that is added]"""
+
+    def call(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if len(args) == 2 and not kwargs and isinstance(args[1], Tracer) and not args[1].dim():
+            with DisableTorchFunctionSubclass():
+                number = args[1]
+                if not number.requires_grad and number.dispatch_level.forward:
+                    number = forward_ad.unpack_dual(number).primal
+            args = args[0], number
+        return method(func, types, args, kwargs)
+
+    return call
+
+
+def _method(each: Single, inplace: bool) -> Method:
+    def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        out = each(*args, **kwargs)
+        return args[0] if inplace else tuple(out)
+
+    return method
+
+
+_declare()

@@ -1,0 +1,127 @@
+"""Which Python callables door 1 gives straight to a batching rule.
+
+A rule that only passes its operator on (pointwise) serves the Python callable as well:
+``torch.add`` parses its arguments on values as it would on tracers. Rows of other categories
+are listed by name where their rule takes just the arguments that the Python function takes.
+An operator for which a Batch kernel is registered is in nobody's list: its callables go to the
+table like any other call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.batch.hot_forms import forms
+from tsfunc.bridge.tracers.hot_calls import FORMS, HOT, NAMED, VIEWS
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.dispatch import DispatchKey, Operator
+from tsfunc.dispatch.table import on_register
+from tsfunc.ops import all_rows, find
+from tsfunc.ops.registry import Row, Rule, on_declare
+from tsfunc.ops.tensor_iterator import pointwise
+
+# Names that mean something else when called with other arguments (where(condition) is nonzero).
+_AMBIGUOUS = frozenset({"where", "max", "min", "to", "copy_", "fill_"})
+
+_DUNDERS = {
+    "add": ("__add__", "__radd__"),
+    "sub": ("__sub__", "__rsub__"),
+    "mul": ("__mul__", "__rmul__"),
+    "div": ("__truediv__", "__rtruediv__"),
+    "pow": ("__pow__", "__rpow__"),
+    "remainder": ("__mod__",),
+    "neg": ("__neg__",),
+    "abs": ("__abs__",),
+    "eq": ("__eq__",),
+    "ne": ("__ne__",),
+    "lt": ("__lt__",),
+    "le": ("__le__",),
+    "gt": ("__gt__",),
+    "ge": ("__ge__",),
+    "bitwise_and": ("__and__",),
+    "bitwise_or": ("__or__",),
+    "bitwise_xor": ("__xor__",),
+    "bitwise_not": ("__invert__",),
+}
+
+# The Python function, and the operator whose rule takes its positional arguments as they are.
+_OTHERS: tuple[tuple[Any, str], ...] = (
+    (torch.nn.functional.linear, "aten::linear"),
+    (torch.matmul, "aten::matmul"),
+    (torch.Tensor.matmul, "aten::matmul"),
+    (torch.Tensor.__matmul__, "aten::matmul"),
+    (torch.mm, "aten::mm"),
+    (torch.Tensor.mm, "aten::mm"),
+    (torch.mv, "aten::mv"),
+    (torch.Tensor.mv, "aten::mv"),
+    (torch.dot, "aten::dot"),
+    (torch.Tensor.dot, "aten::dot"),
+    (torch.bmm, "aten::bmm"),
+    (torch.Tensor.bmm, "aten::bmm"),
+    (torch.clamp, "aten::clamp"),
+    (torch.Tensor.clamp, "aten::clamp"),
+)
+
+
+def _pointwise() -> Iterator[tuple[Any, Rule]]:
+    """Each callable whose every overload has the pointwise rule."""
+    names: dict[str, Rule | None] = {}
+    for name, row in all_rows().items():
+        base = _base(name)
+        names[base] = row.rule if names.get(base, row.rule) is row.rule else None
+    owners = (torch, torch.Tensor, torch.nn.functional, torch.special)
+    for base, rule in names.items():
+        if rule is not pointwise or base in _AMBIGUOUS | _registered or base.endswith("_"):
+            continue
+        for name in (base, *_DUNDERS.get(base, ())):
+            for owner in owners:
+                found = getattr(owner, name, None)
+                if found is not None:
+                    yield found, rule
+
+
+_registered: set[str] = set()
+
+
+@on_register
+def _give_way(op: Operator, key: DispatchKey | None) -> None:
+    """A kernel of the user's for the Batch key (or a row) comes before the hot rule."""
+    if isinstance(op, TorchOperator) and key in (None, DispatchKey.Batch):
+        _registered.add(_base(op.name))
+        HOT.clear()  # filled anew by the next vmap
+        NAMED.clear()
+        FORMS.clear()
+        op.hot = op.function = op.by_tracers = None
+
+
+@on_declare
+def _new_row(row: Row) -> None:
+    """Of operators that had none there may be calls."""
+    FORMS.clear()
+
+
+def _base(name: str) -> str:
+    return name.partition("::")[2].partition(".")[0]
+
+
+def fill() -> None:
+    """Fills the table; called by the first vmap."""
+    for found, rule in _pointwise():
+        HOT[found] = NAMED[found] = rule
+    for func, name in _OTHERS:
+        own = _rule_of(name)
+        if own is not None:
+            HOT[func] = own
+    for found, rule, view in forms(_rule_of):
+        HOT[found] = NAMED[found] = rule
+        if view:
+            VIEWS.add(found)
+
+
+def _rule_of(name: str) -> Rule | None:
+    """The rule of an operator, if calls are not to go to a kernel of the user's."""
+    row = find(name)
+    return None if row is None or _base(name) in _registered else row.rule

@@ -1,0 +1,307 @@
+"""``x[i]``, ``x[i:i + 1]`` and ``x[i] = v`` where ``i`` is a number for each example.
+
+Python's indexing asks an integer tensor without dims for its value, to select or slice with it. A
+tracer has a value for each example, so such items are served by tensor operators: each is a list
+of places along its dim (one, or as many as the slice has).
+
+What they give of a tensor is a view, as an integer's is: NOTE [gathered views].
+
+A slice's size must be the same for every example. It is worked out from the values of all, and
+is an error where they differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.batch.masks import is_recorded_mask, write_by_mask
+from tsfunc.bridge.batch.selections import is_lazy, select
+from tsfunc.bridge.sizes.sized_indexing import basic_view, depends_on_sizes, is_traced_here
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.tracer import FOR_NUMBERS, METHODS, WRITERS, Tracer
+from tsfunc.bridge.writing.gathered import gather
+from tsfunc.dispatch.messages import SPLIT
+from tsfunc.dispatch.places import users_place
+from tsfunc.errors import DataDependentError
+from tsfunc.ops.dims import wrap as wrap_dim
+
+_T = torch.Tensor
+_ALL = slice(None)
+
+
+def _is_scalar(item: Any) -> bool:
+    return (
+        isinstance(item, Tracer)
+        and item.dim() == 0
+        and not (item.is_floating_point() or item.is_complex() or item.dtype is torch.bool)
+    )
+
+
+def _known(item: Any) -> Any:
+    """An index that is the same for every example is the number that it is."""
+    if isinstance(item, slice):
+        return slice(_known(item.start), _known(item.stop), item.step) if _is_traced(item) else item
+    if isinstance(item, list) and any(isinstance(part, Tracer) for part in item):
+        # A list stands for a tensor of its numbers, which Python can't ask for.
+        return torch.stack([torch.as_tensor(part) for part in item])
+    if not _is_scalar(item):
+        return item
+    value = item
+    while isinstance(value, BatchTracer | GradTracer) and getattr(value, "bdim", None) is None:
+        value = value.value
+    return int(value) if type(value) is torch.Tensor else item
+
+
+def _is_flag(item: Any) -> bool:
+    return isinstance(item, Tracer) and item.dim() == 0 and item.dtype is torch.bool
+
+
+def _is_bound_by_tracers(item: Any) -> bool:
+    return isinstance(item, slice) and (_is_scalar(item.start) or _is_scalar(item.stop))
+
+
+def _is_traced(item: Any) -> bool:
+    return _is_scalar(item) or _is_bound_by_tracers(item)
+
+
+def _is_advanced(item: Any) -> bool:
+    return isinstance(item, torch.Tensor | list | tuple | bool)
+
+
+def _consumed(item: Any) -> int:
+    """How many dims of the indexed tensor an item of an index stands for."""
+    if item is None or isinstance(item, bool):
+        return 0
+    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.dim()
+    return 1
+
+
+def _items(index: Any, rank: int) -> list[Any]:
+    """The items of an index, without Ellipsis, one at least for each dim."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    rest = [_ALL] * (rank - sum(_consumed(item) for item in items if item is not Ellipsis))
+    for place, item in enumerate(items):
+        if item is Ellipsis:
+            return [*items[:place], *rest, *items[place + 1 :]]
+    return [*items, *rest]
+
+
+def _from_front(index: Any, size: int) -> torch.Tensor:
+    return torch.where(index < 0, index + size, index)
+
+
+def _places(item: Any, size: int) -> torch.Tensor:
+    """Which places along a dim of ``size`` an item stands for; those below 0 are from the end."""
+    if not isinstance(item, slice):
+        return item  # type: ignore[no-any-return]
+    like = item.start if isinstance(item.start, Tracer) else item.stop
+    step = 1 if item.step is None else item.step
+    start = _bound(item.start, 0, size, like)
+    stop = _bound(item.stop, size, size, like)
+    count = _same_count(torch.clamp(stop - start + (step - 1), min=0) // step, item)
+    return start + torch.arange(count, device=like.device) * step
+
+
+def _bound(given: Any, default: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    value = torch.as_tensor(default if given is None else given, device=like.device)
+    return _from_front(value, size).clamp(0, size)
+
+
+def _same_count(counts: Any, item: slice) -> int:
+    """The size that a slice has for every example of every vmap."""
+    every, splits = counts, True
+    while isinstance(every, BatchTracer):
+        if every.bdim is not None and every.dispatch_level.splitter is None:
+            splits = False
+        every = every.value
+    if isinstance(every, Tracer) or every.numel() == 0:
+        return int(every.min()) if every.numel() else 0
+    low, high = int(every.min()), int(every.max())
+    if low == high:
+        return low
+    if splits:
+        return int(counts)
+    raise DataDependentError(
+        f"vmap, at {users_place()}: x[start:stop] with bounds that differ from example to example "
+        f"has between {low} and {high} elements, so the size of the result would differ too. "
+        f"Slices of one size for all work (x[i : i + 2], where every i + 2 is within x); else use "
+        f"torch.where or a mask. {SPLIT}."
+    )
+
+
+def _get(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    x, index = args
+    if type(index) is list and any(isinstance(item, Tracer) for item in index):
+        index = tuple(index)  # as torch takes a list with tensors in it
+    given = index if isinstance(index, tuple) else (index,)
+    if not any(_is_traced(item) or type(item) is list for item in given):
+        items = masked_items(x, index)
+        if items is not None:
+            return select(x, items)
+        if not is_traced_here() or not depends_on_sizes(x, given):
+            return NotImplemented
+        view, left = basic_view(x, _items(index, x.dim()), _consumed)
+        return view[tuple(left)] if left else view
+    known = tuple([_known(item) for item in given])
+    if not any(_is_traced(item) for item in known):
+        same = all(a is b for a, b in zip(given, known, strict=True))
+        return NotImplemented if same else x[known]
+    items = _items(known, x.dim())
+    for place in reversed(range(len(items))):
+        if _is_traced(items[place]):
+            x = _taken(x, items, place)
+    return x[tuple(items)] if items else x
+
+
+def masked_items(x: torch.Tensor, index: Any) -> list[Any] | None:
+    """The items of an index that has a mask of each example's own, beside basic ones."""
+    given = index if isinstance(index, tuple) else (index,)
+    if not any(is_lazy(item) for item in given) or sum(map(_is_advanced, given)) != 1:
+        return None
+    return _items(index, x.dim())
+
+
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> Sequence[Any]:
+    """A tensor and the arguments of these names; None for one that is missing."""
+    places = enumerate(("input", *names))
+    return [args[k] if k < len(args) else kwargs.get(name) for k, name in places]
+
+
+def _select(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``select(x, dim, index)``."""
+    x, dim, index = _given(args, kwargs, "dim", "index")
+    if not _is_scalar(index):
+        return NotImplemented
+    index = _known(index)
+    if isinstance(index, int):
+        return x.select(dim, index)
+    return gather(x, wrap_dim(dim, x.dim()), index)
+
+
+def _masked_select(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``masked_select(x, mask)``."""
+    x, mask = _given(args, kwargs, "mask")
+    if not is_lazy(mask) or "out" in kwargs:
+        return NotImplemented
+    x, mask = torch.broadcast_tensors(x, mask)
+    return select(x, [mask])
+
+
+def _tensor_split(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``tensor_split(x, where, dim)``: C++ would look for the numbers in a tracer's memory."""
+    named = "tensor_indices_or_sections"
+    where = args[1] if len(args) > 1 else kwargs.get("indices_or_sections", kwargs.get(named))
+    if not isinstance(where, Tracer):
+        return NotImplemented
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    return torch.tensor_split(args[0] if args else kwargs["input"], where.tolist(), dim)
+
+
+def _taken(x: torch.Tensor, items: list[Any], place: int) -> torch.Tensor:
+    """One item served; what stands for it in the index then is put in its place."""
+    item = items.pop(place)
+    dim = sum(_consumed(item) for item in items[:place])
+    places = _places(item, x.shape[dim])
+    if places.dim():
+        items.insert(place, _ALL)
+    return gather(x, dim, places)
+
+
+def _set(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    WRITERS[func](func, args, kwargs)
+    x, index, value = args
+    given = index if isinstance(index, tuple) else (index,)
+    if any(_is_flag(item) for item in given):
+        return _set_where(x, given, value)
+    if sum(map(_is_advanced, given)) == 1 and any(is_recorded_mask(i, x, value) for i in given):
+        write_by_mask(x, _items(index, x.dim()), value)
+        return None
+    if not any(_is_traced(item) for item in given):
+        if not is_traced_here() or not depends_on_sizes(x, given):
+            return NotImplemented
+        view, left = basic_view(x, _items(index, x.dim()), _consumed)
+        view[tuple(left) or Ellipsis] = value
+        return None
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    items = _items(index, x.dim())
+    if any(_is_advanced(item) and not _is_scalar(item) for item in items):
+        # The part that the numbers choose is taken out, written, and put back.
+        chosen: list[Any] = []
+        for item in items:
+            chosen += [item] if _is_traced(item) else [_ALL] * _consumed(item)
+        part = _get(func, types, (x, tuple(chosen)), {}).clone()
+        rest = [_ALL if _is_bound_by_tracers(i) else i for i in items if not _is_scalar(i)]
+        part[tuple(rest)] = value
+        items, value = chosen, part
+    _put(x, items, value)
+    return None
+
+
+def _set_where(x: torch.Tensor, items: Sequence[Any], value: Any) -> Any:
+    """``x[flag, ...] = v``: all of it is written, or nothing."""
+    flags = [item for item in items if _is_flag(item)]
+    rest = [item for item in items if not _is_flag(item)]
+    if any(_is_advanced(item) or _is_bound_by_tracers(item) for item in rest):
+        return NotImplemented
+    part = x[tuple(rest)] if rest else x
+    value = torch.as_tensor(value, dtype=part.dtype, device=part.device)
+    flag = functools.reduce(torch.logical_and, flags)
+    part.copy_(torch.where(flag, _without_leading_ones(value, part.dim()), part))
+    return None
+
+
+def _without_leading_ones(value: torch.Tensor, rank: int) -> torch.Tensor:
+    while value.dim() > rank and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
+def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
+    """Writes where ints, slices and the places of the traced items say."""
+    # A view that has the dims of the places whole, in front of the others.
+    view = x[tuple(_ALL if _is_traced(item) else item for item in items)]
+    kept = [item for item in items if item is None or isinstance(item, slice) or _is_traced(item)]
+    dims = [dim for dim, item in enumerate(kept) if _is_traced(item)]
+    places = [_places(kept[dim], view.shape[dim]) for dim in dims]
+    shape: list[int] = []  # of what is written, and in it the dims of slices
+    spans: list[int] = []
+    for dim, size in enumerate(view.shape):
+        place = places[dims.index(dim)] if dim in dims else None
+        if place is None:
+            shape.append(size)
+        elif place.dim():
+            spans.append(len(shape))
+            shape.append(place.shape[0])
+    value = _without_leading_ones(value.to(x.dtype), len(shape)).expand(shape)
+    value = value.movedim(spans, list(range(len(spans))))
+    after = len(spans)
+    for k, place in enumerate(places):
+        if place.dim():
+            after -= 1
+            places[k] = place.view(-1, *[1] * after)
+    view.movedim(dims, list(range(len(dims)))).index_put_(tuple(places), value)
+
+
+METHODS[_T.__getitem__] = _get
+METHODS[_T.__setitem__] = _set
+METHODS[_T.masked_select] = METHODS[torch.masked_select] = _masked_select
+METHODS[_T.select] = METHODS[torch.select] = _select
+METHODS[_T.tensor_split] = METHODS[torch.tensor_split] = _tensor_split
+FOR_NUMBERS |= {_T.select, torch.select, _T.tensor_split, torch.tensor_split}

@@ -1,0 +1,178 @@
+"""Parts of selections, selections put together, and what is written by their masks.
+
+NOTE [selections] in ``selections``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.batch.indexing import masked_items
+from tsfunc.bridge.batch.masks import write_by_mask
+from tsfunc.bridge.batch.selections import (
+    SERVED,
+    Given,
+    Selection,
+    is_in_place,
+    named,
+    selections_in,
+    serve,
+    together,
+)
+from tsfunc.bridge.tracers.tracer import WRITERS
+from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.refusal import require
+
+_T = torch.Tensor
+_ALL = slice(None)
+
+
+def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """``selection[mask]``, ``selection[:, 0]``, ``table[selection]``."""
+    x, index = args
+    items = index if isinstance(index, tuple) else (index,)
+    if not isinstance(x, Selection):
+        if len(items) != 1 or items[0].dtype is torch.bool:
+            return NotImplemented
+        return index.like(x[items[0].places], items[0].after + x.dim() - 1)
+    if isinstance(index, Selection):
+        return _narrowed(x, index)
+    front = x.places.dim() + x.at
+    if not all(item is None or item is ... or isinstance(item, int | slice) for item in items):
+        return NotImplemented
+    return _basic(x, items, front)
+
+
+def _narrowed(x: Selection, by: Selection) -> Any:
+    """Those among the selected for which something holds."""
+    if by.dtype is not torch.bool or by.after or by.places.dim() != 1 or not x.is_first:
+        return NotImplemented
+    flags = by.on(x.mask, x.source)
+    out = x.like(x.places)
+    out.mask, out.source = x.mask & flags, None
+    return out
+
+
+def _one(x: Selection, number: int) -> torch.Tensor:
+    """One of the selected, counted from the front or from the end."""
+    count = x.count()
+    least = number + 1 if number >= 0 else -number
+    require(count >= least, f"index {number} is out of bounds of what a mask selects")
+    order = (~x.mask).byte().argsort(stable=True)
+    ordinal = torch.full_like(count, number) if number >= 0 else count + number
+    place = order.index_select(0, ordinal.reshape(1))
+    return x.places.index_select(x.at, place).squeeze(x.at)
+
+
+def _basic(x: Selection, items: Sequence[Any], front: int) -> Any:
+    """Ints, slices and new dims before or after the places, which are taken whole."""
+    whole = [*items]
+    if ... in whole:
+        place = whole.index(...)
+        used = sum(1 for item in whole if item is not None) - 1
+        whole[place : place + 1] = [_ALL] * (x.places.dim() - used)
+    dim = 0
+    for k, item in enumerate(whole):
+        if item is not None and dim == front:
+            if isinstance(item, int) and k == 0:
+                return _one(x, item)[tuple(whole[1:])]
+            if item != _ALL:
+                return NotImplemented
+            behind = whole[k + 1 :]
+            gone = sum(isinstance(i, int) for i in behind)
+            return x.like(x.places[tuple(whole)], x.after - gone + behind.count(None))
+        dim += item is not None
+    return x.like(x.places[tuple(whole)])
+
+
+def _set(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """``x[mask] = selection``; ``selection[mask] = value``."""
+    x, index, value = args
+    if isinstance(x, Selection):
+        if not isinstance(index, Selection) or index.dtype is not torch.bool:
+            return NotImplemented
+        lead, (places, flags, value) = together([x, index, value], func.__name__)
+        if not isinstance(value, torch.Tensor) or value.dim() <= lead.after:
+            places.copy_(torch.where(flags, value, places))
+            return None
+        return NotImplemented
+    items = masked_items(x, index)
+    if items is None:
+        return NotImplemented
+    WRITERS[func](func, args, kwargs)
+    write_by_mask(x, items, value)
+    return None
+
+
+def _index_put(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """``x.index_put_((mask,), selection)``."""
+    given = named(args, kwargs, "indices", "values", "accumulate")
+    x, index, value = args[0], tuple(given["indices"]), given["values"]
+    items = None if isinstance(x, Selection) else masked_items(x, index)
+    if items is None:
+        return NotImplemented
+    if is_in_place(func.__name__):
+        WRITERS[func](func, args, kwargs)
+    else:
+        x = x.clone()
+    write_by_mask(x, items, value, accumulate=given.get("accumulate", False))
+    return x
+
+
+def _flattened(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """All elements as one dim."""
+    x, *shape = args
+    if func.__name__ in ("reshape", "view") and shape not in ([-1], [(-1,)], [[-1]]):
+        return NotImplemented
+    if func.__name__ == "flatten" and (shape or kwargs):
+        return NotImplemented
+    mask = x.column().expand_as(x.places).reshape(-1)
+    return (
+        x.like(x.places.reshape(-1), 0)
+        if x.places.dim() == 1
+        else _of(x, x.places.reshape(-1), mask)
+    )
+
+
+def _of(x: Selection, places: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Places with a mask of their own, along one dim."""
+    out = x.like(places, 0 if places.dim() == 1 else None)
+    out.mask, out.source = mask, None
+    return out
+
+
+def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """``cat`` along the dim of the places."""
+    parts, dim = args[0], named(args, kwargs, "dim").get("dim", 0)
+    lead = next(selections_in(parts))
+    places, masks = [], []
+    for part in parts:
+        if isinstance(part, Selection):
+            if part.after != lead.after:
+                return NotImplemented
+            places.append(part.places)
+            masks.append(part.mask)
+        else:
+            places.append(part)
+            masks.append(lead.mask.new_ones(part.shape[dim]))
+    if wrap_dim(dim, lead.places.dim()) != lead.at + lead.places.dim():
+        return NotImplemented
+    return _of(lead, torch.cat(places, dim), torch.cat(masks))
+
+
+def _masked_select(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    x, mask = (*args, *kwargs.values())
+    if not isinstance(x, Selection) or not isinstance(mask, Selection):
+        return NotImplemented
+    return _narrowed(x, mask)
+
+
+serve(_flattened, "flatten ravel reshape view")
+serve(_joined, "cat concat concatenate")
+serve(_masked_select, "masked_select")
+serve(_index_put, "index_put index_put_")
+SERVED[_T.__getitem__] = _get
+SERVED[_T.__setitem__] = _set

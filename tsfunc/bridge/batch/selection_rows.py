@@ -1,0 +1,179 @@
+"""Rows that a mask selects: products with matrices, functions of rows, losses.
+
+NOTE [selections] in ``selections``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tsfunc.bridge.batch.selections import (
+    SERVED,
+    Given,
+    Selection,
+    named,
+    selections_in,
+    serve,
+    together,
+)
+from tsfunc.ops.dims import wrap as wrap_dim
+
+_T = torch.Tensor
+
+
+def _matmul(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """Rows by a matrix, columns by a matrix, or a sum of products over the places."""
+    x, y = args if not kwargs else (*args, *kwargs.values())
+    if func.__name__ == "__rmatmul__":
+        x, y = y, x
+    if isinstance(x, Selection) and isinstance(y, Selection):
+        # What is summed over is the last dim of x and the last but one of y.
+        if x.after != 0 or y.after != min(y.places.dim() - 1, 1):
+            return NotImplemented
+        places = y.on(x.mask, x.source)
+        keep = y.mask if places is y.places else x.mask
+        return torch.matmul(x.filled(0), torch.where(keep.reshape(-1, *[1] * y.after), places, 0))
+    if isinstance(x, Selection):
+        if not x.after:
+            return NotImplemented
+        after = x.after - 1 if y.dim() == 1 else x.after
+        if y.dim() > 2:
+            return NotImplemented
+        return x.like(torch.matmul(x.places, y), after)
+    if y.after or y.places.dim() < 2:
+        return NotImplemented
+    return y.like(torch.matmul(x, y.places))
+
+
+def _rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """Functions of the last dim, whatever the others are."""
+    x = args[0]
+    if not isinstance(x, Selection) or not x.after:
+        return NotImplemented
+    if any(isinstance(value, Selection) for value in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    return x.like(func(x.places, *args[1:], **kwargs))
+
+
+def _layer_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    shape = named(args, kwargs, "normalized_shape")["normalized_shape"]
+    return _rows(func, args, kwargs) if len(shape) <= args[0].after else NotImplemented
+
+
+def _embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    x = args[0]
+    if not isinstance(x, Selection) or any(selections_in((*args[1:], *kwargs.values()))):
+        return NotImplemented
+    return x.like(func(x.places, *args[1:], **kwargs), x.after + 1)
+
+
+def _transposed(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    x = args[0]
+    if x.places.dim() == 1:
+        return x.like(x.places)
+    out = func(x.places, *args[1:], **kwargs)
+    if x.places.dim() != 2:
+        return NotImplemented
+    return x.like(out, 1 - x.after)
+
+
+def _pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """Functions of two tensors' rows: a number for each."""
+    given = dict(kwargs)
+    lead, values = together(args[:2], func.__name__)
+    dim = given.get("dim", args[2] if len(args) > 2 else 1)
+    if func is functional.cosine_similarity and wrap_dim(dim, lead.places.dim()) <= (
+        lead.at + lead.places.dim()
+    ):
+        return NotImplemented
+    if not lead.after:
+        return NotImplemented
+    keepdim = given.get("keepdim", False)
+    out = func(*values, *args[2:], **given)
+    return lead.like(out, lead.after if keepdim else lead.after - 1)
+
+
+def _of_loss(kwargs: Given) -> dict[str, Any] | None:
+    """The options of a loss; None where old ones are among them."""
+    given = dict(kwargs)
+    old = [given.pop(name, None) for name in ("size_average", "reduce")]
+    return given if old == [None, None] else None
+
+
+def _loss(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """Elementwise losses, then summed up as the call asks for."""
+    given = _of_loss(kwargs)
+    if given is None or len(args) != 2:
+        return NotImplemented
+    reduction = given.pop("reduction", "mean")
+    names = list(given)
+    lead, values = together([*args, *given.values()], func.__name__)
+    given = dict(zip(names, values[len(args) :], strict=True))
+    each = func(*torch.broadcast_tensors(*values[: len(args)]), reduction="none", **given)
+    return _summed_up(lead.like(each), reduction)
+
+
+def _summed_up(each: Selection, reduction: str) -> Any:
+    if reduction == "none":
+        return each
+    if reduction == "batchmean":
+        if not each.is_first:
+            return NotImplemented
+        return each.sum() / each.count()
+    return each.mean() if reduction == "mean" else each.sum()
+
+
+def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    """Of selected rows and their classes."""
+    given = _of_loss(named(args, kwargs, "target", "weight"))
+    if given is None or len(args) > 3:
+        return NotImplemented
+    x, target = args[0], given.pop("target")
+    if any(not isinstance(each, Selection) or not each.is_first for each in (x, target)):
+        return NotImplemented
+    if not x.after:
+        return NotImplemented
+    reduction = given.pop("reduction", "mean")
+    classes = target.on(x.mask, x.source)
+    each = x.like(func(x.places, classes, reduction="none", **given), x.after - 1)
+    if reduction != "mean" or classes.is_floating_point():
+        return _summed_up(each, reduction)
+    # The mean counts rows by the weights of their classes, and ignored ones not.
+    counted = classes != given.get("ignore_index", -100)
+    weight = given.get("weight")
+    share: torch.Tensor = counted
+    if weight is not None:
+        share = torch.where(counted, weight[torch.where(counted, classes, 0)], 0)
+    return each.sum() / each.like(share).sum()
+
+
+def _normalize(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    x, given = args[0], named(args, kwargs, "p", "dim")
+    if not isinstance(given.get("p", 2.0), int | float) or given.get("p", 2.0) <= 0:
+        return NotImplemented
+    over = wrap_dim(given.get("dim", 1), x.places.dim()) == x.at + x.places.dim()
+    return x.like(func(x.filled(0) if over else x.places, **given))
+
+
+serve(_matmul, "matmul mm mv dot __matmul__ __rmatmul__")
+serve(_rows, "linear", functional)
+serve(_normalize, "normalize", functional)
+serve(_layer_norm, "layer_norm rms_norm", functional)
+serve(_pairs, "cosine_similarity pairwise_distance", functional)
+serve(_embedding, "embedding", functional)
+serve(_transposed, "t transpose")
+for _name in ("T", "mT"):
+    SERVED[getattr(_T, _name).__get__] = lambda func, args, kwargs: _transposed(
+        lambda x: x.mT, args, kwargs
+    )
+serve(
+    _loss,
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div poisson_nll_loss soft_margin_loss",
+    functional,
+)
+serve(_cross_entropy, "cross_entropy nll_loss", functional)

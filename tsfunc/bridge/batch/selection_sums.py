@@ -1,0 +1,222 @@
+"""Sums of selections, and what is like them: NOTE [selections] in ``selections``.
+
+Each is a call on all places, with what makes no difference in those not selected: a zero in
+a sum, the smallest number in a maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tsfunc.bridge.batch.selections import Given, Selection, named, serve
+from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.refusal import require
+
+_T = torch.Tensor
+_DIM = ("dim", "keepdim")
+
+
+def _spans(x: Selection, dim: Any) -> tuple[list[int], bool]:
+    """The dims that are summed over, and whether the places are among them."""
+    rank = x.places.dim()
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    wrapped = [wrap_dim(each, rank) for each in dims] or list(range(rank))
+    return wrapped, x.at + rank in wrapped
+
+
+def _left(x: Selection, out: torch.Tensor, spans: Sequence[int], keepdim: bool) -> Any:
+    """A result in which the places are still a dim."""
+    behind = [dim for dim in spans if dim > x.at + x.places.dim()]
+    return x.like(out, x.after if keepdim else x.after - len(behind))
+
+
+def _limit(x: torch.Tensor, largest: bool) -> Any:
+    """The largest or the smallest number of a type."""
+    if x.dtype is torch.bool:
+        return largest
+    if x.is_floating_point():
+        return math.inf if largest else -math.inf
+    info = torch.iinfo(x.dtype)
+    return info.max if largest else info.min
+
+
+def _reduction(names: Sequence[str], neutral: Callable[[torch.Tensor], Any], some: bool) -> Any:
+    """Functions that a neutral element makes blind for places; ``some``: one is needed at least."""
+
+    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+        x, given = args[0], named(args, kwargs, *names)
+        dim = given.get("dim")
+        if not isinstance(x, Selection) or not isinstance(dim, int | tuple | list | None):
+            return NotImplemented
+        spans, over = _spans(x, dim)
+        if not over:
+            return _left(x, func(x.places, **given), spans, given.get("keepdim", False))
+        if some:
+            _require_some(x, func.__name__)
+        return func(x.filled(neutral(x.places)), **given)
+
+    return served
+
+
+def _require_some(x: Selection, name: str) -> None:
+    require(x.count() > 0, f"{name}(): for some example the mask selects no element")
+
+
+def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    x, given = args[0], named(args, kwargs, *_DIM)
+    spans, over = _spans(x, given.get("dim"))
+    if not over:
+        return _left(x, func(x.places, **given), spans, given.get("keepdim", False))
+    dtype = given.get("dtype") or x.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return func(x.places, **given)  # which torch refuses
+    places = x.places.to(dtype)
+    keep = x.column()
+    if func.__name__ == "nanmean":
+        keep = keep & ~places.isnan()
+    keep = keep.expand_as(places)
+    total = torch.where(keep, places, 0).sum(spans, given.get("keepdim", False))
+    return total / keep.sum(spans, given.get("keepdim", False))
+
+
+def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    x = args[0]
+    if len(args) > 1 and isinstance(args[1], bool):
+        args = (x, None, *args[1:])
+    given = named(args, kwargs, "dim", "unbiased", "keepdim")
+    correction = given.pop("correction", None)
+    unbiased = given.pop("unbiased", True)
+    if correction is None:
+        correction = int(unbiased)
+    keepdim = given.get("keepdim", False)
+    spans, over = _spans(x, given.get("dim"))
+    if not over:
+        out = func(x.places, spans, correction=correction, keepdim=keepdim)
+        return _left(x, out, spans, keepdim)
+    keep = x.column().expand_as(x.places)
+    count = keep.sum(spans, True)
+    mean = torch.where(keep, x.places, 0).sum(spans, True) / count
+    off = torch.where(keep, x.places - mean, 0)
+    squares = (off * off.conj()).real if off.is_complex() else off * off
+    out = squares.sum(spans, True) / (count - correction).clamp(min=0)
+    if not keepdim:
+        out = out.squeeze(spans)
+    if func.__name__ == "var":
+        return out
+    # Where nothing varies the derivative is torch's, 0.
+    return torch.where(out == 0, 0.0, torch.where(out == 0, 1.0, out).sqrt())
+
+
+def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    order = "ord" if func is torch.linalg.vector_norm else "p"
+    given = named(args, kwargs, order, *_DIM)
+    power = given.get(order)
+    if not isinstance(args[0], Selection) or (
+        power not in (None, "fro") and not (isinstance(power, int | float) and power > 0)
+    ):
+        return NotImplemented
+    served = _reduction((order, *_DIM), lambda x: 0, some=power == math.inf)
+    return served(func, args, kwargs)
+
+
+def _extremum(largest: bool) -> Any:
+    """``max`` and ``min``: of all, along a dim with places, or of two."""
+    both = torch.maximum if largest else torch.minimum
+
+    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+        given = named(args, kwargs, "dim", "keepdim")
+        other = given.get("other", given.get("dim"))
+        if isinstance(other, torch.Tensor):
+            return both(args[0], other)
+        x = args[0]
+        if other is not None and not _spans(x, other)[1]:
+            values, at = func(x.places, **given)
+            keepdim = given.get("keepdim", False)
+            spans = _spans(x, other)[0]
+            return type(func(torch.zeros(1), 0))(
+                (_left(x, values, spans, keepdim), _left(x, at, spans, keepdim))
+            )
+        _require_some(x, func.__name__)
+        if other is None:
+            return func(x.filled(_limit(x.places, not largest)))
+        return func(_in_front(x, _limit(x.places, not largest)), **given)
+
+    return served
+
+
+def _in_front(x: Selection, rest: Any) -> torch.Tensor:
+    """What is selected in front, in order: so a place's number is that of its element."""
+    order = (~x.mask).byte().argsort(stable=True)
+    return x.filled(rest).index_select(x.at, order)
+
+
+def _place(largest: bool) -> Any:
+    """``argmax`` and ``argmin``."""
+
+    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+        x, given = args[0], named(args, kwargs, *_DIM)
+        dim, keepdim = given.get("dim"), given.get("keepdim", False)
+        if dim is None and not x.is_first:
+            return NotImplemented  # the number of a place is one of the whole
+        spans, over = _spans(x, dim)
+        if not over:
+            return _left(x, func(x.places, **given), spans, keepdim)
+        _require_some(x, func.__name__)
+        return func(_in_front(x, _limit(x.places, not largest)), **given)
+
+    return served
+
+
+def _along(neutral: Callable[[torch.Tensor], Any]) -> Any:
+    """Functions along a dim whose results are as many."""
+
+    def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+        x, given = args[0], named(args, kwargs, "dim")
+        if not isinstance(x, Selection) or not isinstance(given.get("dim"), int):
+            return NotImplemented
+        over = _spans(x, given["dim"])[1]
+        return x.like(func(x.filled(neutral(x.places)) if over else x.places, **given))
+
+    return served
+
+
+def _median(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+    x = args[0]
+    if len(args) > 1 or kwargs:
+        return NotImplemented
+    mask = x.column().expand_as(x.places).reshape(-1)
+    values = x.places.reshape(-1)
+    # As many of the others below it as it takes for the same middle.
+    count = mask.sum()
+    below = (mask.shape[0] - 1) // 2 - (count - 1) // 2
+    low = (~mask).cumsum(0) <= below
+    rest = torch.where(low, _limit(values, False), _limit(values, True)).to(values.dtype)
+    middle = func(torch.where(mask, values, rest))
+    if not values.is_floating_point():
+        _require_some(x, "median")
+        return middle
+    return torch.where(count == 0, math.nan, middle)
+
+
+serve(_reduction(_DIM, lambda x: 0, False), "sum nansum count_nonzero any")
+serve(_reduction(_DIM, lambda x: 1, False), "prod all")
+serve(_reduction(_DIM, lambda x: -math.inf, False), "logsumexp")
+serve(_reduction(_DIM, lambda x: _limit(x, False), True), "amax")
+serve(_reduction(_DIM, lambda x: _limit(x, True), True), "amin")
+serve(_mean, "mean nanmean")
+serve(_variance, "var std")
+serve(_norm, "norm")
+serve(_norm, "vector_norm", torch.linalg)
+serve(_extremum(True), "max")
+serve(_extremum(False), "min")
+serve(_place(True), "argmax")
+serve(_place(False), "argmin")
+serve(_median, "median")
+serve(_along(lambda x: -math.inf), "softmax log_softmax", torch, _T, functional)
+serve(_along(lambda x: 0), "cumsum")
+serve(_along(lambda x: 1), "cumprod")

@@ -1,0 +1,376 @@
+"""``x[mask]`` where the mask differs from example to example.
+
+NOTE [selections]
+How many elements a mask selects differs too, so a batch can't hold the result. Much of what is done
+with one does not need to know: elementwise functions, sums and means, and writing it back
+(``x[mask] = f(x[mask])``, which is what ``x[mask] *= 2`` is). So what the user gets is a
+*selection*: all places, and which of them are selected. Its one dim of unknown size is that of the
+places; what is asked of that size is an error, which names the line of ``x[mask]``.
+
+The places that are not selected hold the first selected element of the example. So what is called
+on them goes as it goes on a selected one: no logarithm of a number that the mask was to keep out,
+no derivative that is infinite there. A sum puts zeros in their place, a maximum the smallest number
+(``selection_sums``; ``selection_rows``, ``selection_items``).
+
+All of it is done by calls at the user's own level, as if they stood in the program: derivatives of
+every kind, outer levels and traces see ``torch.where`` and the like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.tracer import MARKED, METHODS, NO_KWARGS, Tracer, hop, innermost_level
+from tsfunc.bridge.writing.copied_views import state_of
+from tsfunc.dispatch.messages import SPLIT
+from tsfunc.dispatch.places import Place, users_place
+from tsfunc.errors import DataDependentError
+from tsfunc.ops.refusal import require
+
+_T = torch.Tensor
+_ALL = slice(None)
+
+# What is served of calls with selections among their arguments.
+Given = Mapping[str, Any]
+Served = Callable[[Callable[..., Any], Sequence[Any], Given], Any]
+SERVED: dict[Any, Served] = {}
+
+
+def serve(served: Served, names: str, *owners: Any) -> None:
+    """Has functions of torch's served; ``owners`` are the modules and classes that have them."""
+    for name in names.split():
+        for owner in owners or (torch, _T):
+            found = getattr(owner, name, None)
+            if found is not None:
+                SERVED[found] = served
+
+
+def named(args: Sequence[Any], kwargs: Given, *names: str) -> dict[str, Any]:
+    """The arguments after the first by their names; what was not given is left out."""
+    given = dict(zip(names, args[1:], strict=False))
+    for name, value in kwargs.items():
+        given[{"axis": "dim", "keepdims": "keepdim"}.get(name, name)] = value
+    return given
+
+
+class Selection(Tracer):
+    """Some elements of a tensor, of which each example selects its own.
+
+    Attributes:
+        places: the tensor, its dims that the mask has as one: ``[*before, places, *after]``.
+        mask: which places are selected.
+        after: how many dims come after that of the places.
+        source: the user's mask, and its state; None for what was narrowed since.
+        line: where it was selected.
+    """
+
+    places: torch.Tensor
+    mask: torch.Tensor
+    after: int
+    source: tuple[torch.Tensor, Any] | None
+    line: Place
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _serve(func, types, args, kwargs or NO_KWARGS)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for value in args:
+            if isinstance(value, Selection):
+                value.refuse(str(func))
+        return NotImplemented
+
+    @property
+    def record(self) -> Selection:
+        """As other marked tracers have one (``marked``)."""
+        return self
+
+    @property
+    def at(self) -> int:
+        """The dim of the places, from the end."""
+        return -1 - self.after
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the dim of the places is the first."""
+        return self.places.dim() == self.after + 1
+
+    def settle(self) -> NoReturn:
+        """It can't be looked at as a tensor is."""
+        self.refuse("a transform or a result")
+
+    def refuse(self, by: str) -> NoReturn:
+        """Raises the error for what needs to know how many elements are selected."""
+        raise DataDependentError(
+            f"vmap: aten::index.Tensor, at {self.line}: the size of the result depends on the "
+            f"values of a batched tensor, so it would differ from example to example (torch.func "
+            f"says: vmap: We do not support batching operators that can output dynamic shape. "
+            f"Attempted to vmap over aten::index.Tensor). It can be used elementwise, summed, and "
+            f"written back by its mask; {by}, at {users_place()}, needs its size. Use "
+            f"torch.where(mask, x, fill) instead of x[mask], or call it outside of the vmapped "
+            f"function. {SPLIT}."
+        )
+
+    @property
+    def shape(self) -> NoReturn:  # type: ignore[override]
+        self.refuse("shape")
+
+    def size(self, dim: Any = None) -> Any:
+        """The size of one dim, where it is not that of the places."""
+        rank = self.places.dim()
+        if dim is None or dim % rank == self.at % rank:
+            self.refuse("size")
+        return self.places.size(dim)
+
+    def numel(self) -> NoReturn:
+        self.refuse("numel")
+
+    def stride(self, dim: Any = None) -> NoReturn:
+        self.refuse("stride")
+
+    def __len__(self) -> NoReturn:
+        self.refuse("len")
+
+    def __iter__(self) -> NoReturn:
+        self.refuse("iteration")
+
+    def describe(self) -> str:
+        return f"Selection(by a mask of {self.dispatch_level.name}, at {self.line})"
+
+    def like(self, places: torch.Tensor, after: int | None = None) -> Any:
+        """The same places of another tensor."""
+        return _make(places, self.mask, self.after if after is None else after, self.source,
+                     self.line)  # fmt: skip
+
+    def filled(self, value: Any) -> torch.Tensor:
+        """All places, with a number where none is selected."""
+        return torch.where(self.column(), self.places, value)
+
+    def column(self) -> torch.Tensor:
+        """The mask, with dims for those that come after."""
+        return self.mask.reshape(-1, *[1] * self.after)
+
+    def count(self) -> torch.Tensor:
+        """How many places are selected."""
+        return self.mask.sum()
+
+    def on(self, mask: torch.Tensor, source: Any = None) -> torch.Tensor:
+        """The places in the order of another mask, which is to select as many."""
+        if mask is self.mask or (source is not None and _same(source, self.source)):
+            return self.places
+        count = mask.sum()
+        require(
+            count == self.count(),
+            "shape mismatch: two masks are used together that do not select as many elements",
+        )
+        # The n-th place that one mask selects is the n-th of the other.
+        order = (~self.mask).byte().argsort(stable=True)
+        ordinal = (mask.cumsum(0) - 1).clamp(min=0)
+        return self.places.index_select(self.at, order.index_select(0, ordinal))
+
+
+def is_lazy(mask: Any) -> bool:
+    """Whether ``x[mask]`` is a selection: examples differ, and are not to be split by it."""
+    if not isinstance(mask, BatchTracer) or mask.dtype is not torch.bool:
+        return False
+    value: Any = mask
+    while isinstance(value, BatchTracer):
+        if value.bdim is not None and value.dispatch_level.splitter is None:
+            return value.dispatch_level.batch_size > 0
+        value = value.value
+    return False
+
+
+def select(x: torch.Tensor, items: Sequence[Any]) -> Any:
+    """``x[items]``; one of the items is such a mask, the others are basic ones."""
+    view, mask, before = view_of(x, items)
+    after = view.dim() - before - mask.dim()
+    source = mask, state_of(mask)
+    places = view.flatten(before, -1 - after) if mask.dim() else view.unsqueeze(before)
+    flat = mask.clone().reshape(-1)
+    if flat.shape[0]:
+        first = flat.byte().argmax(0).reshape(1)
+        fill = places.detach().index_select(before, first)
+        if fill.is_floating_point() or fill.is_complex():
+            fill = torch.where(flat.any(), fill, 1.0)
+        places = torch.where(flat.reshape(-1, *[1] * after), places, fill)
+    return _make(places, flat, after, source, users_place())
+
+
+def view_of(x: torch.Tensor, items: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What basic items give, with whole dims for the mask among them; the mask; where they are."""
+    (place,) = [place for place, item in enumerate(items) if isinstance(item, BatchTracer)]
+    mask = items[place]
+    before = sum(1 for item in items[:place] if item is None or isinstance(item, slice))
+    basic = [*items[:place], *[_ALL] * mask.dim(), *items[place + 1 :]]
+    view = x if all(item == _ALL for item in basic) else x[tuple(basic)]
+    spans = tuple(view.shape[before : before + mask.dim()])
+    if spans != tuple(mask.shape):
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} does not match the dims that it indexes, "
+            f"{list(spans)} of {list(x.shape)}."
+        )
+    return view, mask, before
+
+
+def spread(value: Selection, mask: torch.Tensor, right: int) -> torch.Tensor:
+    """A selection as what is written by a mask: ``right`` dims follow those of the mask."""
+    if value.after != right:
+        value.refuse("a write to dims that it does not have")
+    places = value.on(mask.reshape(-1), (mask, state_of(mask)))
+    if not mask.dim():
+        return places.squeeze(value.at)
+    shaped: torch.Tensor = places.unflatten(value.at, mask.shape)
+    return shaped
+
+
+def selections_in(values: Sequence[Any]) -> Iterator[Selection]:
+    """The selections among values and lists of them."""
+    for value in values:
+        if isinstance(value, Selection):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from selections_in(value)
+
+
+def together(args: Sequence[Any], by: str) -> tuple[Selection, list[Any]]:
+    """The first selection, and values in its order: what broadcasts with places is left as it is.
+
+    ``by`` is who asks.
+    """
+    lead = next(selections_in(args))
+    values: list[Any] = []
+    for value in args:
+        if isinstance(value, Selection):
+            if value.after != lead.after:
+                lead.refuse(by)
+            source = None if lead.source is None else lead.source
+            values.append(value.on(lead.mask, source))
+        elif isinstance(value, torch.Tensor):
+            if value.dim() > lead.after and value.shape[lead.at] != 1:
+                lead.refuse(by)
+            values.append(value)
+        else:
+            values.append(value)
+    return lead, values
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two masks are one tensor, that has not been written to between."""
+    if one is None or other is None or one[0] is not other[0] or one[1] is None:
+        return False
+    return other[1] is not None and one[1][0] is other[1][0] and one[1][1] == other[1][1]
+
+
+def _make(
+    places: torch.Tensor, mask: torch.Tensor, after: int, source: Any, line: Place
+) -> Selection:
+    MARKED.setdefault(Selection, _serve)
+    level = innermost_level((places, mask))
+    return Selection.make(
+        places.detach(), level, places=places, mask=mask, after=after, source=source, line=line
+    )
+
+
+def _serve(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Door 1 for calls with selections among their arguments."""
+    served = SERVED.get(func)
+    if served is None and func in LOOKS and isinstance(args[0], Selection):
+        return METHODS[func](func, types, args, kwargs)
+    if served is None:
+        served = SERVED[func] = _elementwise if _is_elementwise(func) else _composite
+    out = served(func, args, kwargs)
+    if out is NotImplemented:
+        next(selections_in((*args, *kwargs.values()))).refuse(getattr(func, "__name__", str(func)))
+    return out
+
+
+def _composite(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """torch's functions in Python are their parts; others are not served."""
+    code = getattr(func, "__code__", None)
+    if code is None or func in METHODS:
+        return NotImplemented
+    return hop(func, (), args, kwargs)
+
+
+# Python's operators, by what torch calls them.
+_OPERATORS = {
+    "truediv": "div", "rtruediv": "div", "itruediv": "div", "rdiv": "div", "idiv": "div",
+    "floordiv": "floor_divide", "rfloordiv": "floor_divide", "ifloordiv": "floor_divide",
+    "mod": "remainder", "rmod": "remainder", "imod": "remainder", "invert": "bitwise_not",
+    "and": "bitwise_and", "rand": "bitwise_and", "iand": "bitwise_and", "or": "bitwise_or",
+    "ror": "bitwise_or", "ior": "bitwise_or", "xor": "bitwise_xor", "rxor": "bitwise_xor",
+    "ixor": "bitwise_xor", "radd": "add", "iadd": "add", "rsub": "sub", "isub": "sub",
+    "rmul": "mul", "imul": "mul", "rpow": "pow", "ipow": "pow",
+    "ilshift": "bitwise_left_shift", "lshift": "bitwise_left_shift",
+    "irshift": "bitwise_right_shift", "rshift": "bitwise_right_shift",
+}  # fmt: skip
+# Elementwise as well, without torch's tag.
+_OTHERS = frozenset({
+    "to", "type", "float", "double", "half", "bfloat16", "long", "int", "short", "char", "byte",
+    "bool", "cfloat", "cdouble", "type_as", "clone", "contiguous", "detach", "zeros_like",
+    "ones_like", "full_like", "zero", "fill", "masked_fill", "isclose", "hardswish", "logsigmoid",
+    "log_sigmoid", "conj", "real", "imag", "resolve_conj", "resolve_neg", "relu6", "cpu",
+})  # fmt: skip
+
+
+def _is_elementwise(func: Any) -> bool:
+    """Whether each element of the result is worked out from one of each argument."""
+    name = getattr(func, "__name__", "")
+    owners = (torch, _T, torch.nn.functional, torch.special)
+    if not any(getattr(owner, name, None) is func for owner in owners):
+        return False
+    base = name.strip("_")
+    base = _OPERATORS.get(base, base)
+    packet = getattr(torch.ops.aten, base, None)
+    if base in _OTHERS:
+        return True
+    if packet is None or base in ("max", "min"):
+        return False
+    tags = [getattr(packet, overload).tags for overload in packet.overloads()]
+    return any(torch.Tag.pointwise in each for each in tags) and not any(
+        torch.Tag.nondeterministic_seeded in each for each in tags
+    )
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of torch's of this name writes into its first argument."""
+    if name.endswith("__"):
+        return name.startswith("__i") and name != "__invert__"
+    return name.endswith("_")
+
+
+def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    name = func.__name__
+    in_place = is_in_place(name)
+    if "out" in kwargs or (in_place and not isinstance(args[0], Selection)):
+        return NotImplemented
+    if any(isinstance(value, list | tuple) for value in (*args, *kwargs.values())):
+        return NotImplemented
+    lead, values = together([*args, *kwargs.values()], name)
+    out = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+    if in_place:
+        return args[0]
+    if isinstance(out, tuple):
+        return type(out)([lead.like(part) for part in out])
+    return lead.like(out)

@@ -1,0 +1,107 @@
+"""Batching rules that were written for torch, used as they are.
+
+``torch.library.register_vmap`` gives a custom operator a rule
+``rule(info, in_dims, *args, **kwargs) -> (output, out_dims)``. For what ``custom_op`` made, torch
+keeps that function, and it is called here. For other operators (``torch.library.define``, or a
+kernel in C++) it is behind a kernel of torch.func's key, which torch.vmap over the values reaches.
+
+Private names used here (torch 2.11 to 2.13): ``_C._dispatch_has_kernel_for_dispatch_key`` says
+whether there is such a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._C import _dispatch_has_kernel_for_dispatch_key
+
+from tsfunc import pytrees
+from tsfunc.bridge.grad.mapped_function import results_of_rule
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap, wrap
+from tsfunc.bridge.tracers.operators import TorchOperator, vmap_rule
+from tsfunc.dispatch.recorder import name_of_rule
+from tsfunc.dispatch.recording import note
+from tsfunc.ops.by_category import rule_of_category
+from tsfunc.ops.catalogue.reader import reader
+from tsfunc.ops.registry import Category, Rule
+
+
+def by_torchs_rule(
+    op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs a custom operator by a rule that was written for torch, or by its ``pointwise`` tag.
+
+    NotImplemented where there is neither, and for torch's own operators.
+    """
+    if op.overload.namespace == "aten":
+        return NotImplemented
+    rule = vmap_rule(op.name)
+    if rule is not None:
+        note("rule", name_of_rule(rule), _place(rule))
+        dims, values = _batched(args, level)
+        info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
+        found = rule(info, tuple(dims), *values, **kwargs)
+        what = f"the rule that register_vmap was given for {op.name}"
+        return results_of_rule(found, what, values, args, level)
+    if has_torchs_rule(op):
+        note("rule", "torch.vmap's")
+        return _by_torch_vmap(op, level, args, kwargs)
+    return _by_tag(op, level, args, kwargs)
+
+
+def has_torchs_rule(op: TorchOperator) -> bool:
+    """Whether a rule for torch.vmap was registered."""
+    return bool(_dispatch_has_kernel_for_dispatch_key(op.name, "FuncTorchBatched"))
+
+
+def _batched(args: Sequence[Any], level: BatchLevel) -> tuple[list[Any], list[Any]]:
+    """Dims and values of the arguments; dims of a list are a list."""
+    dims, values = [], []
+    for arg in args:
+        value, dim = unwrap(arg, level)
+        values.append(value)
+        dims.append([None] * len(arg) if dim is None and isinstance(arg, (list, tuple)) else dim)
+    return dims, values
+
+
+def _by_torch_vmap(
+    op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    dims, values = _batched(args, level)
+    mapped = torch.func.vmap(
+        lambda *inner: op.overload(*inner, **kwargs), tuple(dims), randomness=level.randomness
+    )
+    outs = mapped(*values)
+    return pytrees.tree_map(lambda x: wrap(x, 0, level) if isinstance(x, torch.Tensor) else x, outs)
+
+
+_by_tags: dict[str, Rule | None] = {}
+
+
+def _by_tag(
+    op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """An operator that its author has tagged as pointwise is one."""
+    if torch.Tag.pointwise not in op.overload.tags:
+        return NotImplemented
+    if op.name not in _by_tags:
+        signature = reader().signature(op.name)
+        assert signature is not None
+        _by_tags[op.name] = rule_of_category(Category.TENSOR_ITERATOR, signature)
+    rule = _by_tags[op.name]
+    if rule is None:
+        return NotImplemented
+    dims, values = _batched(args, level)
+    out = rule(op.overload, level, dims, values, kwargs)
+    if out is NotImplemented:
+        return out
+    note("category", name_of_rule(rule))
+    return wrap(out[0], out[1], level)
+
+
+def _place(rule: Callable[..., Any]) -> str:
+    code = getattr(rule, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

@@ -1,0 +1,224 @@
+"""A call of control flow in a trace, at each level that its tensors are of.
+
+NOTE [control flow in programs] in ``control_flow`` says what it comes to.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch.autograd import Function
+
+from tsfunc.bridge.control.bodies import (
+    Layer,
+    Wrapping,
+    arranged,
+    needed_layers,
+    peeled,
+)
+from tsfunc.bridge.control.control_flow import ControlFlow, RandomStates, random_state
+from tsfunc.bridge.control.traced_bodies import Result
+from tsfunc.bridge.grad.autograd import outside_graph
+from tsfunc.bridge.grad.custom_function import torch_apply
+from tsfunc.bridge.grad.linear_maps import is_recorded
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.trace.tracing import TraceLevel, traced_as
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.tracer import TracerLevel
+
+
+def call(
+    op: ControlFlow, trace: TraceLevel, inputs: Sequence[Any], numbers: Sequence[Any],
+    results: Sequence[Result],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Calls an operator at the trace, and at each level inside of it that its inputs are of."""
+    return _Call(op, trace, tuple(numbers)).at(inputs, results)
+
+
+@dataclass(frozen=True)
+class _Call:
+    op: ControlFlow
+    trace: TraceLevel
+    numbers: tuple[Any, ...]
+
+    def states(self, results: Sequence[Result]) -> tuple[tuple[torch.device, ...], Sequence[Any]]:
+        """The generators that the operator may draw from, and their states before the call."""
+        if not self.op.random and not self.op.opaque:
+            return (), ()
+        cpu = torch.device("cpu")
+        devices = tuple(dict.fromkeys([cpu, *(result.value.device for result in results)]))
+        with self.trace.fake:
+            like = [torch.empty(random_state(d).shape, dtype=torch.uint8) for d in devices]
+        kept = _Call(RandomStates(devices), self.trace, ())
+        return devices, kept.record((), [Result(x, Wrapping()) for x in like])
+
+    def at(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
+        """At the innermost level of the inputs: as a node of its graph, if it records one."""
+        depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
+        own = [x for x in inputs if x.dispatch_level.depth == depth]
+        if any(is_recorded(x) for x in own):
+            # Others are lifted: their own graphs go on inside (NOTE [operands of outer levels]).
+            lift = own[0].dispatch_level.lift
+            lifted = [x if x.dispatch_level.depth == depth else lift(x) for x in inputs]
+            found: tuple[Any, ...] = torch_apply(
+                _Recorded, self, results, torch.is_grad_enabled(), *lifted
+            )
+            return found
+        return self.inward(inputs, results)
+
+    def inward(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
+        """On the values inside of the innermost level's tracers."""
+        depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
+        depth = max([depth, *(r.wrapping.layers[0].level.depth for r in results
+                              if r.wrapping.layers)])  # fmt: skip
+        if depth <= self.trace.depth:
+            return self.record(inputs, results)
+        inner = [x.value if x.dispatch_level.depth == depth else x for x in inputs]
+        stripped, layers = [], []
+        for result in results:
+            wrapped = result.wrapping.layers
+            own = bool(wrapped) and wrapped[0].level.depth == depth
+            layers.append(wrapped[0] if own else None)
+            rest = Wrapping(wrapped[1:]) if own else result.wrapping
+            stripped.append(Result(result.value, rest))
+        found = self.at(inner, stripped)
+        return tuple(
+            value if layer is None else Wrapping((layer,)).around(value)
+            for value, layer in zip(found, layers, strict=True)
+        )
+
+    def record(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
+        """As a node of the trace."""
+        trace = self.trace
+        nodes = [x.node for x in inputs]
+        node = trace.record(self.op, (*nodes, *self.numbers))
+        with trace.restored():  # the grad mode of a backward pass is not that of the program
+            recorded = torch.is_grad_enabled()
+        tracks = recorded and any(x.tracks for x in inputs)
+        if trace.torch_state.grad_mode and not recorded:
+            node.meta["no_grad"] = True
+        outs = []
+        for i, result in enumerate(results):
+            item = trace.graph.call_function(operator.getitem, (node, i))
+            like = result.value
+            fake = trace.fake_like(like, like.shape, like.stride())
+            outs.append(traced_as(fake, item, trace, tracks))
+        return tuple(outs)
+
+
+def _is_of(wrapping: Wrapping, level: TracerLevel) -> bool:
+    """Whether a result can depend on what a vmap's level differentiates by: it is batched then."""
+    if not isinstance(level, BatchLevel):
+        return True
+    return any(layer.level.depth == level.depth for layer in wrapping.layers)
+
+
+class _Recorded(Function):
+    """A call, as one node of the graph of a level that differentiates by some of its inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, results: Sequence[Result], grad_mode: bool, *inputs: Any
+    ) -> Any:
+        ctx.call, ctx.results = call, results
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.set_materialize_grads(False)
+        # What is inside belongs to other levels, whose graphs go on.
+        with outside_graph(grad_mode):
+            ctx.devices, ctx.states = call.states(results)
+            outs = call.inward(inputs, results)
+        ctx.mark_non_differentiable(*[out for out in outs if not differentiable(out)])
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        inputs, results = ctx.saved_tensors, ctx.results
+        by = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and differentiable(x)]
+        level = inputs[0].dispatch_level
+        of = [
+            j
+            for j, ct in enumerate(cotangents)
+            if ct is not None and _is_of(results[j].wrapping, level)
+        ]
+        pulled: list[Any] = [None] * len(inputs)
+        if by and of:
+            # Of cotangents that are batched further in than what they are pulled through.
+            inside = _layers_inside([cotangents[j] for j in of], level)
+            given = [arranged(cotangents[j], _batched(results[j].wrapping, inside)) for j in of]
+            op = _replayed(ctx, ctx.call.op.pullback(len(inputs), by, of), len(inputs) + len(of))
+            for _ in inside:
+                batched = [False] * len(inputs) + [True] * len(of) + [False] * len(ctx.states)
+                op = op.mapped(batched)
+            wanted = [_mapped(_like(inputs[i]), inside, ctx.call.trace) for i in by]
+            operands = [*inputs, *given, *ctx.states]
+            found = call(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
+            for i, value in zip(by, found, strict=True):
+                pulled[i] = value
+        return (None, None, None, *pulled)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        inputs, results = ctx.saved_tensors, ctx.results
+        by = [i for i, t in enumerate(tangents[3:]) if t is not None]
+        given = [arranged(tangents[3 + i], peeled(inputs[i])[1]) for i in by]
+        op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), by), len(inputs) + len(by))
+        operands = [*inputs, *given, *ctx.states]
+        pushed = call(op, ctx.call.trace, operands, ctx.call.numbers, results)
+        return tuple(
+            t if differentiable(result.value) else None
+            for t, result in zip(pushed, results, strict=True)
+        )
+
+
+def _replayed(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:
+    """A derivative of a call, with the random numbers that the call has drawn."""
+    return op.replayed(count, ctx.devices) if ctx.states else op
+
+
+def _layers_inside(values: Sequence[Any], level: TracerLevel) -> list[Layer]:
+    """The vmaps inside of a level that values are batched by, the innermost first."""
+    found: dict[int, Layer] = {}
+    for value in values:
+        for depth, layer in needed_layers(value).items():
+            if depth > level.depth and layer.bdim is not None:
+                found[depth] = layer
+    return [layer for _, layer in sorted(found.items(), reverse=True)]
+
+
+def _batched(wrapping: Wrapping, inside: Sequence[Layer]) -> Wrapping:
+    """The layout of physical values with the batch dims of vmaps further in before all others."""
+    rest = [
+        Layer(layer.level, None if layer.bdim is None else layer.bdim + len(inside))
+        for layer in wrapping.layers
+    ]
+    return Wrapping((*inside, *rest))
+
+
+def _mapped(result: Result, inside: Sequence[Layer], trace: TraceLevel) -> Result:
+    """What is known of a result for a batch of calls."""
+    if not inside:
+        return result
+    value = result.value
+    for layer in inside:
+        assert isinstance(layer.level, BatchLevel)
+        shape = (layer.level.batch_size, *value.shape)
+        value = trace.fake_like(value, shape, contiguous_strides(shape))
+    return Result(value, _batched(result.wrapping, inside))
+
+
+def contiguous_strides(shape: Sequence[Any]) -> list[Any]:
+    strides: list[Any] = [1] * len(shape)
+    for i in reversed(range(len(shape) - 1)):
+        strides[i] = strides[i + 1] * shape[i + 1]
+    return strides
+
+
+def _like(value: Any) -> Result:
+    inner, wrapping = peeled(value)
+    return Result(inner.value, wrapping)

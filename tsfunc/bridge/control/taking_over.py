@@ -1,0 +1,109 @@
+"""What door 1 does with the arguments of a body's calls before anything else: NOTE [lanes]."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from tsfunc.bridge.tracers.attributes import OF_TYPES
+from tsfunc.bridge.tracers.hot_calls import MadeTracer
+from tsfunc.bridge.tracers.tracer import METHODS, Tracer, seen_here
+from tsfunc.dispatch.state import tls
+
+if TYPE_CHECKING:
+    from tsfunc.bridge.control.lanes import LaneLevel
+
+
+def takes_over(func: Any) -> bool:
+    """Whether a call that is made while a body runs is the body's, with arguments to take over.
+
+    A kernel's own call has what was taken over. What is asked of a tensor's type is the same
+    inside and outside, and asked by the code that runs a body inside of this one too.
+    """
+    if tls.state.running is not None or func == _REQUIRES_GRAD:
+        return False
+    return METHODS.get(func) not in OF_TYPES
+
+
+_REQUIRES_GRAD: Final = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+_WRITES = frozenset({torch.Tensor.__setitem__})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, complex, type(None)})
+
+
+class TakingOver:
+    """What door 1 asks, while a body runs on lanes, before it goes on with a call of the body's.
+
+    What it closes over is taken over once. It stays as it is meanwhile: writes into it are refused.
+    """
+
+    __slots__ = ("lanes", "taken", "what")
+
+    def __init__(self, lanes: LaneLevel, what: str) -> None:
+        self.lanes, self.what = lanes, what
+        self.taken: dict[int, tuple[Tracer, Any]] = {}
+
+    def anew(self) -> TakingOver:
+        return TakingOver(self.lanes, self.what)
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        lanes = self.lanes
+        known = self.taken
+        quick: list[Any] = []
+        for arg in args:
+            kind = type(arg)
+            if kind in _PLAIN or (kind is MadeTracer and arg.dispatch_level is lanes):
+                quick.append(arg)
+            elif id(arg) in known:
+                quick.append(known[id(arg)][1])
+            else:
+                break
+        else:
+            if not kwargs:
+                if all(map(is_, quick, args)) or not takes_over(func):
+                    return None
+                if quick[0] is args[0] or not _writes(func):
+                    return quick, kwargs
+        if not takes_over(func):
+            return None
+        if args and isinstance(args[0], Tracer) and _writes(func) and lanes.replaces(args[0]):
+            raise RuntimeError(
+                f"{self.what}: the body writes in place ({func.__name__}) into a tensor that it "
+                f"closes over, of shape {tuple(args[0].shape)}, which only some of the examples "
+                f"of {lanes.whole.name} are to see. Pass it in as an operand, write into a "
+                f"clone of it, and return that."
+            )
+        taken = [self._taken(arg) for arg in args]
+        named = {name: self._taken(arg) for name, arg in kwargs.items()} if kwargs else kwargs
+        same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
+        return None if same else (taken, named)
+
+    def _taken(self, value: Any) -> Any:
+        if isinstance(value, Tracer):
+            if value.dispatch_level is self.lanes:
+                return value
+            known = self.taken.get(id(value))
+            if known is None:
+                known = value, seen_here(value)
+                if known[1] is not value:
+                    self.taken[id(value)] = known
+            return known[1]
+        if type(value) in (list, tuple):
+            items = [self._taken(item) for item in value]
+            return value if all(map(is_, items, value)) else type(value)(items)
+        return value
+
+
+@functools.lru_cache(maxsize=1024)
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (
+        func in _WRITES
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    )

@@ -1,0 +1,443 @@
+"""torch's autograd at one level: fresh inputs, backward, tangents, and taking results out.
+
+NOTE [whose autograd]
+A reverse-mode transform uses torch's own graph, recorded on the tensors of the innermost level:
+plain tensors where no tracer is about (no wrapper, no cost), else that level's tracers. Tensors
+that are not of the level are lifted to it first, so that the graphs of two levels never share a
+differentiated input. What the inner values record, under the state that the level captured, is
+the graph of the levels outside.
+
+Private names used here (torch 2.11 to 2.13): ``Variable._execution_engine`` runs a backward pass
+without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` says whether a dual level
+is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``,
+``forward_ad._set_fwd_grad_enabled`` switches tangents on; ``Node._sequence_nr`` is a node's number,
+``_C._autograd._get_sequence_nr`` the one that this thread's next node will get;
+``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _autograd
+from torch.autograd import Variable, forward_ad
+
+from tsfunc import pytrees
+from tsfunc.bridge.grad import missing_tangents
+from tsfunc.bridge.tracers.factories import prepare
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here, settle
+from tsfunc.dispatch import current_levels
+
+_alias = torch.ops.aten.alias.default
+
+
+def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
+    """The value as a tensor of the level: a tracer, or, at no level or an inner one, itself."""
+    if level is None:
+        return value
+    if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
+        found: torch.Tensor = seen_here(value)
+        return found
+    settle(value)
+    return level.lift(value)
+
+
+def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
+    """An alias to differentiate by; it stays connected to what the value itself depends on.
+
+    The caller has grad mode on, and recording at the level.
+    """
+    if not (value.is_floating_point() or value.is_complex()):
+        raise RuntimeError(
+            f"a tensor of {value.dtype} can't be differentiated by: only Tensors of floating point "
+            f"and complex dtype can require gradients. Convert it (x.float()), or choose other "
+            f"arguments with argnums."
+        )
+    lifted = lift(value, level)
+    with DisableTorchFunctionSubclass():
+        connected = lifted.requires_grad or forward_in_use(level)
+        if isinstance(lifted, Tracer) and lifted.dispatch_level is level and not connected:
+            fresh: torch.Tensor = lifted.again()
+        elif lifted.layout is torch.strided:
+            fresh = _alias(lifted)
+        else:  # sparse tensors have no aliases
+            fresh = lifted.clone() if lifted.requires_grad else lifted.detach()
+        if not fresh.requires_grad:
+            fresh.requires_grad_()
+    return fresh
+
+
+def out_of_inference(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call under ``no_grad`` instead of inference mode, in which nothing can be recorded."""
+    with torch.inference_mode(False), torch.no_grad():
+        args, kwargs = pytrees.tree_map(_not_inference, (args, kwargs))
+        return call(*args, **kwargs)
+
+
+def _not_inference(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_inference():
+        return value.clone()
+    return value
+
+
+class _Recording(threading.local):
+    """How many transforms record on this thread."""
+
+    depth = 0
+
+
+_recording = _Recording()
+
+
+def differentiates_here() -> bool:
+    """Whether the code that runs is inside of a derivative of ours, at whichever level."""
+    return _recording.depth > 0 or _plain_forward.depth > 0
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """The code of the block counts as inside of a derivative."""
+    _recording.depth += 1
+    try:
+        yield
+    finally:
+        _recording.depth -= 1
+
+
+@contextmanager
+def recording(level: TracerLevel | None) -> Iterator[None]:
+    """Autograd records on the tensors of the level within the block."""
+    if level is None:
+        prepare()
+    else:
+        level.autograd += 1
+    try:
+        with torch.enable_grad(), differentiating():
+            yield
+    finally:
+        if level is not None:
+            level.autograd -= 1
+
+
+def _is_of(value: Any, level: TracerLevel) -> bool:
+    """Whether a tensor is of the level's transform: its graphs reach those of its lanes."""
+    return isinstance(value, Tracer) and value.dispatch_level.root is level.root
+
+
+@contextmanager
+def outside_graph(grad_mode: bool) -> Iterator[None]:
+    """Inside of an ``autograd.Function``'s forward: what is called belongs to other levels.
+
+    Their graphs and tangents go on, which C++ has switched off.
+    """
+    with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
+    """Whether the value depends on an outer differentiated input of the same level."""
+    if level is not None and not _is_of(value, level):
+        return False
+    with DisableTorchFunctionSubclass():
+        return value.requires_grad
+
+
+def reaches_other_leaves(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], level: TracerLevel | None
+) -> bool:
+    """Whether the outputs depend on leaves of the level beside the given ones.
+
+    Then their derivatives are to be differentiable too: somebody outside may ask for it.
+    """
+
+    def is_other(variable: torch.Tensor) -> bool:
+        own = any(variable is leaf for leaf in leaves)
+        return not own and (level is None or _is_of(variable, level))
+
+    return _reaches(outputs, is_other)
+
+
+def is_perturbed(value: Any) -> bool:
+    """Whether somebody differentiates by a tensor, at whatever level and in whichever mode."""
+    recorded, forward = torch.is_grad_enabled(), tangents_here()
+    with DisableTorchFunctionSubclass():
+        while isinstance(value, torch.Tensor):
+            if recorded and value.requires_grad:
+                return True
+            if forward and forward_ad.unpack_dual(value).tangent is not None:
+                return True
+            value = getattr(value, "value", None) if isinstance(value, Tracer) else None
+    return False
+
+
+def next_node() -> int:
+    """The number of the node that this thread will make next."""
+    return _autograd._get_sequence_nr()
+
+
+def comes_from(value: Any, leaves: Sequence[torch.Tensor], since: int) -> bool:
+    """Whether a tensor, or what it holds for outer levels, was made of leaves of a graph.
+
+    Args:
+        since: the number of the first node that can have been made of them.
+    """
+    while isinstance(value, torch.Tensor):
+        if any(value is leaf for leaf in leaves) or _made_of(value, leaves, since):
+            return True
+        value = getattr(value, "value", None) if isinstance(value, Tracer) else None
+    return False
+
+
+def _made_of(value: torch.Tensor, leaves: Sequence[torch.Tensor], since: int) -> bool:
+    with DisableTorchFunctionSubclass():
+        pending: list[Any] = [value.grad_fn]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            if node is None or node._sequence_nr() < since:
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None and any(variable is leaf for leaf in leaves):
+                return True
+            parents = {parent for parent, _ in node.next_functions} - seen
+            seen |= parents
+            pending += parents
+    return False
+
+
+def depends_on(outputs: Sequence[torch.Tensor], leaf: torch.Tensor) -> bool:
+    """Whether some of the outputs depend on a leaf of their graph, or are it."""
+    return any(out is leaf for out in outputs) or _reaches(outputs, lambda x: x is leaf)
+
+
+def _reaches(outputs: Sequence[torch.Tensor], wanted: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether the graph of the outputs has a leaf that is wanted."""
+    with DisableTorchFunctionSubclass():
+        pending: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            parents = node.next_functions
+            if not parents:
+                variable = getattr(node, "variable", None)
+                if variable is not None and wanted(variable):
+                    return True
+            for parent, _ in parents:
+                if parent is not None and parent not in seen:
+                    seen.add(parent)
+                    pending.append(parent)
+    return False
+
+
+def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the outputs carry tangents, or depend on what a level outside differentiates by.
+
+    Some backward formulas (of ``linalg.det``, for one) use saved values that have no derivative
+    of their own, unless grad mode says that they will be differentiated again.
+    """
+    with DisableTorchFunctionSubclass():
+        forward = tangents_here()
+        for out in outputs:
+            if forward and forward_ad.unpack_dual(out).tangent is not None:
+                return True
+            value = getattr(out, "value", None) if isinstance(out, Tracer) else None
+            while isinstance(value, torch.Tensor):
+                if value.requires_grad:
+                    return True
+                if forward and forward_ad.unpack_dual(value).tangent is not None:
+                    return True
+                value = getattr(value, "value", None) if isinstance(value, Tracer) else None
+    return False
+
+
+@contextmanager
+def unrecorded(level: TracerLevel | None) -> Iterator[None]:
+    """A backward pass over the level's graph within the block is not recorded in it.
+
+    What it calls may record by itself, as a checkpoint does that runs its function again.
+    """
+    depth = 0 if level is None else level.depth
+    inner = [
+        active.torch_state
+        for active in current_levels()
+        if isinstance(active, TracerLevel) and active.depth > depth
+    ]
+    for state in inner:
+        state.quiet += 1
+    if level is not None:
+        level.autograd += 1
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if level is not None:
+            level.autograd -= 1
+        for state in inner:
+            state.quiet -= 1
+
+
+def backward(
+    outputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    create_graph: bool,
+    retain_graph: bool,
+) -> list[torch.Tensor | None]:
+    """The engine's backward pass: a cotangent for each input, None where there is no path."""
+    kept = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
+    if not kept or not inputs:
+        return [None] * len(inputs)
+    engine: Any = Variable._execution_engine
+    return list(
+        engine.run_backward(
+            tuple(out for out, _ in kept),
+            tuple(ct for _, ct in kept),
+            retain_graph or create_graph,
+            create_graph,
+            tuple(inputs),
+            True,
+            accumulate_grad=False,
+        )
+    )
+
+
+def detached(value: torch.Tensor) -> torch.Tensor:
+    """The value without the graph of its own level; outer levels and its tangent stay."""
+    with DisableTorchFunctionSubclass():
+        if not value.requires_grad:
+            return value
+        if tangents_here():
+            primal, tangent = forward_ad.unpack_dual(value)
+            if tangent is not None:
+                dual: torch.Tensor = forward_ad.make_dual(primal.detach(), tangent.detach())
+                return dual
+        return value.detach()
+
+
+# NOTE [one dual level]
+# torch has a single forward-mode level, for all threads. It is entered by a thread's outermost
+# jvp and left by it; the jvps inside of it share it, their tangents kept apart by hanging on the
+# tensors of different levels. Another thread can't share it: tangents that it leaves in saved
+# values would outlive its own jvp. So it waits for its turn. It does not wait for ever, since the
+# first thread may be waiting for the second inside of its jvp: then the second differentiates
+# the pullback instead, which gives the same but where the function turns grad mode off.
+_dual_lock = threading.Condition()
+_DUAL_PATIENCE = 10.0  # seconds
+_dual_users = 0
+_dual_ours = False
+_dual_owner = 0
+
+
+class DualLevelTaken(RuntimeError):
+    """Another thread is in torch's dual level."""
+
+
+class _PlainForward(threading.local):
+    """How many jvps hang tangents on plain tensors on this thread."""
+
+    depth = 0
+
+
+_plain_forward = _PlainForward()
+
+
+def tangents_here() -> bool:
+    """Whether values on this thread can carry tangents.
+
+    Another thread's jvp does not count: it may leave the dual level at any moment.
+    """
+    if _plain_forward.depth > 0 or (forward_ad._current_level >= 0 and not _dual_ours):
+        return True
+    return any(isinstance(level, TracerLevel) and level.forward > 0 for level in current_levels())
+
+
+def forward_in_use(level: TracerLevel | None) -> bool:
+    """Whether tensors of this level carry the tangents of an enclosing jvp."""
+    if level is not None:
+        return level.forward > 0
+    return _plain_forward.depth > 0 or (forward_ad._current_level >= 0 and not _dual_ours)
+
+
+_formulas_loaded = False
+_formulas_lock = threading.Lock()
+
+
+def _load_forward_formulas() -> None:
+    """torch's forward formulas that are written in Python, which it loads at the first dual."""
+    global _formulas_loaded
+    with _formulas_lock:
+        if _formulas_loaded:
+            return
+        with warnings.catch_warnings():
+            # They are compiled by torch.jit.script, which is deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            forward_ad._maybe_load_decompositions()
+        _formulas_loaded = True
+
+
+@contextmanager
+def dual_level(level: TracerLevel | None) -> Iterator[None]:
+    """Tangents can be hung on the level's tensors within the block."""
+    global _dual_users, _dual_ours, _dual_owner
+    if not _formulas_loaded:
+        _load_forward_formulas()
+    missing_tangents.watch()
+    with _dual_lock:
+        me = threading.get_ident()
+        if not _dual_lock.wait_for(lambda: not _dual_users or _dual_owner == me, _DUAL_PATIENCE):
+            raise DualLevelTaken
+        _dual_owner = me
+        if _dual_users == 0 and forward_ad._current_level < 0:
+            forward_ad.enter_dual_level()
+            _dual_ours = True
+        _dual_users += 1
+    if level is not None:
+        level.forward += 1
+        level.autograd += 1
+    else:
+        prepare()
+        _plain_forward.depth += 1
+    try:
+        # A caller may have switched it off, as the forward of every autograd.Function does.
+        with forward_ad._set_fwd_grad_enabled(True):
+            yield
+    finally:
+        if level is not None:
+            level.forward -= 1
+            level.autograd -= 1
+        else:
+            _plain_forward.depth -= 1
+        with _dual_lock:
+            _dual_users -= 1
+            if _dual_users == 0:
+                if _dual_ours:
+                    _dual_ours = False
+                    forward_ad.exit_dual_level()
+                _dual_lock.notify_all()
+
+
+def make_dual(
+    primal: torch.Tensor, tangent: torch.Tensor, level: TracerLevel | None
+) -> torch.Tensor:
+    """The primal with its tangent, as a tensor of the level."""
+    primal, tangent = lift(primal, level), lift(tangent, level)
+    with DisableTorchFunctionSubclass():
+        if 0 in primal.stride():
+            # torch lays a tangent out as its primal, and can't where that is expanded.
+            primal = primal.contiguous()
+        dual: torch.Tensor = forward_ad.make_dual(primal, tangent)
+    return dual
+
+
+def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The primal and the tangent, None where the value has none."""
+    settle(value)
+    with DisableTorchFunctionSubclass():
+        primal, tangent = forward_ad.unpack_dual(value)
+    return primal, tangent

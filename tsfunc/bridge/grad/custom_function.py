@@ -1,0 +1,220 @@
+"""``torch.autograd.Function`` on tracers: each level outside goes through its ``backward``.
+
+torch runs ``forward`` with grad mode off and puts one node in the graph of the tensors it is
+given. For tracers that is the graph of their own level; what the values inside of them record
+would be cut, as if ``forward`` had no derivative. So a call on tracers is given to the levels one
+by one, the innermost first: the level's own node, if it records, and within its ``forward`` the
+same function on the values inside; for a vmap that is a function whose ``forward`` and
+``backward`` are those of the class, mapped (``mapped_function``).
+
+``Function.apply`` has no hook for tensor subclasses. It ends in the ``apply`` of its base classes,
+the Python one of which gets one of ours when the first level of the process is entered: methods
+that were taken from a class before (``f = MyFunction.apply``) come there as well. Without tracers
+it goes on to the one in C++.
+
+Private names used here (torch 2.11 to 2.13): ``autograd.function._SingleLevelFunction`` is the
+base class of ``Function`` and of what torch.func makes of one; its own base's ``apply`` puts a
+node in the graph; ``_functorch.maybe_current_level``; ``DisableTorchFunctionSubclass``;
+``forward_ad._set_fwd_grad_enabled``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _functorch
+from torch.autograd import Function, forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from tsfunc import pytrees
+from tsfunc.bridge.grad.autograd import tangents_here
+from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
+from tsfunc.bridge.grad.mapped_function import (
+    MappedFunction,
+    dim_of,
+    has_setup,
+    results_of_rule,
+    rewrapped,
+    torch_jvp,
+    value_of,
+    with_outer_tangents,
+)
+from tsfunc.bridge.grad.once import guarded, is_once_differentiable
+from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.factories import on_first_transform
+from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.tracer import (
+    Tracer,
+    TracerLevel,
+    innermost_level,
+    refuse_escaped,
+    seen_here,
+)
+from tsfunc.dispatch.recording import run_as
+
+_torch_vmap = Function.vmap
+_base: Any = _SingleLevelFunction
+
+
+def install() -> None:
+    """Puts our ``apply`` before the one in C++; a second call does nothing."""
+    _base.apply = classmethod(_apply)
+
+
+on_first_transform(install)
+
+
+def torch_apply(cls: Any, *args: Any) -> Any:
+    """torch's own: one node in the graph of the tensors given."""
+    return super(_base, cls).apply(*args)
+
+
+def _apply(cls: Any, *args: Any) -> Any:
+    """Where ``Function.apply`` ends, its arguments bound to those of ``forward``."""
+    if is_reentrant(cls):
+        return not_reentrant(*args)
+    args = tuple([seen_here(arg) for arg in args])
+    level = innermost_level(args)
+    if level is not None and not level.alive:
+        refuse_escaped(cls, level)
+    if is_once_differentiable(cls, args):
+        return guarded(cls, args)
+    if level is None:
+        return torch_apply(cls, *args)
+    if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
+        return torch_apply(cls, *args)
+    return _at_level(cls, level, args)
+
+
+# How a call in a trace is recorded: set by the room of transforms, which has the operators of
+# programs. Function, level, arguments.
+_record: list[Callable[[Any, TraceLevel, Sequence[Any]], Any]] = []
+
+
+def on_trace(record: Callable[[Any, TraceLevel, Sequence[Any]], Any]) -> None:
+    """Registers what records a call in a trace."""
+    _record.append(record)
+
+
+def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
+    """The call at one level: its own node if it records, and the levels outside within."""
+    mapped = isinstance(level, BatchLevel) and cls.vmap is not _torch_vmap
+    trace = None if mapped else trace_of(args)
+    if trace is not None and _record and not getattr(cls, "mapped_by_level", False):
+        return _record[-1](cls, trace, args)
+    if isinstance(level, TraceLevel):
+        return torch_apply(cls, *args)
+    if not mapped and not any(_differentiated_outside(arg, level) for arg in args):
+        return torch_apply(_returning_tracers(cls) if level.autograd else cls, *args)
+    if not level.autograd:
+        return _inside(cls, level, args)
+    grad_mode = torch.is_grad_enabled()
+
+    def forward(*tracers: Any) -> Any:
+        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+            return _inside(cls, level, tracers)
+
+    def forward_with_context(ctx: Any, *tracers: Any) -> Any:
+        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+            function = MappedFunction(cls, level, tracers, ctx.needs_input_grad)
+            outs, stored = function(tracers)
+        stored.hand_over(ctx)
+        return outs
+
+    own = forward if has_setup(cls) else forward_with_context
+    members: dict[str, Any] = {"forward": staticmethod(own), "mapped_by_level": True}
+    if cls.jvp is not torch_jvp:
+        members["jvp"] = staticmethod(with_outer_tangents(cls.jvp))
+    node = type(cls.__name__, (cls,), members)
+    return torch_apply(node, *[_lifted(arg, level) for arg in args])
+
+
+_RETURNING_TRACERS = "__tsfunc_returning_tracers__"
+
+
+def _returning_tracers(cls: Any) -> Any:
+    """The class with results of the level of its arguments, also where ``forward`` makes others.
+
+    Those would be taken for results with a graph of an outer level.
+    """
+    made = cls.__dict__.get(_RETURNING_TRACERS)
+    if made is None:
+
+        def forward(*args: Any) -> Any:
+            level = innermost_level(args)
+            assert level is not None
+            return pytrees.tree_map(lambda x: _lifted(x, level), cls.forward(*args))
+
+        made = type(cls.__name__, (cls,), {"forward": staticmethod(forward)})
+        setattr(cls, _RETURNING_TRACERS, made)
+    return made
+
+
+def trace_of(args: Sequence[Any]) -> TraceLevel | None:
+    """The trace that some of the arguments are values of, at whatever levels inside of it."""
+    for arg in args:
+        while isinstance(arg, BatchTracer | GradTracer):
+            arg = arg.value
+        if isinstance(arg, TraceTracer):
+            return arg.dispatch_level
+    return None
+
+
+def _lifted(arg: Any, level: TracerLevel) -> Any:
+    if isinstance(arg, torch.Tensor) and not (
+        isinstance(arg, Tracer) and arg.dispatch_level is level
+    ):
+        return level.lift(arg)
+    return arg
+
+
+def _differentiated_outside(arg: Any, level: TracerLevel) -> bool:
+    """Whether what levels outside have for an argument records or has a tangent."""
+    value = value_of(arg, level)
+    with DisableTorchFunctionSubclass():
+        while isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return True
+            forward = tangents_here()
+            if forward and forward_ad.unpack_dual(value).tangent is not None:
+                return True
+            value = value.value if isinstance(value, BatchTracer | GradTracer) else None
+    return False
+
+
+def _inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
+    """The call on the values inside of the level's tracers; results are tracers again."""
+    if not isinstance(level, BatchLevel):
+        values = [value_of(arg, level) for arg in args]
+        with level.restored():
+            outs = cls.apply(*values)
+        leaves, tree = pytrees.flatten(outs)
+        results = rewrapped(leaves, [None] * len(leaves), values, args, level)
+        return pytrees.unflatten(tree, results)
+    if cls.vmap is not _torch_vmap:
+        leaves, tree = pytrees.flatten(args)  # which may be containers of tensors
+        if any(dim_of(leaf, level) is not None for leaf in leaves):
+            return _by_own_rule(cls, level, leaves, tree)
+    needs = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
+    return MappedFunction(cls, level, args, needs)(args)[0]
+
+
+def _by_own_rule(cls: Any, level: BatchLevel, args: Sequence[Any], tree: Any) -> Any:
+    """The class' ``vmap`` staticmethod on the values and their dims."""
+    if cls.generate_vmap_rule:
+        raise RuntimeError(
+            f"vmap: {cls.__name__} has generate_vmap_rule=True and a vmap staticmethod: which of "
+            f"them is meant can't be told. Remove one."
+        )
+    values = [value_of(arg, level) for arg in args]
+    dims = pytrees.unflatten(tree, [dim_of(arg, level) for arg in args])
+    info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
+    called = f"{cls.__qualname__}.apply"
+    with level.restored():
+        found = run_as(called, level, cls.vmap, info, dims, *pytrees.unflatten(tree, values))
+    what = f"the vmap staticmethod of {cls.__name__}"
+    return results_of_rule(found, what, values, args, level)

@@ -1,0 +1,139 @@
+"""Dual numbers that a function uses, made again for a run of it after their jvp has ended.
+
+NOTE [duals of another run]
+A checkpoint in a jvp in a reverse mode runs its function again when the jvp is over, and what
+carried tangents has lost them. So in the first run a function mode looks at the tensors among the
+arguments of each call. Of those that carry tangents and outlive the run, which the function closes
+over, the tangents are kept. In another run the mode puts dual numbers made with them in the places
+of these tensors, and of the function's arguments.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.overrides import TorchFunctionMode
+
+from tsfunc.bridge.grad.autograd import dual_level, forward_in_use, make_dual, unpack_dual
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
+from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.torch_state import below_autograd
+from tsfunc.bridge.tracers.tracer import TracerLevel
+from tsfunc.dispatch.state import State
+
+# Takes a tensor whose tangents are gone.
+_Build = Callable[[Any], torch.Tensor]
+
+
+class Duals:
+    """The dual numbers of a function that may be run again.
+
+    Args:
+        state: the dispatch state that it is called in.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.around = frozenset(state.levels)
+        self.levels: list[TracerLevel | None] = [None] if forward_in_use(None) else []
+        self.levels += [x for x in state.levels if isinstance(x, TracerLevel) and x.forward]
+        self.given: list[_Build | None] = []
+        self.closed: dict[int, tuple[weakref.ref[torch.Tensor], _Build]] = {}
+
+    @contextmanager
+    def first(self, args: Sequence[Any]) -> Iterator[None]:
+        """The run in which the dual numbers are there."""
+        self.given = [_how(arg) for arg in args]
+        with _Looking(self.keep, self.around):
+            yield
+
+    @contextmanager
+    def again(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Another run; gives the arguments that the function is to be called with."""
+        with ExitStack() as stack:
+            for level in self.levels:
+                stack.enter_context(dual_level(level))
+            stack.enter_context(_Looking(self.replaced, self.around))
+            pairs = zip(args, self.given, strict=True)
+            yield [arg if build is None else build(arg) for arg, build in pairs]
+
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        """Notes a tensor, for as long as there is one."""
+        key = id(value)
+        if key not in self.closed and (build := _how(value)) is not None:
+            self.closed[key] = weakref.ref(value, lambda _: self.closed.pop(key, None)), build
+        return value
+
+    def replaced(self, value: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor in another run."""
+        ref, build = self.closed.get(id(value), (None, None))
+        return build(value) if build is not None and ref is not None and ref() is value else value
+
+
+class _Looking(TorchFunctionMode):
+    """Has a function look at the tensors of outside among the arguments of each call."""
+
+    def __init__(self, look: Callable[[torch.Tensor], torch.Tensor], around: Any) -> None:
+        super().__init__()
+        self.look, self.around = look, around
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if below_autograd():
+            return func(*args, **kwargs)  # where no tangents are
+        args = [self.seen(arg) for arg in args]
+        return func(*args, **{name: self.seen(arg) for name, arg in kwargs.items()})
+
+    def seen(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, BatchTracer | GradTracer):
+                return self.look(value)
+            if value.dispatch_level in self.around:
+                return self.look(value)
+            # A tracer of a transform inside of the function, which stands for one of outside.
+            value.value = self.seen(value.value)
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(self.seen(item) for item in value)
+        return value
+
+
+def _how(value: Any) -> _Build | None:
+    """How to make a tensor again that carries tangents, at its level or at ones outside."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    tracer = isinstance(value, BatchTracer | GradTracer)
+    inside = _how(value.value) if isinstance(value, BatchTracer | GradTracer) else None
+    tangent = unpack_dual(value)[1]
+    if tangent is None and inside is None:
+        return None
+    level = value.dispatch_level if tracer else None  # type: ignore[attr-defined]
+
+    def build(value: Any) -> torch.Tensor:
+        found = value if inside is None else _around(inside(value.value), value)
+        if tangent is None or unpack_dual(found)[1] is not None:
+            return found
+        return make_dual(found, tangent, level)
+
+    return build
+
+
+def _around(inner: torch.Tensor, tracer: Any) -> torch.Tensor:
+    """A tracer like another one around another value, and recorded where that one is."""
+    level = tracer.dispatch_level
+    if isinstance(tracer, BatchTracer):
+        found: torch.Tensor = wrap(inner, tracer.bdim, level)
+    else:
+        found = level.lift(inner)
+    with DisableTorchFunctionSubclass():
+        return found.requires_grad_(tracer.requires_grad)

@@ -1,0 +1,152 @@
+"""Linear maps of a level's tensors that are no operators: of lanes, collectives, layouts.
+
+NOTE [linear maps]
+Each map here is linear in its operands and has a transpose that is one too. ``run`` is given
+operands of one level, and calls itself on what is inside of them until it comes to the lanes'
+level, where it works on physical values. Where autograd is recorded at a level on the way, or
+tangents hang on its tracers, the map is one node of that level's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch._C import DisableTorchFunction
+from torch.autograd import Function
+
+from tsfunc.bridge.grad.autograd import outside_graph
+from tsfunc.bridge.grad.custom_function import torch_apply
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, settle
+
+
+class LinearMap:
+    """A linear map of tensors at lanes' level or inside of it."""
+
+    def run(self, values: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        raise NotImplementedError
+
+
+def linear(f: LinearMap, values: Sequence[Tracer]) -> Any:
+    """The map, as a node of the graph of its operands' level where one is recorded."""
+    if any(is_recorded(v) for v in values):
+        return torch_apply(_Node, f, torch.is_grad_enabled(), *values)
+    return f.run(values)
+
+
+class _Node(Function):
+    """A linear map in a graph: its backward is the transpose, its tangent the map itself."""
+
+    @staticmethod
+    def forward(ctx: Any, f: LinearMap, grad_mode: bool, *values: Any) -> Any:
+        ctx.f = f
+        ctx.count = len(values)
+        ctx.zeros = [_zeros_like(v) for v in values] if len(values) > 1 else None
+        # What is inside belongs to other levels, whose graphs go on.
+        with outside_graph(grad_mode):
+            return f.run(values)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        return (None, None, *ctx.f.transpose(cotangent))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        given = tangents[2:]
+        if ctx.zeros is not None:
+            given = tuple(
+                zero() if t is None else t for t, zero in zip(given, ctx.zeros, strict=True)
+            )
+        return linear(ctx.f, given)
+
+
+def _zeros_like(value: Any) -> Callable[[], Any]:
+    return lambda: torch.zeros_like(value)
+
+
+_SAME: Final = object()
+
+
+def rebuilt(tracer: Any, value: torch.Tensor, bdim: Any = _SAME) -> Any:
+    """A tracer of the same level and kind for another value."""
+    if isinstance(tracer, BatchTracer):
+        dim = tracer.bdim if bdim is _SAME else bdim
+        return wrap(value, dim, tracer.dispatch_level)
+    assert isinstance(tracer, GradTracer)
+    return tracer.dispatch_level.lift(value)
+
+
+def is_recorded(value: Tracer) -> bool:
+    """Whether the tracer's own level differentiates by it."""
+    level = value.dispatch_level
+    if level.forward:
+        return True
+    with DisableTorchFunction():  # a mode would take the value over
+        return bool(level.autograd) and value.requires_grad
+
+
+def batched_value(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, int]:
+    """The physical value with a batch dim, and where it is."""
+    if value.bdim is not None:
+        return value.value, value.bdim
+    inner = value.value
+    return inner.unsqueeze(0).expand(level.batch_size, *inner.shape), 0
+
+
+def at_level(value: torch.Tensor, level: BatchLevel) -> Any:
+    """A tensor as a tracer of the level or of one inside of it."""
+    settle(value)
+    if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
+        return value
+    return level.lift(value)
+
+
+# NOTE [layouts]
+# A tracer's physical value may have its batch dims anywhere, or not at all. Where a function of
+# physical values is called (a body of control flow), they must be where that has them. To put them
+# there changes nothing that the tracer's own level knows of: a linear map, and the identity.
+class Layout(LinearMap):
+    """Puts the batch dims of a tensor's physical values where they are wanted.
+
+    Args:
+        layers: the levels, the innermost first, each with its batch dim (None: none).
+    """
+
+    def __init__(self, layers: Sequence[tuple[TracerLevel, int | None]]) -> None:
+        self.layers = layers
+
+    def run(self, values: Sequence[Any]) -> Any:
+        (value,) = values
+        level, wanted = self.layers[0]
+        with level.restored():
+            inner, dim = value.value, getattr(value, "bdim", None)
+            # This level's dim first: to move it may move those of the levels outside.
+            rest = Layout(self.layers[1:])
+            if not isinstance(level, BatchLevel):
+                return level.lift(rest.of(inner))
+            if dim is None and wanted is not None:
+                inner = inner.unsqueeze(wanted).expand(
+                    *inner.shape[:wanted], level.batch_size, *inner.shape[wanted:]
+                )
+            elif dim != wanted:
+                inner = inner.movedim(dim, wanted)
+            return wrap(rest.of(inner), wanted, level)
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor laid out."""
+        if not self.layers:
+            return value
+        level = self.layers[0][0]
+        own = isinstance(value, Tracer) and value.dispatch_level is level
+        tracer: Any = value if own else level.lift(value)
+        found: torch.Tensor = linear(self, (tracer,))
+        return found
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        return (cotangent,)

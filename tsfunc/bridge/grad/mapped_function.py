@@ -1,0 +1,409 @@
+"""An ``autograd.Function`` of the values inside of tracers, made from one that takes the tracers.
+
+Its ``forward``, ``backward`` and ``jvp`` run those of the class on tracers of a level of their own,
+so that the values' own graph gets a node with the derivative that the class gives, and not with
+what ``forward`` would record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import Function, forward_ad
+
+from tsfunc import pytrees
+from tsfunc.bridge.grad.autograd import tangents_here
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.factories import watching_random
+from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.tracer import TracerLevel
+from tsfunc.dispatch.state import using
+from tsfunc.ops.dims import batched_at
+
+_torch_setup_context = Function.setup_context
+torch_jvp = Function.jvp
+
+
+def has_setup(cls: Any) -> bool:
+    """Whether the class fills its ctx apart from ``forward``, which then takes none."""
+    return cls.setup_context is not _torch_setup_context
+
+
+def value_of(arg: Any, level: TracerLevel) -> Any:
+    """What a tracer of the level stands for; anything else as it is."""
+    own = isinstance(arg, BatchTracer | GradTracer) and arg.dispatch_level is level
+    return arg.value if own else arg
+
+
+def dim_of(arg: Any, level: TracerLevel) -> int | None:
+    """Where the examples lie in the value of a tracer of the level."""
+    return arg.bdim if isinstance(arg, BatchTracer) and arg.dispatch_level is level else None
+
+
+def rewrapped(
+    results: Sequence[Any],
+    dims: Sequence[int | None],
+    values: Sequence[Any],
+    args: Sequence[Any],
+    level: TracerLevel,
+) -> list[Any]:
+    """Tracers for results; one that is an argument's own value, as written to, is that argument."""
+
+    def tracer(result: Any, dim: int | None) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        for value, arg in zip(values, args, strict=True):
+            if value is result and dim_of(arg, level) == dim:
+                return arg
+        return wrap(result, dim, level) if isinstance(level, BatchLevel) else level.lift(result)
+
+    return [tracer(result, dim) for result, dim in zip(results, dims, strict=True)]
+
+
+def results_of_rule(
+    found: Any, what: str, values: Sequence[Any], args: Sequence[Any], level: TracerLevel
+) -> Any:
+    """Tracers for what a rule in torch's form returned: the output, and where its batch dims lie.
+
+    Args:
+        what: the rule, in words.
+        values: what it was given for ``args``.
+    """
+    if not isinstance(found, tuple) or len(found) != 2:
+        got = f"{len(found)} of them" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        raise RuntimeError(
+            f"vmap: {what} is expected to have two returns, (output, out_dims), got {got}."
+        )
+    output, out_dims = found
+    leaves, tree = pytrees.flatten(output)
+    try:
+        dims = pytrees.broadcast_prefix(out_dims, output, lambda dim: dim is None)
+    except ValueError as error:
+        raise RuntimeError(
+            f"vmap: {what} returned an incompatible (output, out_dims): out_dims {out_dims} are no "
+            f"prefix of the structure of the output, {tree}."
+        ) from error
+    return pytrees.unflatten(tree, rewrapped(leaves, dims, values, args, level))
+
+
+def unaliased(result: Any, operands: Sequence[Any]) -> Any:
+    """A result of a ``forward`` that is no argument, nor a view of one.
+
+    Of a view torch has the tangent be one too.
+    """
+    with DisableTorchFunctionSubclass():
+        fresh = not result._is_view() and not any(result is x for x in operands)
+    return result if fresh else result.detach()
+
+
+class Context:
+    """What the class' own methods see as ``ctx``."""
+
+    def __init__(self, needs_input_grad: Sequence[bool] = ()) -> None:
+        self.needs_input_grad = tuple(needs_input_grad)
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.saved_for_forward: tuple[Any, ...] | None = None
+        self.dirty: tuple[Any, ...] = ()
+        self.not_differentiable: tuple[Any, ...] = ()
+        self.materialize = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        self.saved_for_forward = tensors
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self.dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self.not_differentiable = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize = value
+
+    def seen_by(self, method: str) -> Context:
+        """The same as ``backward`` or ``jvp`` sees it, which have tensors of their own saved."""
+        if method == "jvp" and self.saved_for_forward is not None:
+            self.saved_tensors = self.saved_for_forward
+        return self
+
+    def hand_over(self, ctx: Any) -> None:
+        """Tells torch's ctx all that was told to this one."""
+        told = dict(vars(self))
+        saved, forward = told.pop("saved_tensors"), told.pop("saved_for_forward")
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*(saved if forward is None else forward))
+        ctx.mark_dirty(*told.pop("dirty"))
+        ctx.mark_non_differentiable(*told.pop("not_differentiable"))
+        ctx.set_materialize_grads(told.pop("materialize"))
+        del told["needs_input_grad"]
+        for name, value in told.items():
+            setattr(ctx, name, value)
+
+
+class MappedFunction:
+    """A class of which ``forward`` is called on tracers of a level, for the values inside.
+
+    Called with the tracers it returns its results, and its ctx as the class left it, both of the
+    level.
+
+    NOTE [results of a mapped function]
+    Where one result is batched, or an argument that can be differentiated by, all results that can
+    be differentiated are: a cotangent that came for an unbatched one would be the sum over the
+    examples, and each of them would get all of it. A result that does not differ from example to
+    example by its value does so by the derivative that the class gives.
+
+    Attributes:
+        dims: where the batch dim of each argument is.
+        shapes: the shapes of the arguments, for one example.
+        results: how many results there are; stored tensors that are none of them come after.
+        out_dims: where the batch dim of each result and stored tensor is.
+        tree: the structure of the results.
+        state: what the class stored on its ctx, each leaf as ("input", i), ("result", i) or
+            ("other", value).
+    """
+
+    def __init__(
+        self, cls: Any, outer: TracerLevel, args: Sequence[Any], needs_input_grad: Sequence[bool]
+    ) -> None:
+        self.cls, self.outer, self.needs = cls, outer, tuple(needs_input_grad)
+        self.dims = [dim_of(arg, outer) for arg in args]
+        self.shapes = [arg.shape if isinstance(arg, torch.Tensor) else None for arg in args]
+        self.results = 0
+        self.out_dims: list[int | None] = []
+        self.tree: Any = None
+        self.state: list[tuple[str, Any]] = []
+        self.state_tree: Any = None
+
+    def __call__(self, args: Sequence[Any]) -> tuple[Any, Context]:
+        level = self.outer
+        values = [value_of(arg, level) for arg in args]
+        with level.restored():
+            found = _function_of(self).apply(*values)
+        found = rewrapped(found, self.out_dims, values, args, level)
+        stored = self.restored(self.stored_of(args, found))
+        return pytrees.unflatten(self.tree, found[: self.results]), stored
+
+    def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
+        """Calls a function on tracers of a level of its own, with that level."""
+        outer = self.outer
+        with using(outer.outer):
+            if not isinstance(outer, BatchLevel):
+                return call(outer, list(values))
+            level = outer.twin(f"vmap of {self.cls.__name__}")
+            with level, watching_random():
+                return call(level, _wrapped(values, at, level))
+
+    def forward(self, *values: Any) -> Any:
+        """The results, and after them what else was stored on the ctx."""
+        cls, ctx = self.cls, Context(self.needs)
+
+        def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
+            if has_setup(cls):
+                out = cls.forward(*inputs)
+                cls.setup_context(ctx, tuple(inputs), out)
+            else:
+                out = cls.forward(ctx, *inputs)
+            tracers, self.tree = pytrees.flatten(out)
+            self.results = len(tracers)
+            self._keep(ctx, level, values, tracers)
+            self.out_dims = [dim_of(x, level) for x in tracers]
+            written = [value_of(x, level) for x in ctx.dirty]
+            results = [value_of(x, level) for x in tracers]
+            for i, x in enumerate(results[: self.results]):
+                if isinstance(x, torch.Tensor) and not any(x is one for one in written):
+                    results[i] = unaliased(x, values)
+            by = any(
+                dim is not None and isinstance(x, torch.Tensor) and differentiable(x)
+                for x, dim in zip(values, self.dims, strict=True)
+            )
+            if isinstance(level, BatchLevel) and (by or self.batched):
+                self._batch_all(results, level.batch_size)
+            return tuple(results)
+
+        return self.run(call, values, self.dims)
+
+    def _keep(
+        self, ctx: Context, level: TracerLevel, values: Sequence[Any], results: list[Any]
+    ) -> None:
+        """Writes the ctx down; tensors that it has beside inputs and results join the results."""
+        stored, self.state_tree = pytrees.flatten(vars(ctx))
+        known = [value_of(x, level) for x in results]
+        self.state = []
+        for leaf in stored:
+            value = value_of(leaf, level)
+            place = _place(value, values, known)
+            if place is None and isinstance(value, torch.Tensor):
+                place = ("result", len(results))
+                results.append(leaf)
+                known.append(value)
+            self.state.append(place or ("other", value))
+
+    def _batch_all(self, results: list[Any], size: int) -> None:
+        """See NOTE [results of a mapped function]."""
+        for i in range(self.results):
+            x = results[i]
+            if self.out_dims[i] is None and isinstance(x, torch.Tensor) and differentiable(x):
+                every = x.expand(size, *x.shape)
+                # A tangent is laid out as its result, and can't be where that is expanded.
+                results[i] = every.clone() if tangents_here() else every
+                self.out_dims[i] = 0
+
+    @property
+    def batched(self) -> bool:
+        """Whether the results differ from example to example."""
+        return any(dim is not None for dim in self.out_dims[: self.results])
+
+    def stored_of(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """The tensors on the ctx, taken from a call's inputs and results."""
+        known = {"input": inputs, "result": results}
+        return [known[kind][where] for kind, where in self.state if kind != "other"]
+
+    def restored(self, tensors: Sequence[Any]) -> Context:
+        """The ctx as the class left it, with these tensors."""
+        remaining = iter(tensors)
+        leaves = [where if kind == "other" else next(remaining) for kind, where in self.state]
+        ctx = Context()
+        vars(ctx).update(pytrees.unflatten(self.state_tree, leaves))
+        return ctx
+
+    def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
+        tensors = self.stored_of(inputs, output)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        stored = self.restored(tensors)
+        ctx.mark_dirty(*stored.dirty)
+        others = [x for x in output[self.results :] if isinstance(x, torch.Tensor)]
+        ctx.mark_non_differentiable(*stored.not_differentiable, *others)
+        ctx.set_materialize_grads(stored.materialize)
+
+    def derivative(
+        self, method: str, ctx: Any, given: Sequence[Any], at: Sequence[Any], moved: Any
+    ) -> list[Any]:
+        """``backward`` or ``jvp`` of the class; ``moved(x, i, level)`` is its result's value."""
+        kept = ctx.saved_tensors  # outside: a checkpoint's run its function again
+
+        def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
+            dims = self.stored_of(self.dims, self.out_dims)
+            saved = _wrapped(kept, dims, level) if isinstance(level, BatchLevel) else kept
+            own = self.restored(saved).seen_by(method)
+            own.needs_input_grad = tuple(ctx.needs_input_grad)
+            found = getattr(self.cls, method)(own, *inputs)
+            found = found if isinstance(found, tuple) else (found,)
+            return [moved(x, i, level) for i, x in enumerate(found)]
+
+        out: list[Any] = self.run(call, given, at)
+        return out
+
+    def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        """The class' ``backward``, each cotangent laid out as its argument."""
+        count = self.results
+        return tuple(
+            self.derivative(
+                "backward", ctx, cotangents[:count], self.out_dims[:count], self._cotangent
+            )
+        )
+
+    def _cotangent(self, x: Any, i: int, level: TracerLevel) -> Any:
+        """Summed where the argument was broadcast, as the engine does it, or not batched."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        shape = self.shapes[i]
+        if shape is not None and x.shape != shape:
+            x = x.sum_to_size(shape)
+        value, dim, to = value_of(x, level), dim_of(x, level), self.dims[i]
+        if to is None:
+            if dim is not None:
+                return value.sum(dim)
+            return value * _size(level) if self.batched else value
+        return batched_at(value, dim, _size(level), to)
+
+    def jvp(self, ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        """The class' ``jvp``, each tangent laid out as its result."""
+        found = self.derivative("jvp", ctx, tangents, self.dims, self._tangent)
+        return (*found, *[None] * (len(self.out_dims) - self.results))
+
+    def _tangent(self, x: Any, i: int, level: TracerLevel) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        value, dim, to = value_of(x, level), dim_of(x, level), self.out_dims[i]
+        return value if to is None else batched_at(value, dim, _size(level), to)
+
+
+def _wrapped(values: Sequence[Any], at: Sequence[Any], level: BatchLevel) -> list[Any]:
+    return [
+        wrap(value, dim, level) if dim is not None and isinstance(value, torch.Tensor) else value
+        for value, dim in zip(values, at, strict=True)
+    ]
+
+
+def _size(level: TracerLevel) -> Any:
+    assert isinstance(level, BatchLevel)
+    return level.batch_size
+
+
+def differentiable(x: torch.Tensor) -> bool:
+    """Whether it is of a type that has derivatives."""
+    return x.is_floating_point() or x.is_complex()
+
+
+# NOTE [tangents of outer levels]
+# C++ runs a ``jvp`` method with forward mode switched off, for the tensors' own tangents would be
+# pushed a second time. The tangents of levels outside, which hang on the values inside of tracers,
+# are to be pushed: so forward mode is on, and the method sees tensors without tangents of their
+# own.
+def with_outer_tangents(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``jvp`` method for tracers, from that of the class."""
+
+    def run(ctx: Any, *tangents: Any) -> Any:
+        with forward_ad._set_fwd_grad_enabled(True):
+            return jvp(_Primals(ctx), *tangents)
+
+    return run
+
+
+class _Primals:
+    """A ctx whose tensors have no tangents."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ctx, name)
+        if name == "saved_tensors":
+            return tuple(_primal(x) for x in found)
+        return _primal(found)
+
+
+def _primal(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    with DisableTorchFunctionSubclass():
+        return forward_ad.unpack_dual(value).primal
+
+
+def _function_of(mapped: MappedFunction) -> Any:
+    """The autograd.Function of a mapped class."""
+    members: dict[str, Any] = {
+        "forward": staticmethod(mapped.forward),
+        "setup_context": staticmethod(mapped.setup_context),
+        "backward": staticmethod(mapped.backward),
+    }
+    if mapped.cls.jvp is not torch_jvp:
+        members["jvp"] = staticmethod(with_outer_tangents(mapped.jvp))
+    members["mapped_by_level"] = True
+    return type(mapped.cls.__name__, (Function,), members)
+
+
+def _place(value: Any, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[str, int] | None:
+    """Which of the tensors that the call has anyhow a stored one is."""
+    if isinstance(value, torch.Tensor):
+        for kind, known in (("input", inputs), ("result", results)):
+            for i, tensor in enumerate(known):
+                if tensor is value:
+                    return kind, i
+    return None

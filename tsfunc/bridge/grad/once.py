@@ -1,0 +1,153 @@
+"""Functions whose ``backward`` is marked ``@once_differentiable``: a second derivative is an error.
+
+What torch's mark makes of such a ``backward`` is run without a graph, so that it says nothing of
+how its results depend on what ``forward`` was given. A derivative of them by that is an error in
+torch where it meets nothing that it could differentiate by, and zero where it does. Here it is an
+error in both modes: each call has one more operand, the guard, that depends on all the others, and
+what ``backward`` returns depends on that and on the cotangents by a function without derivatives.
+Forward mode of a function without a ``jvp`` is such a derivative too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from tsfunc.bridge.grad.autograd import differentiates_here, is_perturbed, tangents_here
+from tsfunc.bridge.grad.mapped_function import has_setup, torch_jvp
+from tsfunc.errors import UndefinedDerivativeError
+
+
+@once_differentiable
+def _marked(ctx: Any) -> None: ...
+
+
+_torch_vmap = Function.vmap
+
+# All functions that the mark makes have one code.
+_CODE: Final = _marked.__code__
+_GUARDED: Final = "__tsfunc_guarded__"
+
+
+def is_marked(cls: Any) -> bool:
+    """Whether the ``backward`` of a class is marked ``@once_differentiable``."""
+    return getattr(cls.backward, "__code__", None) is _CODE
+
+
+def is_once_differentiable(cls: Any, args: Sequence[Any]) -> bool:
+    """Whether the derivative of a call is an error, and somebody may ask for it."""
+    return is_marked(cls) and differentiates_here() and any(is_perturbed(x) for x in args)
+
+
+def guarded(cls: Any, args: Sequence[Any]) -> Any:
+    """The call, of which a second derivative is an error."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    guard: Any = _Guard.apply(*tensors)  # type: ignore[no-untyped-call]
+    return _guarded(cls).apply(*args, guard)
+
+
+class _Guard(Function):
+    """A tensor that depends on others, by a function that nobody asks for its derivative."""
+
+    @staticmethod
+    def forward(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.count = len(inputs)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *_cotangents: Any) -> Any:
+        return (None,) * ctx.count
+
+    @staticmethod
+    def jvp(ctx: Any, *_tangents: Any) -> Any:
+        return torch.zeros(())
+
+
+class _Pulled(Function):
+    """A cotangent that depends on the guard and on other cotangents; nobody knows how."""
+
+    @staticmethod
+    def forward(name: str, pulled: torch.Tensor, *others: Any) -> torch.Tensor:
+        return pulled.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        if cotangent is not None:
+            _refuse(ctx.name)
+        return (None,) * len(ctx.needs_input_grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *_tangents: Any) -> Any:
+        _refuse(ctx.name)
+
+
+def _refuse(name: str) -> None:
+    raise UndefinedDerivativeError(
+        f"{name}: trying to differentiate twice a function whose backward is marked with "
+        f"@once_differentiable, which has no derivative itself (nor a forward mode, unless the "
+        f"function has a jvp method). If backward consists of differentiable operators, remove the "
+        f"mark."
+    )
+
+
+def _guarded(cls: Any) -> Any:
+    """The class with the guard as one more operand, made once."""
+    made = cls.__dict__.get(_GUARDED)
+    if made is not None:
+        return made
+    backward = cls.backward.__wrapped__
+
+    def pull(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *cotangents)
+        found = found if isinstance(found, tuple) else (found,)
+        if torch.is_grad_enabled() or tangents_here():
+            others = [ctx.once_guard, *[ct for ct in cotangents if ct is not None]]
+            found = tuple(
+                _Pulled.apply(cls.__name__, x, *others)  # type: ignore[no-untyped-call]
+                if isinstance(x, torch.Tensor)
+                else x
+                for x in found
+            )
+        return (*found, None)
+
+    members: dict[str, Any] = {"backward": staticmethod(pull)}
+    if has_setup(cls):
+        members["forward"] = staticmethod(lambda *args: cls.forward(*args[:-1]))
+
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.once_guard = inputs[-1]
+            cls.setup_context(ctx, tuple(inputs[:-1]), output)
+
+        members["setup_context"] = staticmethod(setup_context)
+    else:
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            ctx.once_guard = args[-1]
+            return cls.forward(ctx, *args[:-1])
+
+        members["forward"] = staticmethod(forward)
+    if cls.jvp is not torch_jvp:
+        members["jvp"] = staticmethod(lambda ctx, *tangents: cls.jvp(ctx, *tangents[:-1]))
+    if cls.vmap is not _torch_vmap:  # which calls the class itself, at the levels outside
+
+        def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+            return cls.vmap(info, tuple(in_dims[:-1]), *args[:-1])
+
+        members["vmap"] = staticmethod(vmap)
+    made = type(cls.__name__, (cls,), members)
+    setattr(cls, _GUARDED, made)
+    return made

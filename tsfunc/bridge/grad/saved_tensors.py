@@ -1,0 +1,83 @@
+"""``torch.autograd.graph.saved_tensors_hooks``: what becomes of tensors that autograd saves.
+
+NOTE [hooks and levels]
+Hooks that are entered on a thread see what autograd saves at every level: plain tensors, and the
+tracers of the levels in which it records. Of a tracer only the graph of its own level is left
+behind when it is packed, which autograd ties again; what a hook makes of it is recorded by the
+levels outside, although torch has switched recording off. And what a level saves that was entered
+after the hooks is not theirs: the transform has pulled back through it before it ends, and a
+checkpoint that runs the transform again would get values of another level. It is kept as it is.
+When hooks are asked for what they packed the levels in which they were entered may have ended: for
+so long these are active again.
+
+Private names used here (torch 2.11 to 2.13): none; ``saved_tensors_hooks`` is public, and
+``__enter__`` reads ``pack_hook`` and ``unpack_hook``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tsfunc.bridge.tracers.ended import any_ended, entered_again
+from tsfunc.bridge.tracers.factories import on_first_level
+from tsfunc.bridge.tracers.tracer import Tracer, serials
+from tsfunc.dispatch.state import tls
+
+_theirs = saved_tensors_hooks.__enter__
+
+
+@on_first_level
+def _install() -> None:
+    """Has hooks meet tracers as said above."""
+    saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
+
+
+def _enter(self: saved_tensors_hooks) -> None:
+    pack, unpack = self.pack_hook, self.unpack_hook
+    self.pack_hook, self.unpack_hook = _packing(pack), _unpacking(unpack)
+    try:
+        _theirs(self)
+    finally:
+        self.pack_hook, self.unpack_hook = pack, unpack
+
+
+class _Kept:
+    """What hooks are not asked about."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    entered = next(serials)
+
+    def packed(tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, Tracer):
+            return pack(tensor)
+        alone = tensor.again()
+        if tensor.dispatch_level.root.serial > entered:
+            return _Kept(alone)
+        with torch.enable_grad():
+            return pack(alone)
+
+    return packed
+
+
+def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    state = tls.state
+
+    def unpacked(packed: Any) -> torch.Tensor:
+        if type(packed) is _Kept:
+            return packed.tensor
+        if not any_ended(state):
+            return unpack(packed)
+        with entered_again(state):
+            return unpack(packed)
+
+    return unpacked

@@ -1,0 +1,149 @@
+"""Forward formulas that can't be differentiated again, replaced where they will be.
+
+NOTE [derivatives of forward formulas]
+torch's formulas for the tangents of some operators are right as far as they go, but take for
+constants what they are not: further results that have no derivative of their own (the factors of
+a determinant), or what they write in place. torch itself never differentiates a tangent. Here
+``jvp`` may stand inside of anything. So these operators are met before autograd sees them (NOTE
+[the factory keys]); a call with tangents that somebody else differentiates by is written in other
+operators (``ops/written_out``), or gets its tangent by differentiating its pullback, which torch
+keeps differentiable.
+
+Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reaches a tracer's
+own methods; ``forward_ad._current_level`` says whether a dual level is entered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import forward_ad
+
+from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.factories import on_first_level
+from tsfunc.bridge.tracers.operators import overload_of
+from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
+from tsfunc.ops.written_out import WRITTEN_OUT
+
+# Their pullbacks can be differentiated any number of times.
+PULLED_BACK = (
+    "_linalg_det _linalg_slogdet _linalg_solve_ex _linalg_eigh linalg_eig "
+    "linalg_householder_product glu"
+).split()
+
+_libraries: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Registers the kernels; once a process."""
+    if _libraries:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
+        for name in (*WRITTEN_OUT, *(f"aten::{name}" for name in PULLED_BACK)):
+            overload = overload_of(name)
+            if overload is not None:
+                kernel = _kernel(overload, WRITTEN_OUT.get(name))
+                library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
+
+
+on_first_level(install)
+
+
+def _kernel(overload: Any, written_out: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What an operator does while a level or a jvp is active."""
+    rest = after(RANDOM_KEY_NAME)
+
+    def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        # Below autograd, where another operator's kernel calls it, there are no tangents to read.
+        pushing = forward_ad._current_level >= 0 and not below_autograd()
+        twice = pushing and _differentiated_twice((*args, *kwargs.values()))
+        if twice and written_out is not None:
+            out = written_out(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = overload.redispatch(keys & rest, *args, **kwargs)
+        return _with_tangents(out, overload, args, kwargs) if twice and not written_out else out
+
+    return operator
+
+
+def _differentiated_twice(values: Sequence[Any]) -> bool:
+    """Whether there are tangents, and somebody who differentiates by something else as well."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    with DisableTorchFunctionSubclass():
+        if all(forward_ad.unpack_dual(x).tangent is None for x in tensors):
+            return False
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return True
+        return any(_differentiated(value) for x in tensors for value in _inside(x))
+
+
+def _inside(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a tracer stands for, and what that stands for."""
+    value = getattr(x, "value", None) if isinstance(x, Tracer) else None
+    while isinstance(value, torch.Tensor):
+        yield value
+        value = getattr(value, "value", None) if isinstance(value, Tracer) else None
+
+
+def _differentiated(value: torch.Tensor) -> bool:
+    # A program may be differentiated later by anything that it traces.
+    traced = hasattr(value, "node")
+    return traced or value.requires_grad or forward_ad.unpack_dual(value).tangent is not None
+
+
+def _with_tangents(out: Any, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The operator's results, their tangents by its pullback.
+
+    That is linear in the cotangents, so its own pullback is the pushforward. The results
+    themselves stay: what autograd keeps for them has tangents of its own.
+    """
+    level = innermost_level(args)
+    results = [out] if isinstance(out, torch.Tensor) else list(out)
+    for i, tangent in _pushed(overload, args, kwargs, level).items():
+        results[i] = autograd.make_dual(autograd.unpack_dual(results[i])[0], tangent, level)
+    return results[0] if isinstance(out, torch.Tensor) else tuple(results)
+
+
+def _pushed(
+    overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], level: TracerLevel | None
+) -> dict[int, torch.Tensor]:
+    """The tangent of each result that has one.
+
+    Autograd is on at the level, since somebody hangs tangents on its tensors.
+    """
+    filled, inputs, tangents = list(args), [], []
+    with torch.enable_grad():
+        for place, arg in enumerate(args):
+            if isinstance(arg, torch.Tensor):
+                filled[place], tangent = autograd.unpack_dual(arg)
+                if tangent is not None:
+                    filled[place] = autograd.fresh_input(filled[place], level)
+                    inputs.append(filled[place])
+                    tangents.append(tangent)
+        outs = overload(*filled, **kwargs)
+        outs = [outs] if isinstance(outs, torch.Tensor) else outs
+        with DisableTorchFunctionSubclass():
+            kept = {i: out for i, out in enumerate(outs) if out.requires_grad}
+        cotangents = [autograd.fresh_input(torch.zeros_like(x), level) for x in kept.values()]
+        pulled = _backward(list(kept.values()), cotangents, inputs)
+        pairs = [(g, t) for g, t in zip(pulled, tangents, strict=True) if g is not None]
+        pushed = _backward([g for g, _ in pairs], [t for _, t in pairs], cotangents)
+    connected = any(autograd.requires_grad(x, level) for x in (*args, *tangents))
+    return {
+        i: tangent if connected else autograd.detached(tangent)
+        for i, tangent in zip(kept, pushed, strict=True)
+        if tangent is not None
+    }
+
+
+def _backward(outputs: Any, cotangents: Any, inputs: Any) -> list[torch.Tensor | None]:
+    return autograd.backward(outputs, cotangents, inputs, create_graph=True, retain_graph=True)

@@ -1,0 +1,1 @@
+"""Symbolic sizes: their symbols, what is known of them, and the shapes that operators give."""

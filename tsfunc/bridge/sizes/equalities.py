@@ -1,0 +1,113 @@
+"""Sizes that an operator takes only where they are equal.
+
+Of what an operator asks (NOTE [questions of operators] in ``fake_results``) an equality of two
+sizes is told apart: two names are two sizes, and a function that takes them only where they are one
+needs descriptors that say so. Whether an operator needs an equality is seen by breaking it: sizes
+that keep all others that it asked for, and not this one, are all refused. Sizes of 0 and 1, which
+broadcast, say nothing of others.
+
+Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``Mod`` and ``PythonMod``,
+the remainders of sizes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tsfunc.bridge.sizes.bounds import is_true
+
+_BREAKS = 3  # sizes that break an equality, each to be refused
+_DRAWS = 24  # attempts to find such sizes
+_Sizes = Mapping[Any, int]
+
+
+def required(asked: Sequence[Any], here: _Sizes, takes: Callable[[_Sizes], bool]) -> list[Any]:
+    """The equalities among some questions that an operator needs.
+
+    Args:
+        asked: what it asked, of sympy's relations.
+        here: the sizes at which it did, by symbol.
+        takes: whether the operator takes other sizes.
+    """
+    facts = _independent(_equalities(asked, here))
+    found = []
+    for fact in facts:
+        kept = [other for other in facts if other is not fact]
+        broken = list(_breaking(fact, kept, here))
+        if broken and not any(map(takes, broken)):
+            found.append(fact)
+    return found
+
+
+def _equalities(asked: Sequence[Any], here: _Sizes) -> list[Any]:
+    """Equalities of sizes that hold, as parts of what was asked."""
+    from sympy import And, Eq, Ne
+
+    found: dict[Any, None] = {}
+    for question in dict.fromkeys(asked):
+        for part in sorted(And.make_args(question), key=str):
+            fact = Eq(*part.args) if isinstance(part, Ne) else part
+            if isinstance(fact, Eq) and fact.free_symbols <= here.keys() and fact.xreplace(here):
+                found[fact] = None
+    return list(found)
+
+
+def _independent(facts: Sequence[Any]) -> list[Any]:
+    """Those that do not follow from the ones before them."""
+    found: list[Any] = []
+    known: dict[Any, Any] = {}
+    for fact in facts:
+        rest = fact.xreplace(known)
+        if is_true(rest):
+            continue
+        found.append(fact)
+        symbol, other = _solved(rest)
+        if symbol is not None:
+            known = {each: value.xreplace({symbol: other}) for each, value in known.items()}
+            known[symbol] = other
+    return found
+
+
+def _solved(fact: Any) -> tuple[Any, Any]:
+    """A symbol, and what it equals; nothing where neither side is one."""
+    for symbol, other in ((fact.lhs, fact.rhs), (fact.rhs, fact.lhs)):
+        if symbol.is_Symbol and symbol not in other.free_symbols:
+            return symbol, other
+    return None, None
+
+
+def _breaking(fact: Any, kept: Sequence[Any], here: _Sizes) -> Iterator[dict[Any, int]]:
+    """Sizes of 2 and more at which a fact does not hold, and others do."""
+    drawn = random.Random(0)
+    found = 0
+    for _ in range(_DRAWS):
+        sizes = {symbol: drawn.randrange(2, 2 * size + 8) for symbol, size in here.items()}
+        for _ in kept:  # each may change what another has read
+            for other in kept:
+                symbol, value = _solved(other)
+                if symbol is not None:
+                    sizes[symbol] = int(value.xreplace(sizes))
+        if (
+            _least_side((fact, *kept), sizes) >= 2
+            and not fact.xreplace(sizes)
+            and all(other.xreplace(sizes) for other in kept)
+        ):
+            yield sizes
+            found += 1
+        if found == _BREAKS:
+            return
+
+
+def _least_side(facts: Sequence[Any], sizes: _Sizes) -> int:
+    """The smallest size that some facts speak of; remainders are none."""
+    from torch.utils._sympy.functions import Mod, PythonMod
+
+    sides = [
+        int(side.xreplace(sizes))
+        for fact in facts
+        if not fact.has(Mod, PythonMod)
+        for side in fact.args
+    ]
+    return min(sides, default=2)

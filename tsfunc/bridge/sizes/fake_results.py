@@ -1,0 +1,109 @@
+"""Results on fake tensors with symbolic sizes: what an operator's own questions are worth.
+
+NOTE [questions of operators]
+torch's rules for fake tensors ask about sizes: a kernel that is no longer than its input, sizes
+that are equal, strides in some order. Most of these are checks of arguments, which the operator
+itself makes again when the program runs, or choose between ways to the same result; few tell what
+the result looks like. So a question of an operator is first answered for the sizes of the call,
+and no more is asked of the descriptors if the result is right for others too: the operator is run
+on fake tensors of other, fixed sizes, and its results are to have the sizes and strides that the
+symbolic ones have there. Sizes that the operator refuses say nothing, but of those that it wants
+equal (``equalities``). Only for these, and where the results are others, or too few sizes are
+taken, is the question one that the descriptors must answer.
+
+Where a rule fails because it was never written for symbolic sizes, the sizes of the results are
+found in the same way (``results_by_example``).
+
+Private names used here (torch 2.11 to 2.13): ``FakeTensorMode``, which works results out, and its
+errors for what depends on data; ``DisableTorchFunction``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch._C import DisableTorchFunction
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
+from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
+from tsfunc.bridge.sizes.elsewhere import Elsewhere
+from tsfunc.bridge.sizes.equalities import required
+from tsfunc.bridge.sizes.results_by_example import found_by_example
+from tsfunc.bridge.sizes.shape_rules import SHAPE_RULES
+from tsfunc.bridge.tracers.questions import set_aside
+
+_Call = Callable[..., Any]
+
+
+def results_of(
+    fake: FakeTensorMode,
+    name: str,
+    call: _Call,
+    writes: bool,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The results of an operator on fake values: NOTE [questions of operators].
+
+    Args:
+        fake: the mode that works them out.
+        name: the operator's, for which there may be a rule of our own (``shape_rules``).
+        call: runs the operator.
+        writes: whether it writes into an argument.
+        args, kwargs: fake values.
+    """
+    env = fake.shape_env
+    if name in SHAPE_RULES:
+        with DisableTorchFunction(), fake:
+            results = SHAPE_RULES[name](*args, **kwargs)
+        if results is not NotImplemented:
+            return results
+    if env is None or writes:
+        with DisableTorchFunction(), fake:
+            return call(*args, **kwargs)
+    # The mode keeps results, and asks nothing where it has one: not where these were wrong before.
+    wrong: set[int] = env.__dict__.setdefault("tsfunc_wrong", set())
+    try:
+        with set_aside(env) as asked, _kept(fake, id(call) not in wrong):
+            results = call(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        raise
+    except Exception:
+        elsewhere = Elsewhere(env, call, args, kwargs)
+        found = found_by_example(elsewhere, fake)
+        if found is None and elsewhere.fix_refused():
+            found = found_by_example(elsewhere, fake)
+        if found is None:
+            raise
+        elsewhere.ask_fixed()
+        return found
+    if not asked:
+        return results
+    elsewhere = Elsewhere(env, call, args, kwargs)
+    if not elsewhere.agrees(results):
+        wrong.add(id(call))
+        results = found_by_example(elsewhere, fake)
+    if results is not None:
+        for fact in required(asked, next(elsewhere.sizes()), elsewhere.takes):
+            env.evaluate_expr(fact)
+        return results
+    with _kept(fake, False):
+        return call(*args, **kwargs)
+
+
+@contextmanager
+def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
+    """In the block operators run on fake tensors, whose mode keeps results, or does not."""
+    cached, fake.cache_enabled = fake.cache_enabled, fake.cache_enabled and keeps
+    try:
+        with DisableTorchFunction(), fake:
+            yield
+    finally:
+        fake.cache_enabled = cached

@@ -1,0 +1,173 @@
+"""Shapes of results where torch has no rule for fake tensors, or one that does without symbols.
+
+Some of torch's kernels look at data to see whether their arguments are right (``cov``), or take a
+number out of a tensor that decides nothing of the shape (``ctc_loss``); of others the rule was
+never written for symbolic sizes. What they return is written down here. What becomes of operators
+without a rule says NOTE [questions of operators] in ``fake_results``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
+from tsfunc.bridge.tracers.operators import overload_of
+from tsfunc.ops.dims import wrap as wrap_dim
+
+
+@shape_rule("cov", "corrcoef")
+def _covariance(x: Any, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    dtype = x.dtype
+    if not (x.is_floating_point() or x.is_complex()):
+        dtype = torch.get_default_dtype()
+    if aweights is not None:
+        dtype = torch.promote_types(dtype, aweights.dtype)
+    return new_like(x, [x.shape[0]] * 2 if x.dim() > 1 else [], dtype)
+
+
+def _answer(overload: Any) -> Any:
+    """A bool that no trace knows: NOTE [sizes of data] in ``symbols``."""
+
+    def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+        env = x.fake_mode.shape_env
+        if env is None:
+            raise DataDependentOutputException(overload)
+        return env.create_unbacked_symbool()
+
+    return rule
+
+
+shape_rule("equal")(_answer(torch.ops.aten.equal.default))
+shape_rule("allclose")(_answer(torch.ops.aten.allclose.default))
+
+
+@shape_rule("ctc_loss.IntList", "ctc_loss.Tensor")
+def _ctc_loss(
+    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: int = 1, zero_infinity: bool = False,
+) -> Any:  # fmt: skip
+    each = reduction == 0 and log_probs.dim() == 3
+    return new_like(log_probs, [log_probs.shape[1]] if each else [])
+
+
+@shape_rule("linalg_lstsq")
+def _lstsq(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
+    """Of a tall matrix gelsd and gelss return residuals if its rank, which they find, is full."""
+    driver = driver or "gelsy"
+    if a.device.type != "cpu" or a.dim() != b.dim():
+        return NotImplemented
+    rows, columns = a.shape[-2:]
+    asks = driver != "gelsy"
+    is_tall = asks and bool(rows > columns)
+    if is_tall and driver != "gels":
+        return NotImplemented
+    batch, right = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), b.shape[-1]
+    height = (rows if is_tall else columns) if asks else torch.sym_max(rows, columns)
+    order = [*range(len(batch)), len(batch) + 1, len(batch)]
+    solved = new_like(a, [*batch, height, right], order=order)
+    return (
+        view_like(solved, [*batch, columns, right], solved.stride()),
+        new_like(a, [*batch, right] if is_tall else [0]),
+        new_like(a, [0] if driver == "gels" else batch, torch.int64),
+        new_like(a, [*batch, rows] if driver in ("gelsd", "gelss") else [0]),
+    )
+
+
+@shape_rule("adaptive_max_pool2d", "adaptive_max_pool3d")
+def _adaptive_max_pool(x: Any, output_size: Sequence[Any]) -> Any:
+    if all(isinstance(size, int) for size in x.shape):
+        return NotImplemented
+    sizes = [*output_size] if isinstance(output_size, list | tuple) else [output_size]
+    shape = [*x.shape[: -len(sizes)], *sizes]
+    return new_like(x, shape), new_like(x, shape, torch.int64)
+
+
+@shape_rule("combinations")
+def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    if type(r) is not int or r < 1 or isinstance(x.shape[0], int):
+        return NotImplemented
+    most = x.shape[0] + (r - 1 if with_replacement else 0)
+    count: Any = 1
+    for i in range(r):
+        count = count * (most - i)
+    return new_like(x, [count // math.factorial(r), r])
+
+
+@shape_rule("_chunk_cat")
+def _chunk_cat(tensors: Sequence[Any], dim: int, num_chunks: int) -> Any:
+    first = tensors[0]
+    dim = wrap_dim(dim, first.dim())
+    total: Any = 0
+    for x in tensors:
+        part = -(-x.shape[dim] // num_chunks)
+        for size in x.shape[dim + 1 :]:
+            part = part * size
+        total = total + part
+    return new_like(first, [*first.shape[:dim], num_chunks, total])
+
+
+@shape_rule("istft")
+def _istft(
+    x: Any, n_fft: int, hop_length: Any = None, win_length: Any = None, window: Any = None,
+    center: bool = True, normalized: bool = False, onesided: bool | None = None, length: Any = None,
+    return_complex: bool = False,
+) -> Any:  # fmt: skip
+    hop = n_fft // 4 if hop_length is None else hop_length
+    found = n_fft + hop * (x.shape[-1] - 1)
+    if length is not None:
+        found = length
+    elif center:
+        found = found - 2 * (n_fft // 2)
+    dtype = x.dtype if return_complex else x.dtype.to_real()
+    return new_like(x, [*x.shape[:-2], found], dtype)
+
+
+def _upsampled(x: Any, output_size: Any, *args: Any, **kwargs: Any) -> Any:
+    """The spatial sizes are given, or follow from factors; the dims lie as in the input."""
+    if all(isinstance(size, int) and size for size in x.shape):
+        return NotImplemented
+    if output_size is None:
+        factors = kwargs.get("scale_factors") or args[-1]
+        pairs = zip(x.shape[2:], factors, strict=True)
+        output_size = [torch.sym_int(size * factor) for size, factor in pairs]
+    shape = [*x.shape[:2], *output_size]
+    spatial = range(2, x.dim())
+    last = x.dim() > 3 and known(x.stride(1) == 1) and not known(x.shape[1] == 1)
+    return new_like(x, shape, order=[0, *spatial, 1] if last else [])
+
+
+for _kind in ("nearest{}d", "nearest_exact{}d", "linear1d", "bilinear2d", "trilinear3d",
+              "bicubic2d", "bilinear2d_aa", "bicubic2d_aa"):  # fmt: skip
+    for _rank in (1, 2, 3) if "{}" in _kind else (0,):
+        for _start in ("upsample_", "_upsample_"):
+            _name = _start + _kind.format(_rank)
+            shape_rule(_name, f"{_name}.vec")(_upsampled)
+
+
+def _batch_norm(name: str, training: int | None) -> Any:
+    """Torch's rule divides by one less than the values of a channel: of 1 it asks for 2."""
+    overload: Any = overload_of(f"aten::{name}")
+
+    def rule(x: Any, *args: Any) -> Any:
+        values = math.prod(x.shape) // x.shape[1] if _is_fixed(x) and x.dim() > 1 else 0
+        if values != 1 or (training is not None and not args[training]):
+            return NotImplemented
+        like, *statistics = overload(new_like(x, [2, *x.shape[1:]]), *args)
+        return new_like(x, x.shape, like.dtype), *statistics
+
+    return rule
+
+
+def _is_fixed(x: Any) -> bool:
+    return all(isinstance(size, int) and size for size in x.shape)
+
+
+for _name, _training in (("native_batch_norm", 4), ("_native_batch_norm_legit", 4),
+                         ("_native_batch_norm_legit.no_stats", 2),
+                         ("_batch_norm_with_update", None)):  # fmt: skip
+    shape_rule(_name)(_batch_norm(_name, _training))

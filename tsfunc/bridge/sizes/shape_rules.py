@@ -1,0 +1,195 @@
+"""Shapes of results that are written down here, and not asked of torch's rules for fake tensors.
+
+NOTE [slices of named sizes]
+``x[:5]`` is as long as ``x`` where that is shorter. torch's rule asks which of the two it is, and a
+descriptor that promises neither would be broken by the answer. Here the size is the smaller one,
+``min(5, n)``, as an expression. Only whether a bound counts from the end is asked where it is not
+known.
+
+Private names used here (torch 2.11 to 2.13): ``statically_known_true`` says whether something
+follows from the bounds of the symbols, and asks nothing; ``SymInt.node`` with its ``shape_env``,
+whose ``is_unbacked_symint`` tells the symbols that no call gives; ``FakeTensor.fake_mode`` is what
+works results out. ``_DisableTorchDispatch`` has C++ treat tensors of other classes as any.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
+
+from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.ops.dims import wrap as wrap_dim
+
+# By the operator's name; each takes its arguments, fake tensors among them, and returns fake
+# results, or NotImplemented where torch's own rule does.
+SHAPE_RULES: dict[str, Callable[..., Any]] = {}
+
+
+def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a rule for some of aten's operators."""
+
+    def registered(rule: Callable[..., Any]) -> Callable[..., Any]:
+        SHAPE_RULES.update({f"aten::{name}": rule for name in names})
+        return rule
+
+    return registered
+
+
+def view_like(x: Any, shape: Sequence[Any], strides: Sequence[Any], offset: Any = None) -> Any:
+    """A view of a fake tensor."""
+    offset = x.storage_offset() if offset is None else offset
+    fake = x.fake_mode
+    # Expressions make a key, and with what is asked of them to keep it cost more than the call.
+    cached, fake.cache_enabled = fake.cache_enabled, False
+    try:
+        with unasked(fake):
+            return torch.as_strided(x, shape, strides, offset)
+    finally:
+        fake.cache_enabled = cached
+
+
+def new_like(
+    x: Any, shape: Sequence[Any], dtype: torch.dtype | None = None, order: Sequence[int] = ()
+) -> Any:
+    """A new fake tensor on the device of another; ``order`` has its dims, the innermost last."""
+    strides: list[Any] = [1] * len(shape)
+    step: Any = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step = step * _at_least_1(shape[dim])
+    with unasked(x.fake_mode):
+        return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
+
+
+def _at_least_1(size: Any) -> Any:
+    return max(size, 1) if isinstance(size, int) else size
+
+
+@shape_rule("slice.Tensor")
+def slice_of(
+    x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Any:
+    """``aten::slice`` of a fake tensor; NotImplemented where torch's own rule asks nothing."""
+    dim = wrap_dim(dim, x.dim())
+    size = x.shape[dim]
+    given = [value for value in (size, start, end) if isinstance(value, torch.SymInt)]
+    if not given or type(step) is not int or step < 1 or any(map(is_of_data, given)):
+        return NotImplemented
+    first = _within(0 if start is None else start, size)
+    last = _within(sys.maxsize if end is None else end, size)
+    count = _at_least_0(last - first)
+    shape, strides = list(x.shape), list(x.stride())
+    offset = x.storage_offset() + first * strides[dim]
+    shape[dim] = count if step == 1 else (count + (step - 1)) // step
+    strides[dim] = strides[dim] * step
+    return view_like(x, shape, strides, offset)
+
+
+@shape_rule("diagonal")
+def diagonal_of(x: torch.Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """``aten::diagonal``: as long as it is within both dims."""
+    dim1, dim2 = wrap_dim(dim1, x.dim()), wrap_dim(dim2, x.dim())
+    rows, columns = x.shape[dim1], x.shape[dim2]
+    given = [value for value in (rows, columns, offset) if isinstance(value, torch.SymInt)]
+    if not given or dim1 == dim2 or any(map(is_of_data, given)):
+        return NotImplemented
+    below = known(offset < 0) or not (known(offset >= 0) or offset >= 0)
+    count = _at_least_0(_least(rows + offset, columns) if below else _least(rows, columns - offset))
+    strides = x.stride()
+    start = -offset * strides[dim1] if below else offset * strides[dim2]
+    rest = [d for d in range(x.dim()) if d not in (dim1, dim2)]
+    return view_like(
+        x,
+        [*(x.shape[d] for d in rest), count],
+        [*(strides[d] for d in rest), strides[dim1] + strides[dim2]],
+        x.storage_offset() + start,
+    )
+
+
+@shape_rule("unfold")
+def unfold_of(x: torch.Tensor, dimension: int, size: Any, step: Any) -> Any:
+    """``aten::unfold``: as many windows as there is room for."""
+    if not x.dim():
+        return NotImplemented
+    dim = wrap_dim(dimension, x.dim())
+    given = [value for value in (x.shape[dim], size, step) if isinstance(value, torch.SymInt)]
+    if not given or any(map(is_of_data, given)):
+        return NotImplemented
+    shape, strides = list(x.shape), list(x.stride())
+    shape[dim] = (shape[dim] - size) // step + 1
+    return view_like(
+        x, [*shape, size], [*strides[:dim], strides[dim] * step, *strides[dim + 1 :], strides[dim]]
+    )
+
+
+def _copied(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an operator that copies what the view is."""
+
+    def copy(*args: Any, **kwargs: Any) -> Any:
+        found = rule(*args, **kwargs)
+        return found if found is NotImplemented else new_like(found, found.shape)
+
+    return copy
+
+
+shape_rule("slice_copy.Tensor")(_copied(slice_of))
+shape_rule("diagonal_copy")(_copied(diagonal_of))
+shape_rule("unfold_copy")(_copied(unfold_of))
+
+
+def has_symbols_in(sizes: Sequence[Any]) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+@shape_rule("resize_")
+def resize(x: Any, size: Sequence[Any], memory_format: Any = None) -> Any:
+    """The tensor itself, with other sizes, which C++ does for sizes that are numbers alone."""
+    if memory_format is not None or not has_symbols_in([*x.shape, *size]):
+        return NotImplemented
+    take_sizes(x, new_like(x, size))
+    return x
+
+
+@shape_rule("resize_as_")
+def resize_as(x: Any, the_template: Any, memory_format: Any = None) -> Any:
+    return resize(x, the_template.shape, memory_format)
+
+
+def take_sizes(x: torch.Tensor, other: torch.Tensor) -> None:
+    """Has a tensor without storage look like another one."""
+    with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+        x.data = other
+
+
+def is_of_data(size: torch.SymInt) -> bool:
+    env = size.node.shape_env
+    return any(env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
+
+
+def _within(bound: Any, size: Any) -> Any:
+    """Where a bound of a slice lies, counted from the front."""
+    if type(bound) is int and bound >= sys.maxsize:
+        return size
+    if known(bound >= 0) or not (known(bound < 0) or bound < 0):
+        return _least(bound, size)
+    return _at_least_0(bound + size)
+
+
+def _least(one: Any, other: Any) -> Any:
+    if known(one <= other):
+        return one
+    return other if known(other <= one) else torch.sym_min(one, other)
+
+
+def _at_least_0(value: Any) -> Any:
+    return value if known(value >= 0) else torch.sym_max(value, 0)
+
+
+def known(fact: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(fact)

@@ -1,0 +1,442 @@
+"""Symbolic sizes: one symbol for each named dim and each size that depends on data.
+
+torch's ShapeEnv does the algebra (``shape_environment``). Private names used here (torch 2.11 to
+2.13): ``torch.fx.experimental.symbolic_shapes`` and ``torch.utils._sympy`` have symbols and
+expressions. They import sympy, which takes half a second, so this file imports them where a symbol
+is first made.
+
+NOTE [hints]
+A named dim is traced with the size that the call has, so that the function takes the course that
+it would take. Whether another size would take another one is told by what was asked of the symbol
+(:meth:`Symbols.needs`), whatever the size. The sizes 0 and 1 are treated apart by operators, so
+for them another stands in: NOTE [sizes 0 and 1] in ``program/graphs/equal``.
+
+NOTE [sizes of data]
+``nonzero``, ``x[mask]`` and ``x.item()`` return what no trace knows: a symbol without a hint. It is
+born with the node that computes it (:meth:`Symbols.born`). What is asked of it can't be answered;
+what is asserted (``torch._check``, and operators of their arguments) becomes a call of
+:func:`check_size` in the program.
+
+A body of control flow (NOTE [bodies] in ``bodies.py``) has such symbols of its own, and what is
+asserted in it is checked in it: so it holds there alone, and the code around the body can't rely
+on it (``facts.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tsfunc.bridge.sizes.facts import facts_of_its_own
+from tsfunc.bridge.sizes.number_nodes import divided, number_node
+from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
+from tsfunc.bridge.sizes.size_texts import code_text, python_text
+from tsfunc.bridge.sizes.symbolic_numbers import KINDS
+from tsfunc.dispatch.places import Place
+from tsfunc.errors import FailedCheckError
+from tsfunc.types import Dim
+
+# Sizes that stand for a named dim of size 0 or 1; large primes, so that none is the size of
+# something else by chance.
+_HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A fact about named dims that a trace relied on, and the line that made it.
+
+    Attributes:
+        fact: as Python.
+        expr: the fact, with symbols that are called as the dims.
+        place: the user's line.
+        by_user: whether the user's own code asked, or how many results there are for it, and not
+            torch or this package for something else.
+    """
+
+    fact: str
+    expr: Any
+    place: Place
+    by_user: bool
+
+
+class Condition(NamedTuple):
+    """What a trace found out about numbers among the arguments.
+
+    Attributes:
+        code: as Python of the guard.
+        text: for people, in the user's names.
+        dims: the named dims that it speaks of.
+        fact: the same in the names of dims and numbers; what a file has of it
+            (``types/facts.py``).
+        fixed: the same in the names of dims alone, each number among the arguments being that of
+            the call.
+    """
+
+    code: str
+    text: str
+    dims: tuple[str, ...] = ()
+    fact: str = ""
+    fixed: str = ""
+
+
+def check_size(holds: bool, text: str) -> None:
+    """What a program calls to assert a fact about sizes that depend on data.
+
+    Args:
+        holds: whether it holds.
+        text: what the error says.
+
+    Raises:
+        FailedCheckError: it does not.
+    """
+    if isinstance(holds, torch.SymBool):  # in a trace of the program, by us or by torch's tools
+        torch._check(holds, lambda: text)
+    elif not holds:
+        raise FailedCheckError(text)
+
+
+class Symbols:
+    """The symbols of one trace.
+
+    Args:
+        dims: the named dims that are symbols.
+        sizes: the size of each in the call, as far as there is one.
+        scalars: numbers among the arguments that stay symbolic, by their names. What the trace
+            asks of these is no need of it, but a condition of its program.
+
+    Attributes:
+        fake: the mode that works out results.
+        sizes: the symbolic size of each named dim.
+        scalars: the symbolic numbers among the arguments.
+        graph: where numbers are recorded; None before the trace and after it.
+    """
+
+    def __init__(
+        self,
+        dims: Mapping[str, Dim],
+        sizes: Mapping[str, int] = MappingProxyType({}),
+        scalars: Mapping[str, int | float] = MappingProxyType({}),
+    ) -> None:
+        self.fake = FakeTensorMode()
+        self.sizes: dict[str, Any] = {}
+        self.scalars: dict[str, Any] = {}
+        self._values = dict(scalars)
+        self._names: dict[Any, str] = {}
+        self._steps: dict[Any, int] = {}
+        self._born: dict[Any, torch.fx.Node] = {}
+        self._answers: dict[Any, Any] = {}  # symbols that stand for bools, and when these are true
+        self._env: Any = None
+        self.graph: torch.fx.Graph | None = None
+        self._inputs: Mapping[str, torch.fx.Node] = {}
+        self._nodes: dict[Any, Any] = {}
+        self._bodies: list[tuple[torch.fx.Graph, Callable[[Any], Any]]] = []
+        if dims or scalars:
+            self._open()
+        for i, (name, dim) in enumerate(dims.items()):
+            hint = _hint(dim, sizes.get(name, 0), i)
+            # Where there is none, the size of the call is the only one.
+            self.sizes[name] = self._size(name, dim, hint) if hint else dim.max
+        for name, value in scalars.items():
+            self.scalars[name] = self._scalar(name, value)
+
+    def _open(self) -> None:
+        """Makes the environment that symbols live in."""
+        self._env = environment_class()(self)
+        self.fake.shape_env = self._env
+        self.fake.static_shapes = False
+
+    def _size(self, name: str, dim: Dim, hint: int) -> Any:
+        """The size of a named dim: a symbol times what every size is a multiple of."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        step = dim.multiple_of or 1
+        hint //= step
+        source = source_called(name if step == 1 else f"{name} // {step}")
+        # The symbol is no size where it counts steps: it may be 1, of which torch knows otherwise.
+        symbol = self._env.create_symbol(
+            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None,
+            do_not_specialize_zero_one=step > 1,
+        )  # fmt: skip
+        most = dim.max if dim.max is not None else 1 << 62
+        low = min(-(-max(2, dim.min or 2) // step), hint)
+        self._env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=most // step)
+        self._names[symbol] = name
+        self._steps[symbol] = step
+        return step * self._env.create_symintnode(symbol, hint=hint, source=source)
+
+    def _scalar(self, name: str, value: int | float) -> Any:
+        """A symbol for a number of which nothing is promised."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = source_called(name)
+        symbol = self._env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        self._names[symbol], self._steps[symbol] = name, 1
+        if isinstance(value, float):
+            return self._env.create_symfloatnode(symbol, hint=value, source=source)
+        return self._env.create_symintnode(symbol, hint=value, source=source)
+
+    # --- sizes that depend on data
+
+    def allow_data(self) -> bool:
+        """Has operators return symbols for what depends on data; whether they did not so far."""
+        if self._env is not None:
+            return False
+        self._open()
+        return True
+
+    def fresh(self) -> list[Any]:
+        """The symbols that were made since this was last asked."""
+        if self._env is None:
+            return []
+        found = list(self._env.pending_fresh_unbacked_symbols)
+        self._env.pending_fresh_unbacked_symbols.clear()
+        return found
+
+    def born(self, symbol: Any, node: torch.fx.Node, text: str, number: Any = None) -> None:
+        """The node that computes what a fresh symbol stands for, and how people call that."""
+        if symbol not in self._born:
+            self._born[symbol] = node
+            self._names[symbol] = text
+            node.meta["expr"] = text
+            if isinstance(number, torch.SymBool):
+                self._answers[symbol] = number.node.expr
+            if number is not None:
+                node.meta["number"] = number
+
+    def assert_in_program(self, expr: Any, place: Place) -> None:
+        """Has the program check a fact when it runs."""
+        if self.graph is None or not all(s in self._names
+                                          for s in expr.free_symbols):  # fmt: skip
+            return  # the trace has ended, or only asks itself
+        text = f"{self.spell(expr)} does not hold, which the program relies on (at {place})."
+        if self._bodies:
+            graph, number = self._bodies[-1]
+            holds = number(self._env.create_symboolnode(expr))
+        else:
+            graph, holds = self.graph, self._node(expr)
+        node = graph.call_function(check_size, (holds, text))
+        node.meta["place"] = place
+
+    @contextmanager
+    def in_body(self, graph: torch.fx.Graph, number: Callable[[Any], Any]) -> Iterator[None]:
+        """What is asserted in the block is checked in a body's graph, and holds there alone.
+
+        Args:
+            graph: of the body.
+            number: records a symbolic number in it.
+        """
+        self._bodies.append((graph, number))
+        try:
+            with facts_of_its_own(self._env):
+                yield
+        finally:
+            self._bodies.pop()
+
+    def born_in(self, graph: torch.fx.Graph, expr: Any) -> dict[Any, torch.fx.Node]:
+        """The symbols of an expression that a graph has found in data, with their nodes."""
+        nodes = {symbol: self._born.get(symbol) for symbol in expr.free_symbols}
+        return {s: node for s, node in nodes.items() if node is not None and node.graph is graph}
+
+    def number_of(self, symbol: Any) -> Any:
+        """The symbolic number that a symbol is."""
+        if symbol.is_integer:
+            return self._env.create_symintnode(symbol, hint=None)
+        return self._env.create_symfloatnode(symbol, hint=None)
+
+    # --- what was asked
+
+    def needs(self) -> list[Need]:
+        """What the trace found out of named dims by asking."""
+        if self._env is None:
+            return []
+        names = self._as_dims()
+        return [
+            Need(self.spell(guard.expr), guard.expr.xreplace(names), place, by_user)
+            for guard, (place, by_user, is_check) in zip(
+                self._env.guards, self._env.asked, strict=True
+            )
+            if not is_check and not self._is_of_scalars(guard.expr)
+        ]
+
+    def conditions(self, variables: Mapping[str, str]) -> list[Condition]:
+        """What the trace found out about numbers among the arguments, and what was checked.
+
+        A check of sizes (NOTE [checks of arguments] in ``dispatch/refusals``) that fails raises in
+        the function itself, so it is no need of the descriptors, but one of the program.
+
+        Args:
+            variables: what the names of dims and numbers are called there.
+        """
+        if self._env is None:
+            return []
+        called = {symbol: variables.get(name) for symbol, name in self._names.items()}
+        known = {
+            symbol: type(symbol)(_divided_text(name, self._steps[symbol]))
+            for symbol, name in called.items()
+            if name is not None
+        }
+        stored, named = self._of_call(), self._as_names()
+        found = [
+            Condition(
+                code_text(guard.expr.xreplace(known)),
+                self.spell(guard.expr),
+                tuple(sorted(self._dims_in(guard.expr))),
+                code_text(guard.expr.xreplace(named)),
+                code_text(guard.expr.xreplace(stored)),
+            )
+            for guard, (*_, check) in zip(self._env.guards, self._env.asked, strict=True)
+            if check or self._is_of_scalars(guard.expr)
+        ]
+        return list(dict.fromkeys(found))
+
+    def _as_names(self) -> dict[Any, Any]:
+        """For each symbol what it is of one that is called as Python calls it."""
+        return {
+            symbol: type(symbol)(_divided_text(name, self._steps.get(symbol, 1)))
+            for symbol, name in self._names.items()
+        }
+
+    def _of_call(self) -> dict[Any, Any]:
+        """For each symbol what it is of a named dim; of a number of the call, that number."""
+        from sympy import sympify
+
+        of_call = {
+            symbol: sympify(self._values[name])
+            for symbol, name in self._names.items()
+            if name in self._values
+        }
+        return {**self._as_names(), **of_call}
+
+    def condition(self) -> Callable[[Mapping[str, int]], bool] | None:
+        """Whether what was found out by asking holds for other sizes; None if there is nothing."""
+        if self._env is None or not self._env.guards:
+            return None
+        values = {
+            symbol: type(symbol)(f"(sizes[{name!r}] // {self._steps.get(symbol, 1)})")
+            for symbol, name in self._names.items()
+        }
+        facts = [code_text(guard.expr.xreplace(values)) for guard in self._env.guards]
+        text = " and ".join(f"({fact})" for fact in facts)
+        holds: Callable[[Mapping[str, int]], bool] = eval(f"lambda sizes: {text}", {"math": math})
+        return holds
+
+    def _dims_in(self, expr: Any) -> set[str]:
+        return {self._names.get(symbol, "") for symbol in expr.free_symbols} & self.sizes.keys()
+
+    def _is_of_scalars(self, expr: Any) -> bool:
+        return any(self._names.get(symbol) in self.scalars for symbol in expr.free_symbols)
+
+    def explained(self, error: Exception) -> tuple[str, bool]:
+        """The message of an error in the user's names, and whether it is about unknown data."""
+        text = str(error)
+        if self._env is None:
+            return text, False
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        names = {str(symbol): name for symbol, name in self._names.items()}
+        if isinstance(error, GuardOnDataDependentSymNode):
+            return self.spell(error.cond), True
+        return re.sub(r"\b(s|u|zuf)\d+\b", lambda at: names.get(at[0], at[0]), text), False
+
+    def _as_dims(self) -> dict[Any, Any]:
+        """For each symbol what it is of one that is called as people call it."""
+        from sympy import Symbol
+
+        # Nothing is known of these, or `n > 0` would be true and not be spelled.
+        return {
+            symbol: Symbol(name) / self._steps.get(symbol, 1)
+            for symbol, name in self._names.items()
+        }
+
+    def spell(self, expr: Any) -> str:
+        """An expression as Python, in the user's names."""
+        from sympy import Symbol
+
+        answers = {symbol: Symbol(self._names[symbol]) for symbol in self._answers}
+        return python_text(self._with_answers(expr, answers).xreplace(self._as_dims()))
+
+    def _with_answers(self, expr: Any, answers: Mapping[Any, Any]) -> Any:
+        """An expression with the bools themselves for what torch writes: that they are 1."""
+        from sympy import Not
+
+        for symbol, answer in answers.items():
+            asked = self._answers[symbol]
+            expr = expr.xreplace({Not(asked): Not(answer), asked: answer})
+        return expr
+
+    def spell_size(self, size: Any) -> str:
+        """A size in the user's names."""
+        return str(size) if isinstance(size, int) else self.spell(size.node.expr)
+
+    # --- numbers as nodes
+
+    def record_in(self, graph: torch.fx.Graph | None, inputs: Mapping[str, torch.fx.Node]) -> None:
+        """Begins to record symbolic numbers in a graph, from the nodes of named dims; or ends."""
+        self.graph, self._inputs = graph, inputs
+
+    def record(self, value: Any) -> Any:
+        """A symbolic number as a node, or as the number that it is known to be."""
+        expr = value.node.expr
+        if expr in (True, False) or getattr(expr, "is_number", False):
+            return KINDS[type(value)](expr)
+        if expr not in self._nodes:
+            self._nodes[expr] = self._node(expr)
+            self._nodes[expr].meta["number"] = value
+        return self._nodes[expr]
+
+    def _node(self, expr: Any) -> torch.fx.Node:
+        assert self.graph is not None
+        sized = {s for s in expr.free_symbols if self._names.get(s) in self._inputs}
+        values = {s: self._born[s] for s in expr.free_symbols - sized}
+        for symbol in sized:
+            values[symbol] = divided(self._inputs[self._names[symbol]], self._steps[symbol])
+        node = self.write(self.graph, expr, values)
+        if expr.free_symbols == sized:
+            node.meta["value"] = self._evaluator(expr)
+        return node
+
+    def write(
+        self, graph: torch.fx.Graph, expr: Any, values: Mapping[Any, torch.fx.Node]
+    ) -> torch.fx.Node:
+        """Writes an expression into a graph, in which its symbols have these nodes."""
+        from sympy import Symbol
+
+        answers = {symbol: Symbol(f"{symbol}_") for symbol in values if symbol in self._answers}
+        known = {**values, **{answers[symbol]: values[symbol] for symbol in answers}}
+        node: torch.fx.Node = number_node(graph, known, self._with_answers(expr, answers))
+        if expr not in self._born and node not in values.values():
+            node.meta["expr"] = self.spell(expr)
+        return node
+
+    def _evaluator(self, expr: Any) -> Any:
+        """A function from the sizes of the named dims to the number that an expression is."""
+        names, steps = self._names, self._steps
+
+        def value(sizes: Mapping[str, int]) -> Any:
+            known = {each: sizes[names[each]] // steps[each] for each in expr.free_symbols}
+            found = expr.subs(known)
+            return int(found) if found.is_integer else float(found)
+
+        return value
+
+
+def _hint(dim: Dim, size: int, number: int) -> int:
+    """The size that a named dim is traced with: that of the call, where it is 2 or more."""
+    if size >= 2:
+        return size
+    low, prime = max(2 * (dim.multiple_of or 1), dim.min or 2), _HINTS[number % len(_HINTS)]
+    sizes = [prime * step for step in range(1, 1025)] + [*range(low, low + 4096)]
+    return next((each for each in sizes if each >= low and dim.admits(each)), 0)
+
+
+def _divided_text(variable: str, step: int) -> str:
+    return variable if step == 1 else f"({variable} // {step})"

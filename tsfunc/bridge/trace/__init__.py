@@ -1,0 +1,1 @@
+"""The Trace and Specialize keys, and what a traced function asks of its tensors."""

@@ -1,0 +1,476 @@
+"""What a traced function asks of tensors beside types and sizes: is one a leaf, a view, contiguous?
+
+NOTE [asked of tensors]
+Two tensors of one type and one shape are not the same to a function that asks ``x.is_leaf`` or
+``x.storage_offset()``. Of an argument the answer is that of the call which is traced, and the
+program is for calls that answer the same. Most functions ask nothing of it, and their programs are
+held to nothing. Of what the function computes itself the answer is known, or is refused; so is what
+changes without anybody's assigning it (``_version``).
+
+Strides are told by sizes for all tensors but one kind: with named dims a guard knows the order of
+the strides alone. A trace takes for granted that there are no gaps between them, as there are none
+in what operators return; where the function asks, the call must be so.
+
+Private names used here (torch 2.11 to 2.13): ``Tensor._version``, ``_base`` and ``_is_view`` say
+how a tensor's memory is shared and written; by ``_is_param`` and ``_is_buffer`` the classes
+``Parameter`` and ``Buffer`` know a tensor of another class (``isinstance``); ``_backward_hooks``
+has the hooks of a tensor; ``UntypedStorage._cdata`` is the address of a memory, also of a fake one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Final, NoReturn
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from tsfunc.bridge.tracers.attributes import of_the_value
+from tsfunc.bridge.tracers.tracer import METHODS, Tracer, door_1, metadata
+from tsfunc.dispatch.places import called_by_user, users_place
+from tsfunc.errors import TypeCheckError
+
+_T = torch.Tensor
+
+
+def dense_order(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The dims from the innermost one in memory outwards; None if there are gaps between them."""
+    order = sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
+    step = 1
+    for k in order:
+        if x.stride(k) != step:
+            return None
+        step *= x.shape[k]
+    return tuple(order)
+
+
+# What can be asked of an argument, as one would write it, and what answers.
+_FACTS: Final[Mapping[str, Callable[[torch.Tensor], Any]]] = {
+    "{}.is_leaf": lambda x: x.is_leaf,
+    "{}.grad_fn is None": lambda x: x.grad_fn is None,
+    "{}.retains_grad": lambda x: x.retains_grad,
+    "{}.output_nr": lambda x: x.output_nr,
+    "{}._is_view()": lambda x: x._is_view(),
+    "{}._backward_hooks is None": lambda x: x._backward_hooks is None,
+    "{}.is_inference()": lambda x: x.is_inference(),
+    "{}.is_conj()": lambda x: x.is_conj(),
+    "{}.is_neg()": lambda x: x.is_neg(),
+    "{}.storage_offset()": lambda x: x.storage_offset(),
+    "{}.stride()": lambda x: tuple(x.stride()),
+    "dense_order({})": dense_order,
+    "{}.is_contiguous()": lambda x: x.is_contiguous(),
+    "{}.is_contiguous(memory_format=torch.channels_last)": lambda x: x.is_contiguous(
+        memory_format=torch.channels_last
+    ),
+    "{}.is_contiguous(memory_format=torch.channels_last_3d)": lambda x: x.is_contiguous(
+        memory_format=torch.channels_last_3d
+    ),
+    "isinstance({}, Parameter)": lambda x: isinstance(x, torch.nn.Parameter),
+    "isinstance({}, Buffer)": lambda x: isinstance(x, torch.nn.Buffer),
+}
+_ATTRIBUTE: Final = re.compile(r"hasattr\(\{\}, '([^\W\d]\w*)'\)")
+
+
+def answerer(fact: str) -> Callable[[torch.Tensor], Any] | None:
+    """What answers a question; None if there is no such question."""
+    attribute = _ATTRIBUTE.fullmatch(fact)
+    if attribute is None:
+        return _FACTS.get(fact)
+    name = attribute[1]
+    return lambda x: name in vars(x)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Something that a trace has asked of an argument.
+
+    Attributes:
+        position: which of the flattened arguments.
+        fact: the question, with ``{}`` for the argument.
+        answer: that of the call which was traced.
+    """
+
+    position: int
+    fact: str
+    answer: Any
+
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether the answer is the same for another tensor."""
+        if isinstance(value, Tracer) and hasattr(value.dispatch_level, "questions"):
+            return False  # it can't be told without asking in that trace, which traces the function
+        answer = answerer(self.fact)
+        return answer is not None and bool(answer(value) == self.answer)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor among the arguments of a trace.
+
+    Attributes:
+        position: which of the flattened arguments.
+        name: what the program calls it.
+        example: the tensor of the call.
+        value: the fake tensor in its place.
+        is_fixed: whether all of its sizes are numbers.
+    """
+
+    position: int
+    name: str
+    example: torch.Tensor
+    value: torch.Tensor
+    is_fixed: bool
+
+
+class Questions:
+    """What a trace has asked: NOTE [asked of tensors].
+
+    Attributes:
+        what: how errors call the trace.
+        asked: the questions about arguments, with their answers.
+        attribute_of: reads an attribute of an argument that is Python's alone, or ``grad``.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.asked: dict[tuple[int, str], Asked] = {}
+        self.attribute_of: Callable[[Argument, str], Any] = _attribute
+        self._arguments: dict[int, tuple[Any, Argument]] = {}
+
+    def add(self, tracer: Any, argument: Argument) -> None:
+        """Says what argument a tracer stands for."""
+        self._arguments[id(tracer)] = tracer, argument
+
+    @property
+    def arguments(self) -> Iterator[tuple[Any, Argument]]:
+        """The tracers that stand for arguments, each with its argument."""
+        return iter(self._arguments.values())
+
+    def argument(self, tracer: Any) -> Argument | None:
+        """The argument that a tracer stands for; None for what the function has computed."""
+        level = tracer.dispatch_level
+        while (taken := getattr(level, "taken", None)) is not None:  # of a body of control flow
+            outer = next((given for given, own in taken.values() if own is tracer), None)
+            if not isinstance(outer, Tracer):
+                return None
+            tracer, level = outer, outer.dispatch_level
+        found = self._arguments.get(id(tracer))
+        return None if found is None else found[1]
+
+    def ask(self, argument: Argument, fact: str) -> Any:
+        """The answer for an argument, which later calls are held to."""
+        key = argument.position, fact
+        if key not in self.asked:
+            answer = answerer(fact)
+            assert answer is not None
+            self.asked[key] = Asked(*key, answer(argument.example))
+        return self.asked[key].answer
+
+    def ask_all(self, fact: str) -> None:
+        """Holds later calls to the answers of all arguments."""
+        for _, argument in self.arguments:
+            self.ask(argument, fact)
+
+    def ask_strides(self, value: torch.Tensor) -> None:
+        """Holds later calls to strides like those that a fake tensor's follow from.
+
+        Raises:
+            TypeCheckError: there are gaps in the memory that it is a view of.
+        """
+        for _, argument in self.arguments:
+            x = argument.example
+            if x.layout is not torch.strided:
+                continue
+            if argument.is_fixed:
+                if any(size < 2 for size in x.shape):  # whose strides a guard does not look at
+                    self.ask(argument, "{}.stride()")
+                continue
+            shared = _share_memory(value, argument.value)
+            if shared and self.ask(argument, "dense_order({})") is None:
+                self.refuse(
+                    f"the strides of {argument.name}, or of a view of it, are asked for",
+                    f"they are {tuple(x.stride())} for the sizes {tuple(x.shape)}, and what they "
+                    f"are for other sizes is not known",
+                    "Give its sizes as ints, or pass x.contiguous().",
+                )
+
+    def refuse_assigned(self) -> None:
+        """Raises where the function has assigned an attribute of an argument that is a tensor."""
+        for tracer, argument in self.arguments:
+            for name in vars(tracer).keys() - _OWN:
+                raise TypeCheckError(
+                    f"{self.what}: {argument.name}.{name} is assigned; a program does not assign "
+                    f"to attributes of tensors. Return the value, and assign it after the call."
+                )
+
+    def refuse(self, asked: str, why: str, mend: str) -> NoReturn:
+        """Raises for a question that a program has no answer to.
+
+        Raises:
+            TypeCheckError: always.
+        """
+        raise TypeCheckError(f"{self.what}: {asked} at {users_place()}; {why}. {mend}")
+
+
+_OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer
+
+
+def _attribute(argument: Argument, name: str) -> Any:
+    return getattr(argument.example, name)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether fake tensors are views of one memory."""
+    if one is other:
+        return True
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+# --- tracers
+
+
+def _questions(value: Any) -> Questions | None:
+    """What has been asked in the trace of a tensor; None if it is not traced, or we ask."""
+    if not isinstance(value, Tracer):
+        return None
+    found: Questions | None = getattr(value.dispatch_level, "questions", None)
+    return found if found is not None and value.dispatch_level.alive and asked_by_user() else None
+
+
+# The code that is between who asks and what answers, beside every ``__torch_function__``.
+_DOORS: Final[frozenset[CodeType]] = frozenset({door_1.__code__, of_the_value.__code__})
+
+
+def asked_by_user() -> bool:
+    """Whether it is not this package's own code that asks."""
+    return called_by_user(passing=lambda frame: frame.f_globals.get("__name__") == __name__
+                          or frame.f_code in _DOORS
+                          or frame.f_code.co_name == "__torch_function__")  # fmt: skip
+
+
+def _wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _is_recorded(value: Any) -> bool:
+    """Whether the function itself records autograd on a tracer (``requires_grad_()``)."""
+    return bool(_wrapper(_GETS["requires_grad"], value))
+
+
+def _is_leaf(questions: Questions, value: Any) -> bool:
+    if _is_recorded(value):
+        return bool(_wrapper(_GETS["is_leaf"], value))
+    argument = questions.argument(value)
+    if not value.tracks:
+        return True
+    if argument is None or not argument.example.requires_grad:  # computed, or written in place
+        return False
+    return bool(questions.ask(argument, "{}.is_leaf"))
+
+
+def _grad_fn(questions: Questions, value: Any) -> Any:
+    if _is_recorded(value):
+        return _wrapper(_GETS["grad_fn"], value)
+    argument = questions.argument(value)
+    if value.tracks and not (
+        argument is not None
+        and argument.example.requires_grad
+        and questions.ask(argument, "{}.grad_fn is None")
+    ):
+        questions.refuse(
+            "grad_fn is read",
+            "the values of a program have nodes of autograd only when it runs",
+            "Ask x.requires_grad or x.is_leaf.",
+        )
+    return None
+
+
+def _output_nr(questions: Questions, value: Any) -> int:
+    argument = questions.argument(value)
+    if argument is not None:
+        return int(questions.ask(argument, "{}.output_nr"))
+    node = _grad_fn(questions, value)
+    return 0 if node is None else int(_wrapper(_GETS["output_nr"], value))
+
+
+def _version(questions: Questions, value: Any) -> NoReturn:
+    refuse_version(questions)
+
+
+def refuse_version(questions: Questions) -> NoReturn:
+    """Raises for a look at how often a tensor has been written into."""
+    questions.refuse(
+        "_version is read",
+        "it counts the writes into a tensor, which are others in every call",
+        "Read it before the call, and pass it.",
+    )
+
+
+def _is_view(questions: Questions, value: Any) -> bool:
+    argument = questions.argument(value)
+    if argument is None:
+        questions.refuse(
+            "it is asked whether a computed value is a view",
+            "a program may share the memory of its values, or not",
+            "Use x.clone() for memory of its own.",
+        )
+    return bool(questions.ask(argument, "{}._is_view()"))
+
+
+def _base(questions: Questions, value: Any) -> None:
+    if _is_view(questions, value):
+        questions.refuse(
+            "_base is read", "the argument is a view of a tensor that is none", "Pass that."
+        )
+
+
+def _hooks(questions: Questions, value: Any) -> None:
+    argument = questions.argument(value)
+    if argument is not None and not questions.ask(argument, "{}._backward_hooks is None"):
+        questions.refuse("hooks are read", "a program does not call them", "Pass what they tell.")
+
+
+def _of_argument(name: str, fact: str) -> Callable[[Questions, Any], Any]:
+    """What is asked of an argument, and of what is computed is as the wrapper has it."""
+    found = getattr(_T, name)
+    func = found if callable(found) else found.__get__
+
+    def answer(questions: Questions, value: Any) -> Any:
+        argument = questions.argument(value)
+        return _wrapper(func, value) if argument is None else questions.ask(argument, fact)
+
+    return answer
+
+
+def _bit(name: str) -> Callable[[Questions, Any], Any]:
+    """Lazy conjugation or negation, of which views and some operators have that of arguments."""
+
+    def answer(questions: Questions, value: Any) -> Any:
+        questions.ask_all(f"{{}}.{name}()")
+        return getattr(value.value, name)()
+
+    return answer
+
+
+def _grad(questions: Questions, value: Any) -> Any:
+    argument = questions.argument(value)
+    if argument is None:
+        return _wrapper(_GRAD, value)
+    return questions.attribute_of(argument, "grad")
+
+
+def _set_grad(questions: Questions, value: Any) -> Any:
+    argument = questions.argument(value)
+    if argument is not None:
+        questions.refuse(
+            f"{argument.name}.grad is assigned",
+            "a program does not assign to attributes of its arguments",
+            "Return the gradient, and assign it after the call.",
+        )
+    return NotImplemented
+
+
+def _is_set_to(questions: Questions, value: Any) -> NoReturn:
+    questions.refuse(
+        "it is asked whether two tensors are one memory", "tensors of another call may not be",
+        "Compare what they are made from before the call.",
+    )  # fmt: skip
+
+
+_GETS: Final[Mapping[str, Any]] = {
+    name: member.__get__ for name, member in vars(_T.__base__).items() if hasattr(member, "__get__")
+}
+_GRAD: Final = _GETS["grad"]
+VERSION: Final = _GETS["_version"]
+ANSWERS: Final[Mapping[Any, Callable[[Questions, Any], Any]]] = {
+    _GETS["is_leaf"]: _is_leaf,
+    _GETS["grad_fn"]: _grad_fn,
+    _GETS["output_nr"]: _output_nr,
+    _GETS["_version"]: _version,
+    _GETS["_base"]: _base,
+    _GETS["_backward_hooks"]: _hooks,
+    _GETS["retains_grad"]: _of_argument("retains_grad", "{}.retains_grad"),
+    _GRAD: _grad,
+    vars(_T.__base__)["grad"].__set__: _set_grad,
+    _T._is_view: _is_view,
+    _T.is_inference: _of_argument("is_inference", "{}.is_inference()"),
+    torch.is_inference: _of_argument("is_inference", "{}.is_inference()"),
+    _T.is_conj: _bit("is_conj"),
+    torch.is_conj: _bit("is_conj"),
+    _T.is_neg: _bit("is_neg"),
+    torch.is_neg: _bit("is_neg"),
+    _T.is_set_to: _is_set_to,
+}
+
+
+def answer_of(func: Any, args: Sequence[Any]) -> Any:
+    """What a call asks of a traced tensor; NotImplemented where it asks nothing of the kind."""
+    answer = ANSWERS.get(func)
+    questions = None if answer is None else _questions(args[0])
+    return NotImplemented if answer is None or questions is None else answer(questions, args[0])
+
+
+# --- methods of the class, which meet no door
+
+
+def stride(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``x.stride()`` of a traced tensor."""
+    questions = _questions(self)
+    if questions is not None:
+        questions.ask_strides(self.value)
+    return _wrapper(_T.stride, self, *args, **kwargs)
+
+
+def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """``x.is_contiguous()`` of a traced tensor."""
+    questions = _questions(self)
+    argument = None if questions is None else questions.argument(self)
+    if questions is not None and argument is not None and not argument.is_fixed:
+        return bool(questions.ask(argument, _FORMATS[memory_format]))
+    if questions is not None:
+        questions.ask_strides(self.value)
+    return bool(_wrapper(_T.is_contiguous, self, memory_format=memory_format))
+
+
+_FORMATS: Final = {
+    torch.contiguous_format: "{}.is_contiguous()",
+    torch.channels_last: "{}.is_contiguous(memory_format=torch.channels_last)",
+    torch.channels_last_3d: "{}.is_contiguous(memory_format=torch.channels_last_3d)",
+}
+
+
+def offset(self: Any) -> Any:
+    """``x.storage_offset()`` of a traced tensor: its memory may be that of one from outside."""
+    own = _wrapper(_T.storage_offset, self)
+    questions = _questions(self)
+    if questions is None:
+        return own
+    for _, argument in questions.arguments:
+        if _share_memory(self.value, argument.value):
+            return own + questions.ask(argument, "{}.storage_offset()")
+    for tensor, tracer in self.dispatch_level.lifted.values():
+        if _share_memory(self.value, tracer.value):
+            return own + tensor.storage_offset()
+    return own
+
+
+for _method in (stride, contiguous, offset):
+    METHODS[_method] = metadata  # as which function modes see them
+
+
+def attribute(self: Any, name: str) -> Any:
+    """An attribute that a traced tensor does not have; the argument may."""
+    questions = None if name.startswith("__") else _questions(self)
+    argument = None if questions is None else questions.argument(self)
+    if questions is not None and argument is not None:
+        kind = {"_is_param": "isinstance({}, Parameter)", "_is_buffer": "isinstance({}, Buffer)"}
+        if name in kind:
+            return questions.ask(argument, kind[name])
+        if questions.ask(argument, f"hasattr({{}}, {name!r})"):
+            return questions.attribute_of(argument, name)
+    raise AttributeError(f"{self.describe()} has no attribute {name!r}")

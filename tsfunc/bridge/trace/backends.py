@@ -1,0 +1,84 @@
+"""What compiles a program's graph: torch's backends, found without Dynamo's way of tracing.
+
+Private names used here (torch 2.11 to 2.13): ``torch._inductor.compile_fx`` is Inductor, with
+autograd's graphs taken apart by AOTAutograd on the way; ``torch._dynamo.backends.registry`` knows
+backends by name; ``forward_ad._current_level`` is 0 or more inside of a dual level;
+``_functorch.maybe_current_level`` is the depth of torch.func's transforms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._C import _functorch
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+
+from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
+
+Backend = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def inductor(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+    """Inductor, whose random numbers are torch's own, so that a program draws what eager does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    if _has_loops(module):
+        examples = _for_loops(examples)
+    return compile_fx(module, list(examples), config_patches={"fallback_random": True})
+
+
+def _has_loops(module: torch.fx.GraphModule) -> bool:
+    return any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes)
+
+
+def _for_loops(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Examples for a graph with loops, of which Inductor reads the counter as a number."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)
+    if mode is None:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        examples = [mode.from_tensor(x, static_shapes=True) for x in examples]
+    env = mode.shape_env
+    assert env is not None
+    env.settings = dataclasses.replace(env.settings, allow_scalar_outputs=True)
+    return examples
+
+
+def backend_of(name: str) -> Backend:
+    """A backend by the name that torch has for it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        found: Any = lookup_backend(name)
+    except InvalidBackend:
+        known = ", ".join(torch.compiler.list_backends())
+        raise ValueError(
+            f"there is no backend {name!r}: expected 'python', a function of a torch.fx module "
+            f"and example inputs, or one of {known}"
+        ) from None
+    backend: Backend = found
+    return backend
+
+
+def runs_plainly(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether compiled code may work on tensors here: nobody is to see the operators themselves."""
+    return (
+        all(type(x) in _PLAIN for x in tensors)
+        and forward_ad._current_level < 0
+        and _functorch.maybe_current_level() is None
+        and not in_dispatch_modes()
+    )

@@ -1,0 +1,73 @@
+"""A traced graph run again on fake values: what its operators return by torch's own account.
+
+Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode;
+``torch._ops.OpOverload`` is an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tsfunc.bridge.sizes.fake_results import results_of
+from tsfunc.bridge.sizes.symbolic_numbers import same_size
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.dispatch import state
+
+
+class Rerun:
+    """Runs operators on fake tensors, outside of all levels and modes.
+
+    Args:
+        example: a fake tensor of the trace, whose symbols are used; None where it has none.
+    """
+
+    def __init__(self, example: Any) -> None:
+        known = isinstance(example, FakeTensor)
+        self._mode = example.fake_mode if known else FakeTensorMode(allow_non_fake_inputs=False)
+
+    def like(self, value: torch.Tensor) -> torch.Tensor:
+        """A fake tensor that looks like another one, for an input."""
+        with torch_state.outside_all_levels(), state.outside_all_levels(), self._mode:
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+
+    def call(
+        self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What an operator returns, with autograd's keys as in the trace.
+
+        Without them torch's fake tensors take a composite whole, and some rules that they have for
+        one are wrong: that of ``nll_loss`` has its arguments in another order.
+        """
+        with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+            op = operator_of(target) if isinstance(target, OpOverload) else None
+            name, writes = (op.name, op.writes) if op is not None else ("", False)
+            return results_of(self._mode, name, target, writes, _lists(args), _lists(dict(kwargs)))
+
+
+def _lists(value: Any) -> Any:
+    """An argument with lists in place of torch.fx's own class of them, which no one looks into."""
+    if isinstance(value, dict):
+        return {name: _lists(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_lists(item) for item in value]
+    return tuple([_lists(item) for item in value]) if type(value) is tuple else value
+
+
+def difference(found: torch.Tensor, said: torch.Tensor) -> str | None:
+    """In what a tensor is not what it is said to be; None if in nothing."""
+    if found.dtype != said.dtype:
+        return f"its dtype is {found.dtype}, not {said.dtype}"
+    if found.device != said.device:
+        return f"its device is {found.device}, not {said.device}"
+    alike = found.dim() == said.dim() and all(
+        same_size(m, n) for m, n in zip(found.shape, said.shape, strict=True)
+    )
+    return None if alike else f"its shape is {tuple(found.shape)}, not {tuple(said.shape)}"

@@ -1,0 +1,520 @@
+"""The Trace and Specialize keys: traced tensors, and the kernels that record a program.
+
+A traced tensor has a fake value (shape, type, device, no data) and a node of a torch.fx graph.
+For an operator the Specialize kernel works out what the results are, on fake values; the Trace
+kernel has it do so, and records the call. Both see the operators as the user called them:
+autograd is outside of the level, so composite operators stay whole, and a program is
+differentiable, vmappable and traceable again.
+
+Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
+which runs operators on shapes, and the errors for results that depend on data;
+``DisableTorchFunction`` keeps function modes out of what kernels do;
+``_functorch.maybe_get_level`` is the depth of the transform of torch.func that a tensor is of.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+from torch._C import _functorch
+from torch._ops import OpOverloadPacket
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+
+from tsfunc.bridge.sizes.fake_results import results_of
+from tsfunc.bridge.sizes.number_nodes import shape_node, size_node
+from tsfunc.bridge.sizes.plain_ints import has_symbols, past_the_parser
+from tsfunc.bridge.sizes.shape_environment import asking_frame
+from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
+from tsfunc.bridge.sizes.symbolic_numbers import symbols_in
+from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace.asked import (
+    ANSWERS,
+    VERSION,
+    Questions,
+    answer_of,
+    asked_by_user,
+    attribute,
+    contiguous,
+    offset,
+    refuse_version,
+    stride,
+)
+from tsfunc.bridge.trace.untyped import AnyValue
+from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.methods import refuse_storage
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.bridge.tracers.torch_state import without_factory_keys
+from tsfunc.bridge.tracers.tracer import (
+    METHODS,
+    NO_KWARGS,
+    Tracer,
+    TracerLevel,
+    door_1,
+    metadata,
+    written,
+)
+from tsfunc.bridge.tracers.watching import Lines
+from tsfunc.dispatch import (
+    DispatchKey,
+    Operator,
+    current_levels,
+    register,
+    register_fallback,
+    running_level,
+)
+from tsfunc.dispatch.places import source_of, users_place
+from tsfunc.dispatch.refusals import refused_value
+from tsfunc.errors import DataDependentError, MissingRuleError
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class TraceLevel(TracerLevel):
+    """A trace that is being recorded.
+
+    Attributes:
+        graph: the torch.fx graph so far.
+        symbols: the symbolic numbers of the trace.
+        fake: the mode that works out results.
+        sizes: records a symbolic number as a node of the graph.
+        lines: the user's line of what is called.
+        lifted: the tensors from outside that the function reads, each with its node.
+        questions: what the function asks of tensors beside types and sizes.
+        bodies: the levels of the bodies of control flow that are being traced, outermost first.
+    """
+
+    __slots__ = ("bodies", "fake", "graph", "lifted", "lines", "questions", "sizes", "symbols")
+
+    def __init__(self, name: str, symbols: Symbols) -> None:
+        super().__init__(DispatchKey.Trace, name)
+        self.graph = torch.fx.Graph()
+        self.symbols = symbols
+        self.fake: FakeTensorMode = symbols.fake
+        self.sizes: Callable[[Any], Any] = symbols.record
+        self.lines = Lines()
+        self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
+        self.bodies: list[TraceLevel] = []
+        self.questions = Questions(name)
+
+    def sees_factory(self, name: str, random: bool) -> bool:
+        return True
+
+    def fake_like(
+        self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
+    ) -> torch.Tensor:
+        """A fake tensor of the example's type and device, conjugated lazily if that is."""
+        with without_factory_keys(), self.fake:
+            made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+            made = made.conj() if example.is_conj() else made
+            return torch._neg_view(made) if example.is_neg() else made
+
+    def record(
+        self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None
+    ) -> torch.fx.Node:
+        """A new call in the graph, with the user's line that makes it."""
+        node = self.graph.call_function(target, tuple(args), kwargs)
+        node.meta["place"] = self.lines.here()[0]
+        return node
+
+    def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
+        """A new input of the graph that looks like the fake value."""
+        return traced_as(value, self.graph.placeholder(name), self, requires_grad)
+
+    def lift(self, value: torch.Tensor) -> TraceTracer:
+        """A tensor from outside: the program reads it anew, as an input, at every call."""
+        known = self.lifted.get(id(value))
+        if known is None:
+            like = self.fake_like(value, value.shape, value.stride())
+            wanted = f"lifted_{len(self.lifted)}"
+            node = self.graph.create_node("get_attr", wanted, name=wanted)
+            node.target = node.name  # another, where a parameter is called so
+            known = value, traced_as(like, node, self, value.requires_grad)
+            self.lifted[id(value)] = known
+        return known[1]
+
+
+class TraceTracer(Tracer):
+    """A tensor of which only shape, type and device are known."""
+
+    __slots__ = ()
+
+    value: torch.Tensor
+    node: torch.fx.Node
+    tracks: bool
+    dispatch_level: TraceLevel
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or NO_KWARGS
+        if func in ANSWERS:
+            out = answer_of(func, args)
+            if out is not NotImplemented:
+                return out
+        if has_symbols(args, kwargs) or isinstance(func, OpOverloadPacket):
+            out = past_the_parser(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return door_1(func, types, args, kwargs)
+
+    def again(self) -> TraceTracer:
+        return traced_as(self.value, self.node, self.dispatch_level, False)
+
+    def cut(self) -> TraceTracer:
+        level = self.dispatch_level
+        detach = torch.ops.aten.detach.default
+        node = level.record(detach, (self.node,))
+        node.meta["op"] = operator_of(detach)
+        return traced_as(self.value, node, level, False)
+
+    def from_outside(self) -> bool:
+        return self.node.op != "call_function"
+
+    def read(self, name: str) -> Any:
+        if name == "item" and self.value.numel() == 1:
+            return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
+        if name == "tolist":
+            return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
+        if name == "__bool__" and self.value.numel() == 1:
+            refused = refused_value(asking_frame())
+            if refused is not None:
+                return self._assume(not refused)
+        raise DataDependentError(_data_dependent(name, self.dispatch_level))
+
+    def _assume(self, answer: bool) -> bool:
+        """Has the program check that a test has this answer: NOTE [checks of arguments]."""
+        place = users_place()
+        holds = self.reshape(()) if answer else self.reshape(()).logical_not()
+        message = f"{place}{source_of(place, ': ')}: the check fails"
+        operator_of(torch.ops.aten._assert_async.msg).call((holds, message), {}, True)
+        next(reversed(self.dispatch_level.graph.nodes)).meta["own_check"] = message
+        return answer
+
+    def describe(self) -> str:
+        level = self.dispatch_level
+        if not level.alive:
+            return f"TraceTracer(of {level.name}, which has ended)"
+        return f"TraceTracer(%{self.node.name} of {level.name}, {self.value!r})"
+
+
+TraceTracer.__getattr__ = attribute  # type: ignore[attr-defined]
+TraceTracer.stride = stride  # type: ignore[method-assign]
+TraceTracer.is_contiguous = contiguous  # type: ignore[method-assign]
+TraceTracer.storage_offset = offset  # type: ignore[method-assign]
+
+
+def traced_as(
+    value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
+) -> TraceTracer:
+    """The tracer of a node, with the fake value that it has."""
+    with unasked(level.fake):
+        tracer: TraceTracer = TraceTracer.make(value, level)
+    tracer.value = value
+    tracer.node = node
+    tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())
+    node.meta["val"] = value
+    node.meta["requires_grad"] = tracer.tracks
+    return tracer
+
+
+def _reads_requires_grad(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What the user sees is whether autograd will record there when the program runs."""
+    own = metadata(func, types, args, kwargs)
+    return own or (isinstance(args[0], TraceTracer) and args[0].tracks)
+
+
+METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: ignore[attr-defined]
+
+
+def _new_tensor(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``x.new_tensor(data)`` in a trace; torch detaches what it has made in place, as no tracer."""
+    if not tracing_here() or not kwargs.keys() <= {"dtype", "device", "requires_grad"}:
+        return NotImplemented
+    like, data = args
+    options = {"dtype": like.dtype, "device": like.device, **kwargs}
+    if has_symbols([data], {}):
+        return past_the_parser(torch.tensor, (data,), options)
+    if not isinstance(data, torch.Tensor):
+        return torch.tensor(data, **options)
+    requires_grad = options.pop("requires_grad", False)
+    made = data.detach().clone().to(**options)
+    return made.requires_grad_() if requires_grad else made
+
+
+METHODS[torch.Tensor.new_tensor] = _new_tensor
+
+
+@register("aten::detach", DispatchKey.Trace)
+def _detach(value: TraceTracer) -> TraceTracer:
+    """Autograd's own detach at this level; the user's is answered by door 1, and recorded."""
+    return value.again()
+
+
+@register("aten::_has_same_storage_numel", DispatchKey.Trace)
+def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Forward mode asks it of a tangent, to make views of both alike. Fake memory has no size."""
+    return True
+
+
+@register_fallback(DispatchKey.Specialize)
+def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The column of the Specialize key: results on fake values."""
+    level = running_level()
+    assert isinstance(level, TraceLevel) and op.native is not None
+
+    def fake(arg: Any) -> Any:
+        if isinstance(arg, TraceTracer) and arg.dispatch_level is level:
+            return arg.value
+        return level.lift(arg).value if isinstance(arg, torch.Tensor) else arg
+
+    values, named = optree.tree_map(fake, (tuple(args), dict(kwargs)), none_is_leaf=True)
+    cached = level.fake.cache_enabled
+    level.fake.cache_enabled = cached and op.name not in _UNCACHED
+    try:
+        writes = isinstance(op, TorchOperator) and op.writes
+        return results_of(level.fake, op.name, op.native, writes, values, named)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        if not level.symbols.allow_data():
+            raise DataDependentError(_data_dependent(op.name, level)) from None
+    finally:
+        level.fake.cache_enabled = cached
+    return specialize_kernel(op, args, kwargs)
+
+
+# What it returns depends on the memory behind its arguments, which FakeTensorMode's cache of
+# results does not look at.
+_UNCACHED = frozenset({"aten::_new_zeros_with_same_feature_meta"})
+
+
+def _data_dependent(name: str, level: TraceLevel) -> str:
+    place = users_place()
+    return (
+        f"{level.name}: a traced tensor was used as a Python number or bool ({name}, at "
+        f"{place}{source_of(place, ': ')}), but a trace has no data: `if`, `while`, int() and "
+        f"float() on it can't be served. {ways_out()}"
+    )
+
+
+def ways_out() -> str:
+    """What to write where a trace has no data to decide by."""
+    return (
+        "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "
+        "torch.where(pred, x, y), and use x.item() for a number that goes into tensors and sizes; "
+        "what is known of such a number is said with torch._check(n > 0). Or make the value an "
+        "argument that is no tensor, which is burnt in."
+    )
+
+
+@register_fallback(DispatchKey.Trace)
+def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The column of the Trace key: has the results worked out, and records the call."""
+    level = running_level()
+    assert isinstance(level, TraceLevel)
+    if not isinstance(op, TorchOperator):
+        raise MissingRuleError(
+            f"{level.name}: {op.name} is no torch operator, so a program can't name it. Register "
+            f"a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
+        )
+    if op.reshapes and isinstance(args[0], TraceTracer):
+        with level.fake:  # what the graph says of the node so far stays true
+            args[0].value = torch.ops.aten.alias.default(args[0].value)
+    if level.bodies and not any(isinstance(x, torch.Tensor) for x in optree.tree_leaves(args)):
+        level = level.bodies[-1]  # the code that runs is the body's, whoever calls a factory for it
+    results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
+    tracks = torch.is_grad_enabled()
+    any_tracks = False
+
+    def node_of(arg: Any) -> Any:
+        nonlocal any_tracks
+        if isinstance(arg, torch.Tensor):
+            own = isinstance(arg, TraceTracer) and arg.dispatch_level is level
+            tracer: TraceTracer = arg if own else level.lift(arg)  # type: ignore[assignment]
+            any_tracks = any_tracks or tracer.tracks
+            return tracer.node
+        return level.sizes(arg) if isinstance(arg, SYMBOLIC) else arg
+
+    nodes, named = optree.tree_map(node_of, (tuple(args), dict(kwargs)), none_is_leaf=True)
+    node = level.record(op.overload, _as_lists(nodes), named)
+    node.meta["op"] = op
+    if level.torch_state.grad_mode and not tracks:
+        node.meta["no_grad"] = True
+    fresh = level.symbols.fresh()
+    recorded = _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
+    if fresh:
+        _record_births(recorded, node, level, fresh)
+    return recorded
+
+
+def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
+    """The nodes of the numbers that an operator has found in data: NOTE [sizes of data]."""
+    node.meta["reads_data"] = True
+    found = results if isinstance(results, list | tuple) else [results]
+    values = [x.value if isinstance(x, TraceTracer) else x for x in found]
+    for symbol, i, dim in symbols_in(values, fresh):
+        if dim is None:
+            at = _item(node, i, level) if isinstance(results, list | tuple) else node
+            level.symbols.born(symbol, at, at.name, values[i])
+        else:
+            at = found[i].node
+            level.symbols.born(symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]")
+
+
+def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:
+    """torch.Size and tuples inside of arguments as lists, which is how a graph spells them."""
+    return tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
+
+
+def _record_results(
+    op: TorchOperator,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: Any,
+    node: torch.fx.Node,
+    level: TraceLevel,
+    tracks: bool,
+) -> Any:
+    if op.inplace and isinstance(results, torch.Tensor):
+        own = isinstance(args[0], TraceTracer) and args[0].dispatch_level is level
+        first = args[0] if own else level.lift(args[0])
+        first.tracks = first.tracks or tracks
+        node.meta["val"], node.meta["requires_grad"] = first.value, first.tracks
+        if op.reshapes and has_symbols_in([*first.shape, *first.value.shape]):
+            take_sizes(first, TraceTracer.make(first.value, level))
+            return args[0]
+        return written(op, args, kwargs)
+    if isinstance(results, torch.Tensor):
+        return traced_as(results, node, level, tracks)
+    return _items_traced(results, node, level, tracks)
+
+
+def _items_traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> Any:
+    """Several results, lists of them among them, each as an item of the node."""
+    if not isinstance(results, list | tuple):
+        return results
+    found = []
+    for i, item in enumerate(results):
+        if isinstance(item, torch.Tensor):
+            item = traced_as(item, _item(node, i, level), level, tracks)
+        elif isinstance(item, list | tuple) and any(isinstance(x, torch.Tensor) for x in item):
+            item = _items_traced(item, _item(node, i, level), level, tracks)
+        found.append(item)
+    return type(results)(found)
+
+
+def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
+    return level.graph.call_function(operator.getitem, (node, i))
+
+
+# What says what a tensor is, whatever its data, or concerns the tensor from outside itself.
+_LOOKS = frozenset({*LOOKS, _reads_requires_grad, refuse_storage})
+
+
+_GRAD = vars(torch.Tensor.__base__)["grad"].__get__
+
+
+class Lifting(TorchFunctionMode):
+    """While it is active, the function's own calls on tensors from outside are recorded too.
+
+    Without it a result of such tensors alone would be computed while tracing, and be stale
+    once they change.
+
+    Args:
+        level: where they are recorded.
+        grad_of: what the ``.grad`` of a tensor from outside is.
+    """
+
+    def __init__(
+        self,
+        level: TraceLevel,
+        grad_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad"),
+    ) -> None:
+        super().__init__()
+        self.level = level
+        self.grad_of = grad_of
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs, given = kwargs or {}, args
+        if AnyValue in types:
+            return AnyValue.__torch_function__(func, types, args, kwargs)
+        if func == _GRAD and not is_traced(args[0]):
+            return self.grad_of(args[0])
+        if func == VERSION and not is_traced(args[0]) and asked_by_user():
+            refuse_version(self.level.questions)
+        if METHODS.get(func) not in _LOOKS and func not in ANSWERS:
+            args = tuple([self._lifted(arg) for arg in args])
+            kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
+        if has_symbols(args, kwargs):
+            out = past_the_parser(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        # What is written in place is returned as it was given: a parameter that `self.w += 1`
+        # assigns is the module's own.
+        return given[0] if given and out is args[0] else out
+
+    def _lifted(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if is_traced(value) or self._is_of_functorch(value):
+                return value
+            return self.level.lift(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._lifted(item) for item in value)
+        return value
+
+    def _is_of_functorch(self, value: torch.Tensor) -> bool:
+        """Whether a tensor is of a transform of torch.func inside of the trace."""
+        depth = _functorch.maybe_get_level(value)
+        return depth == _ENDED or depth > self.level.functorch_depth
+
+
+_ENDED = -2  # the depth of what a transform that has ended has wrapped: cotangents are pulled there
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is a tracer of the trace, or of a transform inside of it."""
+    if not isinstance(value, Tracer):
+        return False
+    root = value.dispatch_level.root
+    return any(isinstance(level, TracerLevel) and level.root is root for level in current_levels())
+
+
+def tracing_here() -> bool:
+    """Whether the code that runs is being traced."""
+    return any(isinstance(level, TraceLevel) for level in current_levels())
+
+
+def node_of_output(value: Any, level: TraceLevel) -> Any:
+    """What a result of the traced function is in the graph: a node, or a constant."""
+    if isinstance(value, TraceTracer) and value.dispatch_level is level:
+        return value.node
+    if isinstance(value, torch.Tensor):
+        return level.lift(value).node
+    if isinstance(value, torch.Size):
+        return shape_node(level.graph, [node_of_output(size, level) for size in value])
+    return level.sizes(value) if isinstance(value, SYMBOLIC) else value

@@ -1,0 +1,180 @@
+"""What door 1 answers for tracers by itself: their attributes, ``detach``, and reads of their data.
+
+C++ can't be asked for these: it would answer for the wrapper, or not ask back.
+
+Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reads a tracer's own
+attributes; ``torch._VF._make_dual`` is what ``forward_ad.make_dual`` calls;
+``_functorch.maybe_current_level`` is the depth of torch.func's stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _functorch
+
+from tsfunc.bridge.tracers.backward import backward
+from tsfunc.bridge.tracers.torch_state import without_autograd
+from tsfunc.bridge.tracers.tracer import (
+    METHODS,
+    Tracer,
+    innermost_level,
+    lifted,
+    metadata,
+    refuse_escaped,
+)
+
+
+def _show(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    value = args[0]
+    return value.describe() if isinstance(value, Tracer) else object.__repr__(value)
+
+
+def _detach(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    value = args[0]
+    if not isinstance(value, Tracer):
+        return metadata(func, types, args, kwargs)
+    if not value.dispatch_level.alive:
+        refuse_escaped(func, value.dispatch_level)
+    return value.cut()
+
+
+def _read(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    value = args[0]
+    if not isinstance(value, Tracer):
+        return metadata(func, types, args, kwargs)
+    if not value.dispatch_level.alive:
+        refuse_escaped(func, value.dispatch_level)
+    return value.read(func.__name__)
+
+
+def _without_door_1(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """For Python methods whose call of the C method of the same name leads back to themselves."""
+    level = innermost_level((*args, *kwargs.values()))
+    with DisableTorchFunctionSubclass():
+        if level is None or level.autograd:
+            return func(*args, **kwargs)
+        with without_autograd():
+            return func(*args, **kwargs)
+
+
+def of_the_value(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What the tracer does not know of its value: lazy conjugation, a compressed layout."""
+    value = args[0]
+    if isinstance(value, Tracer) and isinstance(inner := getattr(value, "value", None), _T):
+        return func(inner)
+    return metadata(func, types, args, kwargs)
+
+
+def _require_grad(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The user records autograd on a tracer: from now on the level's calls must pass through it."""
+    value = args[0]
+    if isinstance(value, Tracer):
+        value.dispatch_level.autograd += 1
+    return metadata(func, types, args, kwargs)
+
+
+def _make_dual(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Somebody else's forward mode: the level's calls must pass through autograd from now on."""
+    level = innermost_level(args)
+    # What a transform of torch.func inside of the level makes is not for the level to wrap.
+    if level is not None and (_functorch.maybe_current_level() or 0) <= level.functorch_depth:
+        level.autograd += 1
+        level.forward += 1
+        args = lifted(args, level)
+    return metadata(func, types, args, kwargs)
+
+
+_T = torch.Tensor
+for _name in (
+    "dim size stride numel nelement ndimension is_contiguous is_floating_point is_complex "
+    "is_signed is_inference element_size storage_offset get_device "
+    "has_names is_set_to is_distributed is_nonzero_static"
+).split():
+    if hasattr(_T, _name):
+        METHODS[getattr(_T, _name)] = metadata
+for _name in (
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn is_sparse is_sparse_csr is_cuda "
+    "is_cpu is_meta is_quantized is_nested is_mps is_xpu itemsize nbytes names output_nr _version "
+    "_base is_mkldnn retains_grad name volatile is_mtia is_ipu is_xla is_maia is_vulkan"
+).split():
+    if hasattr(_T, _name):
+        METHODS[getattr(_T, _name).__get__] = metadata
+METHODS[torch._VF._make_dual] = _make_dual
+METHODS[_T.detach] = METHODS[torch.detach] = _detach
+METHODS[_T.data.__get__] = _detach  # type: ignore[attr-defined]
+for _name in (
+    "__bool__ __int__ __float__ __index__ __complex__ __array__ item tolist numpy is_nonzero"
+).split():
+    METHODS[getattr(_T, _name)] = _read
+METHODS[torch.is_nonzero] = _read
+METHODS[_T.unflatten] = _without_door_1
+for _func in (_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg):
+    METHODS[_func] = of_the_value
+METHODS[_T.__repr__] = _show
+METHODS[_T.requires_grad_] = _require_grad
+METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
+
+# The methods among these that ask what a tensor is, and those that do not need its data.
+OF_TYPES = frozenset({metadata, of_the_value})
+LOOKS = OF_TYPES | {_show, _require_grad, backward, _make_dual}
+
+
+def _property(name: str) -> property:
+    """Reads an attribute of the wrapper in Python, a fifth of what door 1 takes."""
+    get = getattr(_T, name).__get__
+
+    def read(self: Tracer) -> Any:
+        with DisableTorchFunctionSubclass():
+            return get(self)
+
+    return property(read)
+
+
+def _layout(self: Tracer) -> torch.layout:
+    """That of the value: compressed tracers are strided themselves."""
+    inner = getattr(self, "value", None)
+    if isinstance(inner, torch.Tensor):
+        return inner.layout
+    with DisableTorchFunctionSubclass():
+        return _T.layout.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+
+def _method(name: str) -> Callable[..., Any]:
+    call = getattr(_T, name)
+
+    def method(self: Tracer, *args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunctionSubclass():
+            return call(self, *args, **kwargs)
+
+    method.__name__ = name
+    METHODS[method] = metadata  # as which function modes see it
+    return method
+
+
+for _name in ("shape", "dtype", "device", "ndim"):
+    setattr(Tracer, _name, _property(_name))
+Tracer.layout = property(_layout)  # type: ignore[assignment]
+for _name in (
+    "dim", "size", "stride", "is_contiguous", "is_complex", "is_floating_point", "numel",
+    "storage_offset",
+):  # fmt: skip
+    setattr(Tracer, _name, _method(_name))
+    # A function mode is told of the class's own attribute.
+    METHODS[getattr(Tracer, _name)] = metadata

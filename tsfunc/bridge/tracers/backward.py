@@ -1,0 +1,85 @@
+"""``backward()`` inside of a transform: for leaves that the transformed function has made.
+
+A training loop that is mapped over makes copies of its parameters that require gradients, and
+calls ``loss.backward()`` and an optimizer. Each of these leaves is a tracer, whose ``.grad`` is one
+too, and both are gone with the function. Leaves that outlive it would be left with a tracer for a
+gradient: these are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from tsfunc.bridge.tracers.tracer import METHODS, Tracer, innermost_level, metadata
+
+_METHOD: Final = torch.Tensor.backward
+_FUNCTION: Final = torch.autograd.backward
+
+
+def backward(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Door 1 for the method and the function of that name.
+
+    Raises:
+        RuntimeError: something from outside would get a gradient.
+    """
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    results = _several(given["self" if func is _METHOD else "tensors"])
+    inputs = given.get("inputs")
+    leaves = list(_leaves(results)) if inputs is None else _several(inputs)
+    if not leaves or not all(map(_made_inside, (*results, *leaves))):
+        level = innermost_level((*args, *kwargs.values()))
+        raise RuntimeError(_from_outside(level.name if level is not None else "a transform"))
+    return metadata(func, types, args, kwargs)
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+def _leaves(results: Sequence[Any]) -> Iterator[Any]:
+    """The tensors that a graph of autograd ends at, which get its gradients."""
+    todo = [x.grad_fn if x.grad_fn is not None else x for x in results if x.requires_grad]
+    seen = set(todo)
+    while todo:
+        node: Any = todo.pop()
+        if isinstance(node, torch.Tensor):
+            yield node
+            continue
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= nodes
+        todo += nodes
+
+
+def _made_inside(value: Any) -> bool:
+    """Whether its graph is the function's own: no value outside of it is recorded as well."""
+    if not isinstance(value, Tracer) or not value.dispatch_level.alive:
+        return False
+    while isinstance(value, Tracer):
+        if getattr(value, "tracks", False):  # of a trace: when the program runs
+            return False
+        value = getattr(value, "value", None)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return False
+    return True
+
+
+def _from_outside(name: str) -> str:
+    return (
+        f"backward() was called inside of {name}, where it would store traced values in the "
+        f".grad of tensors that outlive it (torch.func says: backward() called inside a functorch "
+        f"transform). Use tsfunc.grad or tsfunc.vjp, or call backward() "
+        f"on the transform's result; or begin with leaves that the function makes of its "
+        f"arguments, and of nothing else that requires gradients: "
+        f"weight = weight.detach().clone().requires_grad_()."
+    )
+
+
+METHODS[_METHOD] = METHODS[_FUNCTION] = backward

@@ -1,0 +1,338 @@
+"""Batched tensors: the level of an active vmap, and its tracers, which ``hot_calls`` gives doors.
+
+Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
+without storage; ``_current_graph_task_id`` as in ``torch_state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+
+from tsfunc.bridge.tracers.courses import Courses, course_for, keys_in
+from tsfunc.bridge.tracers.generators import Generators
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.questions import environment_of, unasked_of
+from tsfunc.bridge.tracers.reruns import is_noted
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
+from tsfunc.dispatch import DispatchKey, Operator, messages
+from tsfunc.dispatch.keys import WIDTH
+from tsfunc.errors import DataDependentError
+from tsfunc.ops.compressed import LAYOUTS as _COMPRESSED
+from tsfunc.ops.compressed import check_batch
+from tsfunc.ops.registry import Splitter
+from tsfunc.ops.splitting import answers_of, same_answer
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_strided = torch.strided
+_Tensor = torch.Tensor
+_shape_of = _Tensor.shape.__get__  # type: ignore[attr-defined]
+_dtype_of = _Tensor.dtype.__get__  # type: ignore[attr-defined]
+_device_of = _Tensor.device.__get__
+
+_NUMBERS = frozenset({"scalar_tensor", "lift_fresh"})
+
+
+class BatchLevel(TracerLevel):
+    """An active vmap.
+
+    Attributes:
+        batch_size: how many examples there are.
+        randomness: what random operators do.
+        strict: whether no operator is looped over in it and in inner ones.
+        axis_name: what collectives call it.
+        first: the index in the whole call of the first of its examples.
+        generators: where torch's random numbers began, for a call that is run part by part.
+        courses: what each example has drawn, once some of them have run by themselves.
+        kind: the class of its tracers.
+        lifts_factories: more than 0 while C++ runs the parts of an operator: what they make to
+            write into is the level's own from the start.
+        splitter: what chooses between examples that answer differently; None refuses them.
+    """
+
+    __slots__ = ("axis_name", "batch_size", "bit", "courses", "first", "generators", "kind",
+                 "lifts_factories", "randomness", "splitter", "strict")  # fmt: skip
+
+    def __init__(
+        self,
+        batch_size: int,
+        randomness: str,
+        name: str,
+        strict: bool = False,
+        first: int = 0,
+        generators: Generators | None = None,
+    ) -> None:
+        super().__init__(DispatchKey.Batch, name)
+        self.batch_size = batch_size
+        self.randomness = randomness
+        self.strict = strict
+        self.first = first
+        self.generators = generators
+        self.axis_name: Hashable = None
+        self.courses: Courses | None = None
+        self.kind: type[BatchTracer] = BatchTracer.forms[1]
+        self.splitter: Splitter | None = None
+        self.lifts_factories = 0
+        self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
+
+    def lift(self, value: torch.Tensor) -> torch.Tensor:
+        return wrap(value, None, self, value.storage_offset())
+
+    def sees_factory(self, name: str, random: bool) -> bool:
+        # A number that C++ makes a tensor of is to stay a number, as its type counts for less.
+        return random or (self.lifts_factories > 0 and name not in _NUMBERS)
+
+    @property
+    def in_formula(self) -> bool:
+        return _current_graph_task_id() != -1
+
+    def examples(self, device: torch.device) -> torch.Tensor:
+        """The index of each example in the whole call."""
+        return torch.arange(self.first, self.first + self.batch_size, device=device)
+
+    @property
+    def origin(self) -> BatchLevel:
+        """The level, or the one that this is a twin of."""
+        return self
+
+    def twin(self, name: str) -> BatchLevel:
+        """A level for the same batch, which a rule enters on the values that it was given."""
+        return _Twin(self, name)
+
+    def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        """The key for the whole batch, or one for each example (NOTE [courses of draws])."""
+        courses = self.whole.courses
+        if courses is None:
+            if not is_noted():
+                return nonce
+            # The run of a checkpoint, in which the nonces come again after courses may have begun.
+            courses = self.whole.courses = {}
+        if generator not in courses:
+            courses[generator] = course_for(self.whole)
+        return keys_in(courses[generator], self, nonce)
+
+    @property
+    def whole(self) -> BatchLevel:
+        """The vmap's own level, for one that has some of its examples (``lanes``)."""
+        return self
+
+    @property
+    def call_size(self) -> int:
+        """How many examples the call has, of which the level may have some."""
+        return self.batch_size
+
+    def places(self) -> torch.Tensor:
+        """The numbers of its examples among those of the call, a tensor of outside of it."""
+        return torch.arange(self.batch_size, device="cpu")
+
+    def with_batch(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of outside, which has a first dim for the examples, as the level has it."""
+        return wrap(value, 0, self)
+
+    def draws(self, generator: torch.Generator | None) -> None:
+        """A random operator is about to draw from the generator, None being torch's own."""
+        if self.generators is not None:
+            self.generators.draws(generator)
+
+
+class _Twin(BatchLevel):
+    """A level for the batch of another one."""
+
+    __slots__ = ("level",)
+
+    def __init__(self, level: BatchLevel, name: str) -> None:
+        super().__init__(level.batch_size, level.randomness, name, level.strict)
+        self.generators = level.generators
+        self.splitter = level.splitter
+        self.axis_name = level.axis_name
+        self.level = level
+
+    @property
+    def origin(self) -> BatchLevel:
+        return self.level.origin
+
+    def examples(self, device: torch.device) -> torch.Tensor:
+        return self.level.examples(device)
+
+    def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        return self.level.keys(nonce, generator)
+
+    @property
+    def call_size(self) -> int:
+        return self.level.whole.call_size
+
+    def places(self) -> torch.Tensor:
+        return self.level.places()
+
+
+class BatchTracer(Tracer):
+    """A tensor of which there is one for each example, in a physical ``value``.
+
+    ``bdim`` is the dim of ``value`` that holds the examples, or None where all are the same.
+    """
+
+    __slots__ = ()
+
+    value: torch.Tensor
+    bdim: int | None
+    dispatch_level: BatchLevel
+    forms: ClassVar[tuple[type[BatchTracer], type[BatchTracer]]]
+
+    def again(self) -> BatchTracer:
+        value = self.value
+        return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
+
+    def cut(self) -> BatchTracer:
+        value = self.value.detach()
+        return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
+
+    def read(self, name: str) -> Any:
+        if self.bdim is None:
+            return getattr(self.value, name)()
+        return read(self, name)
+
+    def describe(self) -> str:
+        level = self.dispatch_level
+        if not level.alive:
+            return f"BatchTracer(of {level.name}, which has ended)"
+        what = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
+        return f"BatchTracer(level {level.depth} of {level.name}, {what}, value=\n{self.value!r})"
+
+
+def wrap(
+    value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any = None
+) -> BatchTracer:
+    """The tracer for a physical value, which begins at ``offset`` of its memory (None: at 0)."""
+    tracer: Any
+    if type(value) is _Tensor and bdim is not None and value.layout is _strided:
+        # By position, which is parsed in less time: no memory format.
+        shape = value.shape
+        if bdim == 0:
+            # With the batch outermost in a contiguous value, the examples are contiguous too.
+            shape = shape[1:]
+            strides = None if value.is_contiguous() and not offset else value.stride()[1:]
+        else:
+            shape = shape[:bdim] + shape[bdim + 1 :]
+            strides = value.stride()
+            strides = strides[:bdim] + strides[bdim + 1 :]
+        tracer = _make_wrapper(
+            level.kind, shape, strides, offset or None, None, value.dtype, _strided, value.device
+        )
+    else:
+        if type(offset) is int and offset == 0:
+            offset = None
+        tracer = _wrapper(value, bdim, level, offset)
+    tracer.dispatch_level = level
+    tracer.bdim = bdim
+    tracer.value = value
+    return tracer  # type: ignore[no-any-return]
+
+
+def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
+    # Past the doors, all at once: a value may be a tracer itself.
+    with DisableTorchFunctionSubclass():
+        shape: Any = _shape_of(value)
+        if type(value) is not _Tensor and environment_of(shape) is not None:
+            return _symbolic_wrapper(value, bdim, level, offset)
+        layout, dtype, device = value.layout, _dtype_of(value), _device_of(value)
+        strides: Any = None
+        if layout is _strided and not (
+            not bdim and offset is None and _Tensor.is_contiguous(value)
+        ):
+            strides = _Tensor.stride(value)
+    if bdim is not None:
+        shape = shape[:bdim] + shape[bdim + 1 :]
+        if strides is not None:
+            strides = strides[:bdim] + strides[bdim + 1 :]
+    if layout is not _strided:
+        offset = None
+        if layout in _COMPRESSED:  # NOTE [compressed tracers]
+            check_batch(value)
+            layout = _strided
+    return _make_wrapper(level.kind, shape, strides, offset, None, dtype, layout, device)
+
+
+def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
+    """For a value of symbolic sizes, of which nothing is asked."""
+    shape: Any = value.shape
+    strided = value.layout is _strided
+    strides = value.stride() if strided else None
+    if bdim is not None:
+        shape = shape[:bdim] + shape[bdim + 1 :]
+        strides = None if strides is None else strides[:bdim] + strides[bdim + 1 :]
+    with unasked_of(value.shape):
+        return _make_wrapper(
+            level.kind, shape, strides, offset if strided else None, None, value.dtype,
+            value.layout, value.device,
+        )  # fmt: skip
+
+
+def read(tracer: BatchTracer, name: str) -> Any:
+    """What a method gives that returns data as Python values, for examples that differ."""
+    level = tracer.dispatch_level
+    if level.splitter is None:
+        raise DataDependentError(messages.read_of_batch(name, level))
+    if not level.batch_size:
+        raise DataDependentError(messages.read_of_nothing(name, level))
+    at, value = tracer.bdim, tracer.value
+    assert at is not None
+    if type(value) is torch.Tensor and value.numel() == level.batch_size:
+        answer = same_answer(value, name)
+        if answer is not None:
+            return answer
+    with level.restored():
+        if tracer.numel() == 1 or name in ("tolist", "numpy", "__array__"):
+            level.splitter.agree(answers_of(value, at, name))
+        # One for all: also where it raises, for tensors that have no single value.
+        return getattr(tracer.value.select(at, 0), name)()
+
+
+def unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:
+    """The value and the batch dim of an argument; lists are looked through."""
+    if isinstance(arg, BatchTracer):
+        if arg.dispatch_level is level:
+            return arg.value, arg.bdim
+        if arg.dispatch_level.depth >= level.depth:
+            refuse_escaped("an operator", arg.dispatch_level)
+    elif isinstance(arg, list | tuple):
+        pairs = [unwrap(item, level) for item in arg]
+        if any(isinstance(item, Tracer) for item in arg):
+            dims = [dim for _, dim in pairs]
+            values = [value for value, _ in pairs]
+            return values, dims if any(dim is not None for dim in dims) else None
+    return arg, None
+
+
+def rewrap(
+    op: Operator,
+    level: BatchLevel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    out: Any,
+    out_dims: Any,
+) -> Any:
+    """Tracers for a rule's results; what an in-place operator returns is its argument itself."""
+    if isinstance(out, torch.Tensor):
+        if isinstance(op, TorchOperator) and op.inplace:
+            args[0].bdim = out_dims
+            return written(op, args, kwargs)
+        return wrap(out, out_dims, level, out.storage_offset())
+    if isinstance(out, list | tuple):
+        every = not isinstance(out_dims, list | tuple)
+        wrapped = [
+            _rewrap_one(item, out_dims if every else out_dims[i], level)
+            for i, item in enumerate(out)
+        ]
+        return wrapped if isinstance(out, list) else tuple(wrapped)
+    return out
+
+
+def _rewrap_one(item: Any, dim: Any, level: BatchLevel) -> Any:
+    if isinstance(item, torch.Tensor):
+        return wrap(item, dim, level, item.storage_offset())
+    if isinstance(item, list | tuple):
+        return [_rewrap_one(part, dim, level) for part in item]
+    return item

@@ -1,0 +1,80 @@
+"""Tracers of values in sparse layouts, the compressed ones (CSR, CSC, BSR, BSC) above all.
+
+NOTE [compressed tracers]
+C++ can't be told such a layout of a tracer: to ask a tensor that is none of its own for it ends the
+process where autograd records. So the tracer is a strided one there, ``layout`` is answered in
+Python, and what would go by the layout in C++, before our rules see it, is called here by the
+operator that it comes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.bridge.tracers.attributes import of_the_value
+from tsfunc.bridge.tracers.tracer import METHODS, Tracer
+from tsfunc.ops.compressed import is_compressed
+
+_aten = torch.ops.aten
+
+
+def _for_compressed(mine: Callable[..., Any], *functions: Callable[..., Any]) -> None:
+    """Registers what is called for functions whose first tensor is a compressed tracer."""
+
+    def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not isinstance(args[0], Tracer) or not is_compressed(args[0]):
+            return NotImplemented
+        return mine(*args, **kwargs)
+
+    for function in functions:
+        METHODS[function] = method
+
+
+def _to_dense(
+    x: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None
+) -> Any:
+    return _aten._to_dense(x, dtype, masked_grad)
+
+
+def _to_sparse(
+    x: Tensor,
+    *,
+    layout: torch.layout | None = None,
+    blocksize: Any = None,
+    dense_dim: int | None = None,
+) -> Any:
+    return _aten._to_sparse(x, layout=layout, blocksize=blocksize, dense_dim=dense_dim)
+
+
+def _stored(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """How many elements are stored: all examples must have as many."""
+    x = args[0]
+    if not isinstance(x, Tracer) or is_compressed(x):
+        return NotImplemented
+    return x._indices().shape[1]
+
+
+def _product(x: Tensor, *others: Any) -> Any:
+    """Its derivative by the sparse matrix has elements where the matrix has."""
+    if len(others) == 1 and x.requires_grad:
+        raise NotImplementedError(
+            f"vmap: torch.sparse.mm of a batch of tensors of layout {x.layout} has no derivative "
+            f"by them. Use x @ y, whose derivative is dense, or x.to_sparse()."
+        )
+    return NotImplemented
+
+
+_for_compressed(_product, torch.sparse.mm)
+METHODS[Tensor._nnz] = _stored
+for _name in ("layout", "is_sparse_csr"):
+    METHODS[getattr(Tensor, _name).__get__] = of_the_value
+_for_compressed(_to_dense, Tensor.to_dense)
+_for_compressed(_to_sparse, Tensor.to_sparse)
+_for_compressed(_aten._to_sparse_csr, Tensor.to_sparse_csr)
+_for_compressed(_aten._to_sparse_csc, Tensor.to_sparse_csc)
+_for_compressed(_aten._to_sparse_bsr, Tensor.to_sparse_bsr)
+_for_compressed(_aten._to_sparse_bsc, Tensor.to_sparse_bsc)

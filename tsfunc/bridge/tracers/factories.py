@@ -1,0 +1,206 @@
+"""Factory and random functions, which have no tensor by which a level could be found.
+
+NOTE [the factory keys] in ``torch_state`` says how they are met. While a level is active the
+kernels here send such a call to the innermost level of the thread: a random function of a vmap
+gets its row's rule (which heeds ``randomness``), a factory in a trace is recorded.
+
+Private names used here (torch 2.11 to 2.13): ``torch.library`` itself is public; the keys it is
+asked to register for are torch's disused ``VmapMode`` and ``TESTING_ONLY_GenericMode``.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.tracers.operators import operator_of, overload_of
+from tsfunc.bridge.tracers.torch_state import (
+    FACTORY_KEY_NAME,
+    RANDOM_KEY_NAME,
+    after,
+    storing_data,
+    with_factory_key,
+    with_random_key,
+    without_factory_keys,
+)
+from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
+from tsfunc.dispatch import current_levels
+
+RANDOM = (
+    "rand rand.generator randn randn.generator randint randint.generator randint.low "
+    "randint.low_generator randperm randperm.generator rand_like rand_like.generator randn_like "
+    "randn_like.generator randint_like randint_like.generator randint_like.low_dtype "
+    "randint_like.low_generator_dtype randint_like.Tensor randint_like.Tensor_generator "
+    "normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor normal_ "
+    "uniform_ exponential_ geometric_ cauchy_ log_normal_ random_ random_.to random_.from "
+    "bernoulli bernoulli.p bernoulli_.float bernoulli_.Tensor multinomial poisson binomial dropout "
+    "native_dropout feature_dropout alpha_dropout feature_alpha_dropout rrelu rrelu_with_noise "
+    "_standard_gamma _sample_dirichlet"
+).split()
+
+FACTORIES = (
+    "empty.memory_format empty_strided zeros ones full arange arange.start arange.start_step "
+    "linspace logspace eye eye.m scalar_tensor tril_indices triu_indices hann_window "
+    "hann_window.periodic hamming_window hamming_window.periodic blackman_window "
+    "blackman_window.periodic bartlett_window bartlett_window.periodic kaiser_window "
+    "kaiser_window.periodic kaiser_window.beta lift_fresh"
+).split()
+
+_libraries: dict[str, list[torch.library.Library]] = {}
+_lock = threading.Lock()
+
+
+# What is done before a level draws into a tensor that is not its own (``writes``).
+before_drawing: list[Callable[[Any, TracerLevel], None]] = []
+
+
+def _install(key: str, names: Sequence[str]) -> None:
+    """Registers the kernels for a key; once a process."""
+    with _lock:
+        if key in _libraries:
+            return
+        library = torch.library.Library("aten", "IMPL")
+        every = torch.library.Library("_", "IMPL")
+        with warnings.catch_warnings():
+            # torch has kernels of its own for the disused key, which only raise.
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
+            warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
+            if key == RANDOM_KEY_NAME:
+                library.impl("_efficientzerotensor", _zero_tangent, key, with_keyset=True)
+                for overload in _out_variants():
+                    name = overload.name().removeprefix("aten::")
+                    library.impl(name, _into(overload, key), key, with_keyset=True)
+            else:
+                every.fallback(torch.library.fallthrough_kernel, key)
+            for name in names:
+                overload = overload_of(f"aten::{name}")
+                if overload is not None:
+                    library.impl(name, _kernel(overload, key), key, with_keyset=True)
+        _libraries[key] = [library, every]
+
+
+def _kernel(overload: Any, key: str) -> Callable[..., Any]:
+    """What a factory does while a level is active."""
+    name = overload._schema.name.removeprefix("aten::")
+    random = name in _RANDOM_NAMES
+    inplace = random and name.endswith("_")
+    rest = after(key)
+
+    def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if storing_data():
+            return overload.redispatch(keys & rest, *args, **kwargs)
+        given = innermost_level((*args, *kwargs.values()))
+        for level in reversed(current_levels()):
+            if isinstance(level, TracerLevel) and level.sees_factory(name, random):
+                if given is not None and given.depth >= level.depth:
+                    break  # its tracers lead to the level, by way of their autograd
+                if inplace:
+                    for prepare in before_drawing:
+                        prepare(args[0], level)
+                with without_factory_keys():
+                    return operator_of(overload).run_at(level, args, kwargs)
+        if name == "scalar_tensor":  # it writes its number into what another factory makes
+            with without_factory_keys():
+                return overload.redispatch(keys & rest, *args, **kwargs)
+        # Its parts, and forward mode's lazy zeros among them, are to come here by themselves.
+        return overload.redispatch(keys & rest, *args, **kwargs)
+
+    return factory
+
+
+def _out_variants() -> Iterator[Any]:
+    """The overloads of random functions that write into tensors given as ``out=``."""
+    for name in sorted(_RANDOM_NAMES):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            found = getattr(packet, overload)
+            if any(argument.is_out for argument in found._schema.arguments):
+                yield found
+
+
+def _into(overload: Any, key: str) -> Callable[..., Any]:
+    """What a random function with ``out=`` does while a level is active.
+
+    Only tensors of the level can take what it draws for each example.
+    """
+    rest = after(key)
+    outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
+
+    def into(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        for level in reversed(current_levels()):
+            if isinstance(level, TracerLevel) and level.sees_factory(overload.name(), True):
+                if all(getattr(kwargs.get(n), "dispatch_level", None) is level for n in outs):
+                    break  # which lead to the level
+                raise RuntimeError(
+                    f"{level.name}: calling out variants of random functions is not supported "
+                    f"({overload.name()} was called with out=, a tensor that is not batched). "
+                    f"Call it without, and copy the result into the tensor."
+                )
+        return overload.redispatch(keys & rest, *args, **kwargs)
+
+    return into
+
+
+def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
+    """Forward mode's lazy zeros, whose kernels take a tracer for a tensor with storage.
+
+    The tangent of a Python number is made one of those that C++ hands to Python as numbers, which
+    it must be able to read: no tracer.
+    """
+    if not any(isinstance(level, TracerLevel) for level in current_levels()):
+        lazy = torch.ops.aten._efficientzerotensor.default
+        return lazy.redispatch(keys & after(RANDOM_KEY_NAME), size, **kwargs)
+    if not size:
+        with without_factory_keys():
+            return torch.ops.aten.zeros.default(size, **kwargs)
+    return torch.ops.aten.zeros.default(size, **kwargs)
+
+
+_RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}
+
+
+# Importing this package changes nothing in torch.
+_on_first_transform: list[Callable[[], None]] = []
+_on_first_level: list[Callable[[], None]] = []
+
+
+def on_first_transform(preparation: Callable[[], None]) -> Callable[[], None]:
+    """Registers what is done once, when the process enters its first transform."""
+    _on_first_transform.append(preparation)
+    return preparation
+
+
+def on_first_level(preparation: Callable[[], None]) -> Callable[[], None]:
+    """Registers what is done once, when the process enters its first level of tracers."""
+    _on_first_level.append(preparation)
+    return preparation
+
+
+def prepare() -> None:
+    """Has been called where a transform runs."""
+    if _on_first_transform:
+        with _lock:
+            for preparation in _on_first_transform:
+                preparation()
+            _on_first_transform.clear()
+
+
+def watching_random() -> Any:
+    """Context manager: random functions reach the active levels."""
+    if RANDOM_KEY_NAME not in _libraries:
+        prepare()
+        for preparation in _on_first_level:
+            preparation()
+        _install(RANDOM_KEY_NAME, RANDOM)
+    return with_random_key()
+
+
+def watching_factories() -> Any:
+    """Context manager: factory functions that are not random reach the active levels."""
+    if FACTORY_KEY_NAME not in _libraries:
+        _install(FACTORY_KEY_NAME, FACTORIES)
+    return with_factory_key()

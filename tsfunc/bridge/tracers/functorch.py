@@ -1,0 +1,35 @@
+"""Side by side with torch.func, whose transforms keep an interpreter stack of their own.
+
+Where a transform of torch.func is the innermost one, what it traces are tensors of its own, on
+which torch's plain autograd may not be used, and whose levels a tracer of ours would leave in
+the wrong order. A transform that is called there is given to torch.func's of the same name.
+
+``_functorch.maybe_current_level`` (torch 2.11 to 2.13) is the depth of torch.func's stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.func
+from torch._C import _functorch
+
+from tsfunc.bridge.tracers.tracer import current_tracer_level
+
+
+def functorch_depth() -> int:
+    """How many transforms of torch.func are active on this thread."""
+    level = _functorch.maybe_current_level()
+    return 0 if level is None else int(level)
+
+
+def delegate(name: str) -> Callable[..., Any] | None:
+    """torch.func's transform of that name, where torch.func is the innermost; else None."""
+    if _functorch.maybe_current_level() is None:
+        return None
+    level = current_tracer_level()
+    if level is not None and level.functorch_depth >= functorch_depth():
+        return None
+    found: Callable[..., Any] = getattr(torch.func, name)
+    return found

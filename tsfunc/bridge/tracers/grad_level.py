@@ -1,0 +1,97 @@
+"""The Grad key: tracers that add nothing, on which autograd is recorded apart.
+
+A jvp inside a jvp needs tensors of its own to hang tangents on (NOTE [one dual level] in
+``autograd``). Where the enclosing level's are taken, its inputs become tracers of a level of
+this key, whose one kernel passes every operator on to the values inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, written
+from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback, running_level
+
+
+class GradLevel(TracerLevel):
+    """A level on whose tracers autograd records."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str) -> None:
+        super().__init__(DispatchKey.Grad, name)
+
+    def lift(self, value: torch.Tensor) -> torch.Tensor:
+        return _wrap(value, self)
+
+
+class GradTracer(Tracer):
+    """A tensor that stands for one value."""
+
+    __slots__ = ()
+
+    value: torch.Tensor
+
+    def again(self) -> GradTracer:
+        return _wrap(self.value, self.dispatch_level)  # type: ignore[arg-type]
+
+    def cut(self) -> GradTracer:
+        return _wrap(self.value.detach(), self.dispatch_level)  # type: ignore[arg-type]
+
+    def read(self, name: str) -> Any:
+        return getattr(self.value, name)()
+
+    def describe(self) -> str:
+        return f"GradTracer(level {self.dispatch_level.depth}, value=\n{self.value!r})"
+
+
+class SlottedGradTracer(SlottedTracer, GradTracer):
+    """What a tracer with slots becomes when it is turned into one of these (``turning``)."""
+
+    __slots__ = ()
+
+
+GradTracer.forms = GradTracer, SlottedGradTracer
+
+
+def _wrap(value: torch.Tensor, level: GradLevel) -> GradTracer:
+    tracer: GradTracer = GradTracer.make(value, level)
+    tracer.value = value
+    return tracer
+
+
+def unwrapped(value: torch.Tensor, level: TracerLevel) -> torch.Tensor:
+    """What a tracer of the level stands for; other tensors are as they are."""
+    if isinstance(value, GradTracer) and value.dispatch_level is level:
+        return value.value
+    return value
+
+
+@register("aten::detach", DispatchKey.Grad)
+def _detach(value: GradTracer) -> GradTracer:
+    """Autograd's own detach at this level, which leaves the graphs outside as they are."""
+    return value.again()
+
+
+@register_fallback(DispatchKey.Grad)
+def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The column of the Grad key: the operator on the values inside."""
+    level = running_level()
+    assert isinstance(level, GradLevel) and op.native is not None
+
+    def inner(value: Any) -> Any:
+        return unwrapped(value, level) if isinstance(value, GradTracer) else value
+
+    def outer(value: Any) -> Any:
+        return _wrap(value, level) if isinstance(value, torch.Tensor) else value
+
+    values, named = optree.tree_map(inner, (tuple(args), dict(kwargs)), none_is_leaf=True)
+    out = op.native(*values, **named)
+    if isinstance(op, TorchOperator) and op.inplace:
+        return written(op, args, kwargs)
+    return optree.tree_map(outer, out, none_is_leaf=True)

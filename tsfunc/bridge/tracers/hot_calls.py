@@ -1,0 +1,565 @@
+"""Hot calls: the doors of batched tensors, which give plain calls straight to a rule.
+
+Private names used here (torch 2.11 to 2.13): ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and
+``_current_graph_task_id`` as in ``torch_state``, whose context manager door 2 has inlined;
+``_functorch.maybe_current_level`` says whether torch.func is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _current_graph_task_id,
+    _ForceDispatchKeyGuard,
+    _functorch,
+    _set_grad_enabled,
+)
+from torch._ops import OpOverload
+
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, wrap
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
+from tsfunc.bridge.tracers.parts import composite_parts, is_outside, lifting_factories
+from tsfunc.bridge.tracers.torch_state import any_autocast, below_autograd, in_dispatch_modes
+from tsfunc.bridge.tracers.tracer import (
+    FOR_NUMBERS,
+    METHODS,
+    NO_KWARGS,
+    WRITERS,
+    SlottedTracer,
+    door_1,
+    hop,
+)
+from tsfunc.dispatch.state import tls
+from tsfunc.ops.registry import Rule
+from tsfunc.ops.splitting import BatchChanged
+from tsfunc.ops.tensor_iterator import pointwise
+
+maybe_functorch_level = _functorch.maybe_current_level
+is_grad_enabled = torch.is_grad_enabled
+is_inference_mode_enabled = torch.is_inference_mode_enabled
+_Tensor = torch.Tensor
+_strided = torch.strided
+_shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_INT = frozenset({int})
+
+# Callables that a rule takes as they are, with values in place of tracers
+# (``bridge/batch/hot.py``), and those whose rule takes options by name too. Some give views.
+HOT: dict[Any, Rule] = {}
+NAMED: dict[Any, Rule] = {}
+VIEWS: set[Any] = set()
+_OPTIONS = frozenset({int, float, bool, str, type(None), tuple, list})
+_NO_TENSORS = _OPTIONS | {complex, torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+# Classes of tracers beside MadeTracer.
+KINDS: set[type] = set()
+
+# What a hot call may have beside batched tensors; anything else takes the way through C++.
+_PLAIN = frozenset({
+    int, float, bool, complex, str, type(None), slice, type(Ellipsis), torch.Tensor,
+    torch.nn.Parameter, torch.dtype, torch.memory_format,
+})  # fmt: skip
+_ITEMS = frozenset({int, slice, type(None), type(Ellipsis)})
+_SEQUENCES = frozenset({list, tuple, torch.Size})
+
+
+def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
+    """The level, values and batch dims of a plain call, of one vmap, and if any is batched."""
+    level: Any = None
+    batched = False
+    values = []
+    dims = []
+    for arg in args:
+        kind = type(arg)
+        if kind is MadeTracer or kind in KINDS:
+            if level is None:
+                level = arg.dispatch_level
+            elif arg.dispatch_level is not level:
+                return _taken_innermost(args)
+            bdim = arg.bdim
+            if bdim is not None:
+                batched = True
+            values.append(arg.value)
+            dims.append(bdim)
+        elif kind in _PLAIN or (kind in _SEQUENCES and _ITEMS.issuperset(map(type, arg))):
+            values.append(arg)
+            dims.append(None)
+        elif kind in _SEQUENCES:
+            inner = _taken(arg)
+            if inner is None:
+                return None  # of plain tensors alone
+            if level is not None and inner[0] is not level:
+                return _taken_innermost(args)
+            level = inner[0]
+            batched = batched or inner[3]
+            values.append(inner[1])
+            dims.append(inner[2] if inner[3] else None)
+        else:
+            return None
+    return None if level is None else (level, values, dims, batched)
+
+
+def _taken_innermost(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
+    """The same of several vmaps: to the innermost one tracers of others are values."""
+    level: Any = None
+    for arg in args:
+        kind = type(arg)
+        if kind is MadeTracer or kind in KINDS:
+            own = arg.dispatch_level
+            if level is None or own.depth > level.depth:
+                level = own
+            elif own.depth == level.depth and own is not level:
+                return None  # one is in the place of the other
+        elif kind not in _PLAIN and (
+            kind not in _SEQUENCES or not _ITEMS.issuperset(map(type, arg))
+        ):
+            return None
+    values, dims = [], []
+    for arg in args:
+        kind = type(arg)
+        own = (kind is MadeTracer or kind in KINDS) and arg.dispatch_level is level
+        values.append(arg.value if own else arg)
+        dims.append(arg.bdim if own else None)
+    return level, values, dims, any(dim is not None for dim in dims)
+
+
+def _is_the_calls(level: BatchLevel, values: Sequence[Any]) -> bool:
+    """Whether an error is the user's: NOTE [no examples], and sparse batches have their own rules.
+
+    It is raised at once then: what is called again calls hooks again.
+    """
+    return level.batch_size != 0 and not any(
+        isinstance(value, torch.Tensor) and value.layout is not _strided for value in values
+    )
+
+
+# NOTE [direct calls]
+# Most calls are elementwise, of one tracer, of two that are batched alike, or of one and a number.
+# Of such a call nothing needs to be put together for a rule: it is made on the values as it is.
+def _alike(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | None:
+    """The level, batch dim and values of such a call."""
+    x = args[0]
+    if type(x) is not MadeTracer:
+        return None
+    level, at = x.dispatch_level, x.bdim
+    if at is None:
+        return None
+    count = len(args)
+    if count == 1:
+        return level, at, (x.value,)
+    if count != 2:
+        return None
+    y = args[1]
+    kind = type(y)
+    if kind is MadeTracer:
+        value, other = x.value, y.value
+        if y.dispatch_level is not level or y.bdim != at or value.dim() != other.dim():
+            return None
+        return level, at, (value, other)
+    return (level, at, (x.value, y)) if kind is float or kind is int else None
+
+
+def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> Any:
+    """Door 1 for pointwise functions: NotImplemented where ``hot_call`` is to look at the call."""
+    alike = _alike(args)
+    if alike is None:
+        return NotImplemented
+    level, at, values = alike
+    state = tls.state
+    if not level.alive or state.taking_over is not None or maybe_functorch_level() is not None:
+        return NotImplemented
+    if level.autograd:
+        # C++ records; no operand is of a level outside, which would have to be lifted.
+        if func in METHODS or is_inference_mode_enabled():
+            return NotImplemented
+        return hop(func, types, args, NO_KWARGS)
+    if level._restores or not state.plain:
+        return NotImplemented
+    tls.state = level.outer
+    try:
+        out = func(*values)
+    except BatchChanged:
+        return NotImplemented
+    except Exception:
+        if _is_the_calls(level, values):
+            raise
+        return NotImplemented
+    finally:
+        tls.state = state
+    return wrap(out, at, level)
+
+
+def _is_tracer(value: Any) -> bool:
+    kind = type(value)
+    return kind is MadeTracer or kind in KINDS
+
+
+def _recorded(
+    func: Callable[..., Any],
+    level: BatchLevel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    values: Sequence[Any],
+) -> Any:
+    """A call that C++ records at the level: NotImplemented where operands are to be lifted."""
+    if tls.state.taking_over is not None or maybe_functorch_level() is not None:
+        return NotImplemented
+    if func in METHODS or is_inference_mode_enabled():
+        return NotImplemented
+    for arg, value in zip(args, values, strict=True):
+        if arg is value and isinstance(value, torch.Tensor):
+            if level.forward or type(value) not in _PLAIN or value.requires_grad:
+                return NotImplemented  # NOTE [operands of outer levels]
+        elif arg is not value and type(value) is list and not all(map(_is_tracer, arg)):
+            return NotImplemented
+    return hop(func, (), tuple(args), kwargs)  # which takes no list
+
+
+def hot_call(
+    rule: Rule, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS
+) -> Any:
+    """Door 1 without C++: NotImplemented where the call is not of the plain kind."""
+    taken = _taken(args)
+    if taken is None or not taken[3]:
+        return NotImplemented
+    level, values, dims, _ = taken
+    if level._restores or not level.alive:
+        return NotImplemented
+    if level.autograd:
+        return _recorded(func, level, args, kwargs, values)
+    state = tls.state
+    if state.taking_over is not None:
+        found = state.taking_over(func, args, kwargs)
+        if found is not None:
+            args, kwargs = found
+            taken = _taken(args)
+            if taken is None or not taken[3] or taken[0].autograd:
+                return func(*args, **kwargs)
+            level, values, dims, _ = taken
+    if not state.plain or maybe_functorch_level() is not None:
+        return NotImplemented
+    tls.state = level.outer
+    try:
+        out = rule(func, level, dims, values, kwargs)
+    except BatchChanged:
+        return NotImplemented  # C++ brings the tracers here again
+    except Exception:
+        if _is_the_calls(level, values):
+            raise
+        return NotImplemented
+    finally:
+        tls.state = state
+    if out is NotImplemented:
+        return out
+    if type(func) is OpOverload:
+        found, dims = out
+        if type(found) is _Tensor:  # no hot call writes
+            return wrap(found, dims, level, found.storage_offset())
+        return rewrap(operator_of(func), level, args, kwargs, found, dims)
+    return wrap(out[0], out[1], level, out[2] if len(out) == 3 else None)
+
+
+# Of functions that have no rule of their own: the forms of their calls, by the types of arguments
+# and the names of those by keyword. A function whose calls have none has None.
+FORMS: dict[Any, dict[Any, Form | None] | None] = {}
+_UNKNOWN: Any = object()
+
+
+def _forms_of(func: Any) -> dict[Any, Form | None] | None:
+    """The forms that are known of a function's calls; None where it is not to be looked at."""
+    forms = FORMS.get(func, _UNKNOWN)
+    if forms is _UNKNOWN:
+        apart = func in WRITERS or (func in METHODS and func not in FOR_NUMBERS)
+        forms = FORMS[func] = {} if has_forms(func) and not apart else None
+    return forms  # type: ignore[no-any-return]
+
+
+def _new_form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+    """The form of a call, as torch's parsers tell it."""
+    others = (*args[1:], *kwargs.values())
+    if func in FOR_NUMBERS and any(isinstance(value, torch.Tensor) for value in others):
+        return None
+    form = find_form(func, args, kwargs)
+    if form is not None:
+        form.parts = composite_parts(form.op)
+    return form
+
+
+def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Door 1 for calls of any operator: NOTE [forms of calls] in ``parsing``."""
+    forms = _forms_of(func)
+    if forms is None:
+        return NotImplemented
+    for arg in args:
+        if type(arg) in _SEQUENCES and arg:
+            arg = arg[0]
+        if _is_tracer(arg):
+            if arg.dispatch_level.autograd:
+                return _recorded_call(func, args, kwargs)
+            break
+    kinds: Any = tuple(map(type, args))
+    if kwargs:
+        kinds = (*kinds, *kwargs, *map(type, kwargs.values()))
+    form = forms.get(kinds, _UNKNOWN)
+    if form is _UNKNOWN:
+        if in_dispatch_modes() or maybe_functorch_level() is not None:
+            return NotImplemented
+        form = forms[kinds] = _new_form(func, args, kwargs)
+    if form is None:
+        return NotImplemented
+    op = form.op
+    if any_autocast() and not op.composite:
+        return NotImplemented  # autocast's own kernels come first; those of parts do anyway
+    found = form.arguments(args, kwargs)
+    if found is None:
+        return NotImplemented
+    if op.hot is not None:
+        out = hot_call(op.hot, op.overload, *found)
+    elif form.parts is not None:
+        out = _call_parts(form.parts, *found)
+    else:
+        return NotImplemented
+    if type(out) is MadeTracer or out is NotImplemented:
+        return out
+    if form.result is not None:
+        return form.result(out)
+    return tuple(out) if type(out) is list else out
+
+
+def _recorded_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same where autograd is recorded at the level."""
+    taken = _taken(args)
+    if taken is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
+        return NotImplemented
+    level = taken[0]
+    if level._restores or not level.alive or not level.autograd:
+        return NotImplemented
+    return _recorded(func, level, args, kwargs, taken[1])
+
+
+def _call_parts(parts: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A composite's parts on a level's tracers, and what else there is lifted to it."""
+    taken = _taken(args)
+    if taken is None or not taken[3]:
+        return NotImplemented
+    level, state = taken[0], tls.state
+    if level.autograd or level._restores or not level.alive or not level.batch_size:
+        return NotImplemented
+    if not state.plain or state.taking_over is not None or maybe_functorch_level() is not None:
+        return NotImplemented
+    lifted = [_lifted(arg, level) for arg in args]
+    try:
+        with level.at_own_level(), lifting_factories(level):
+            return parts(*lifted, **kwargs)
+    except BatchChanged:
+        return NotImplemented
+
+
+def _lifted(value: Any, level: BatchLevel) -> Any:
+    if type(value) is list:
+        return [_lifted(item, level) for item in value]
+    return level.lift(value) if is_outside(value, level) else value
+
+
+def _hot_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Door 1 for what rules of inner levels call. Dispatch modes call it past autograd, too."""
+    if op.hot is None or op.written or below_autograd():
+        return NotImplemented  # what is written to becomes a tracer first (``writes``)
+    if kwargs and not (
+        op.keywords.issuperset(kwargs) and _NO_TENSORS.issuperset(map(type, kwargs.values()))
+    ):
+        return NotImplemented
+    for arg in args:
+        if type(arg) is MadeTracer:
+            if not tls.state.mask & arg.dispatch_level.bits:
+                return NotImplemented  # the level's own kernel calls on outwards
+            break
+    if op.function is not None and not kwargs:
+        out = direct_call(op.overload, (), args)
+        if out is not NotImplemented:
+            return out
+    return hot_call(op.hot, op.overload, args, kwargs)
+
+
+# NOTE [hot calls]
+# ``Operator.call`` finds the kernel of the highest bit of the key set. Where all tracers of a call
+# are of one vmap's level, nothing is included or excluded by hand, and nobody has registered a
+# kernel for the operator, that is the Batch column's, and a row's rule is what it runs. These two
+# functions do just that, without the steps between.
+def _hot_dispatch(
+    op: TorchOperator, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Door 2 without the table: NotImplemented where the call is not of the plain kind."""
+    alike = _alike(args) if op.function is not None and not kwargs else None
+    if alike is None:
+        taken = _taken(args)
+        if taken is None or (op.ruled and not taken[3]):
+            return NotImplemented
+        level, values, dims, batched = taken
+    else:
+        level = alike[0]
+    if not level.alive or level._restores:
+        return NotImplemented
+    state = tls.state
+    if not state.plain or not state.mask & level.bits:
+        return NotImplemented
+    grad = is_grad_enabled()
+    if not grad and is_inference_mode_enabled():
+        return NotImplemented  # the guard of the level heeds it
+    captured = level.torch_state
+    guards = captured.guards  # those that are not in use, which others may pop meanwhile
+    try:
+        guard = guards.pop()
+    except IndexError:
+        guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
+    guard.__enter__()
+    want = captured.grad_mode and (grad or (not captured.quiet and _current_graph_task_id() != -1))
+    if want is not grad:
+        _set_grad_enabled(want)
+    tls.state = level.kernel_state(level.bit)
+    try:
+        if alike is not None:
+            out = op.function(*alike[2])
+        elif batched:
+            out = rule(op.overload, level, dims, values, kwargs)
+        else:
+            out = op.overload(*values, **kwargs), None
+    except BatchChanged:
+        return NotImplemented  # the table brings the tracers to the same rule again
+    except Exception:
+        if _is_the_calls(level, () if alike is None else alike[2]):
+            raise
+        return NotImplemented
+    finally:
+        tls.state = state
+        if want is not grad:
+            _set_grad_enabled(grad)
+        guard.__exit__(None, None, None)
+        guards.append(guard)
+    if alike is not None:
+        return wrap(out, alike[1], level)
+    if out is NotImplemented:
+        return out
+    found, dims = out
+    if type(found) is _Tensor:
+        return wrap(found, dims, level, found.storage_offset())
+    return rewrap(op, level, args, kwargs, found, dims)
+
+
+# NOTE [what autograd asks]
+# Each step of forward mode asks whether tangents have the sizes of their primals, and takes aliases
+# of both. Of tracers these are answered by themselves: the answer is in the tracer, an alias at a
+# level is another tracer of the same values.
+def _sizes(x: Any) -> Any:
+    shape = _shape_of(x)
+    return shape if _INT.issuperset(map(type, shape)) else None
+
+
+def _is_same_size(args: Sequence[Any]) -> Any:
+    if not tls.state.plain:
+        return NotImplemented
+    with DisableTorchFunctionSubclass():
+        mine, other = _sizes(args[0]), _sizes(args[1])
+    return NotImplemented if mine is None or other is None else mine == other
+
+
+def _has_same_storage_numel(args: Sequence[Any]) -> Any:
+    return True if tls.state.plain else NotImplemented
+
+
+def _again(args: Sequence[Any]) -> Any:
+    x, state = args[0], tls.state
+    if type(x) is not MadeTracer or not state.plain:
+        return NotImplemented
+    level = x.dispatch_level
+    if not level.alive or level._restores or not state.mask & level.bits:
+        return NotImplemented
+    return x.again()
+
+
+for _name, _answer in (
+    ("is_same_size", _is_same_size),
+    ("_has_same_storage_numel", _has_same_storage_numel),
+    ("alias", _again),
+    ("detach", _again),
+):
+    operator_of(getattr(torch.ops.aten, _name).default).by_tracers = _answer
+
+
+class HotTracer(BatchTracer):
+    """A batched tensor with these doors."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not kwargs:
+            kwargs = NO_KWARGS
+            if type(func) is OpOverload:
+                out = _hot_overload(operator_of(func), args, kwargs)
+            elif (rule := HOT.get(func)) is not None:
+                out = direct_call(func, types, args) if rule is pointwise else NotImplemented
+                if out is NotImplemented:
+                    out = hot_call(rule, func, args)
+            else:
+                out = _parsed_call(func, args, kwargs)
+        elif type(func) is OpOverload:
+            out = _hot_overload(operator_of(func), args, kwargs)
+        elif (rule := NAMED.get(func)) is None:
+            out = _parsed_call(func, args, kwargs)
+        elif _OPTIONS.issuperset(map(type, kwargs.values())):
+            out = hot_call(rule, func, args, kwargs)
+        else:
+            out = NotImplemented
+        return door_1(func, types, args, kwargs) if out is NotImplemented else out
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        op = operator_of(func)
+        if op.by_tracers is not None:
+            out = op.by_tracers(args)
+            if out is not NotImplemented:
+                return out
+        if not kwargs:
+            kwargs = NO_KWARGS
+        if op.hot is not None and (
+            not kwargs or _NO_TENSORS.issuperset(map(type, kwargs.values()))
+        ):
+            out = _hot_dispatch(op, op.hot, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return op.call(args, kwargs, True)
+
+
+class MadeTracer(SlottedTracer, HotTracer):
+    """What :func:`wrap` makes."""
+
+    __slots__ = ()
+
+
+class TurnedTracer(HotTracer):
+    """A tensor of the user's that became a tracer (``writes``): laid out as it was."""
+
+    __slots__ = ()
+
+
+BatchTracer.forms = TurnedTracer, MadeTracer
+# To whoever reads a message they are all one.
+MadeTracer.__name__ = TurnedTracer.__name__ = BatchTracer.__name__
+KINDS.add(TurnedTracer)

@@ -1,0 +1,82 @@
+"""What door 1 answers for tracers in Python's own protocols: copies and storages.
+
+A tracer has no storage. What asks for one (``data_ptr``, ``x.data = y``) would see memory that is
+not there, so it is refused here, by name and with a way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.tracers.tracer import METHODS, Method, Tracer, metadata, refuse_escaped
+from tsfunc.dispatch import DispatchKey
+
+_T = torch.Tensor
+_DATA = "x.data = ..."
+
+
+def _copy(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``copy.deepcopy``: a tensor of its own, at the same level."""
+    value, memo = args
+    if not isinstance(value, Tracer):
+        return metadata(func, types, args, kwargs)
+    if id(value) not in memo:
+        memo[id(value)] = value.clone()
+    return memo[id(value)]
+
+
+def _shallow_copy(self: Tracer) -> torch.Tensor:
+    """``copy.copy``: another object for the same values."""
+    return self.view(self.shape)
+
+
+def refuse_storage(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    value = args[0]
+    if not isinstance(value, Tracer):
+        return metadata(func, types, args, kwargs)
+    level = value.dispatch_level
+    if not level.alive:
+        refuse_escaped(func, level)
+    peer = (
+        " (torch.func says: mutating directly with `.data` under vmap is not allowed)"
+        if func.__name__ == _DATA and level.key is DispatchKey.Batch
+        else ""
+    )
+    raise RuntimeError(
+        f"{func.__name__} was used on a value of {level.name}{peer}: cannot access the storage or "
+        f"data pointer of a Tensor that doesn't have storage. Use torch operations, which the "
+        f"transform sees (x.copy_(y) instead of x.data = y, x.clone() for memory of its own)."
+    )
+
+
+def _named(refuse: Method, name: str) -> Method:
+    """The refusal of a property's setter, whose function is called ``__set__``."""
+
+    def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return func(*args, **kwargs)
+
+        call.__name__ = name
+        return refuse(call, types, args, kwargs)
+
+    return method
+
+
+METHODS[_T.__deepcopy__] = _copy
+for _name in (
+    "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ apply_ map_"
+).split():
+    METHODS[getattr(_T, _name)] = refuse_storage
+METHODS[_T.data.__set__] = _named(refuse_storage, _DATA)  # type: ignore[attr-defined]
+# It meets no door 1.
+Tracer.set_ = lambda self, *args, **kwargs: refuse_storage(  # type: ignore[method-assign]
+    _T.set_, (), (self, *args), kwargs
+)
+Tracer.__copy__ = _shallow_copy  # type: ignore[attr-defined]

@@ -1,0 +1,323 @@
+"""torch's operators as rows of the table.
+
+``OpOverload`` is torch's Python object for one overload of an operator. It is reached by public
+means (``torch.ops.aten.sin.default``), but its class, its ``_schema`` and its composite kernels
+have private names only (torch 2.11 to 2.13). ``_jit_resolve_packet`` finds the overload whose
+schema takes some arguments, as calling the packet would. ``_maybe_get_opdef`` finds what
+``torch.library.custom_op`` made, which has the rule of ``register_vmap`` as ``_vmap_fn``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import (
+    _dispatch_has_kernel,
+    _dispatch_has_kernel_for_dispatch_key,
+    _jit_resolve_packet,
+)
+from torch._library.custom_ops import _maybe_get_opdef
+from torch._ops import OpOverload, OpOverloadPacket
+
+from tsfunc.dispatch import DispatchKey, DispatchKeySet, Operator, register
+from tsfunc.dispatch.arguments import keys_of_arguments
+from tsfunc.dispatch.keys import backend_of
+from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.table import find_operator, on_resolve
+from tsfunc.errors import DispatchError
+from tsfunc.ops import Row, find
+from tsfunc.ops.catalogue.reader import install
+from tsfunc.ops.registry import Rule, on_declare
+from tsfunc.ops.tensor_iterator import pointwise
+
+# Their fourth and fifth arguments are running statistics, which they write to in training; most of
+# their schemas do not say so.
+STATISTICS = frozenset({
+    "aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+    "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::instance_norm",
+    "aten::_batch_norm_with_update",
+})  # fmt: skip
+
+
+# A tracer does not say that its value is conjugated lazily, which C++ would heed.
+_RULED = frozenset({"aten::view_as_real"})
+
+
+def updates_statistics(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call of one of these writes to them: it is in training, and has a momentum."""
+    decisive = [True, *args[5:6]] if name == "aten::_batch_norm_with_update" else args[5:7]
+    return len(decisive) == 2 and bool(decisive[0]) and decisive[1] != 0
+
+
+class TorchOperator(Operator):
+    """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
+
+    __slots__ = ("asserts", "by_tracers", "composite", "function", "hot", "inplace", "is_view",
+                 "keywords", "out_names", "overload", "random", "reshapes", "returned", "row",
+                 "ruled", "special", "writes", "written")  # fmt: skip
+
+    overload: OpOverload
+    row: Row | None
+    hot: Rule | None
+
+    def __init__(self, overload: OpOverload) -> None:
+        super().__init__(overload.name(), overload)
+        self.overload = overload
+        self.row = find(self.name)
+        # The composite kernel, which is written in other operators and checks nothing itself.
+        self.composite = _dispatch_has_kernel_for_dispatch_key(
+            self.name, "CompositeImplicitAutograd"
+        )
+        self.random = torch.Tag.nondeterministic_seeded in overload.tags
+        # Whether its rule gets calls with nothing batched in them, too.
+        self.ruled = self.random or self.name in _RULED
+        # Whether it changes the shape of the tensor itself (squeeze_, transpose_).
+        self.reshapes = torch.Tag.inplace_view in overload.tags
+        arguments = overload._schema.arguments
+        # The arguments that are given by name alone; door 1 sees others by name too.
+        self.keywords = frozenset(a.name for a in arguments if a.kwarg_only)
+        self.out_names = tuple(a.name for a in arguments if a.is_out)
+        self.writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        # Where among the positional arguments those stand that it writes to.
+        self.written = tuple(
+            i
+            for i, a in enumerate(arguments)
+            if a.alias_info is not None and a.alias_info.is_write and not a.kwarg_only
+        )
+        if self.name in STATISTICS:
+            self.written = (3, 4)
+        # Whether it returns nothing, and is called for the error that it may raise.
+        self.asserts = not overload._schema.returns and not self.writes
+        self.is_view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in overload._schema.returns
+        )
+        # Which arguments are returned, of those that it writes to; None for a result of its own.
+        memory = [_written_memory(argument) for argument in arguments]
+        self.returned = tuple(
+            memory.index(found) if (found := _written_memory(value)) else None
+            for value in overload._schema.returns
+        )
+        # Whether what it returns is its first argument.
+        self.inplace = not self.out_names and self.returned == (0,)
+
+        # The rule that door 2 runs at once: none where a call needs a closer look, and none
+        # any more where somebody registers a kernel of their own.
+        self.special = self.writes or self.random or self.name == "aten::detach"
+        self.hot = self.row.rule if self.row is not None and not self.special else None
+        # What answers for batched tensors at once, if it can (NOTE [what autograd asks]).
+        self.by_tracers: Callable[[Sequence[Any]], Any] | None = None
+        # What runs it on values alone, quicker than the overload (NOTE [direct calls]).
+        self.function = self._function()
+        if not any("Tensor" in str(argument.type) for argument in arguments):
+            register(self, DispatchKey.BackendSelect, functools.partial(_select_backend, self))
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether somebody registered a kernel for it that vmap is to call."""
+        return self._catch_all is not None or DispatchKey.Batch in self._cells
+
+    def _function(self) -> Any:
+        """For pointwise operators of one tensor, or of two, or of one and a number."""
+        if self.hot is not pointwise:
+            return None
+        name = self.name.removeprefix("aten::").partition(".")[0]
+        found = getattr(torch, name, None)
+        return found if isinstance(found, type(torch.sin)) else self.overload._op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As user code calls it: where a level records autograd on its values, that goes first.
+
+        Inside of that level's own kernel it has gone already.
+        """
+        level = keys_of_arguments(args, kwargs)[1]
+        if level is not None and getattr(level, "autograd", False) and level.bits & tls.state.mask:
+            return self.overload(*args, **kwargs)
+        return self.call(args, kwargs, restore=True)
+
+
+def _written_memory(value: Any) -> frozenset[str] | None:
+    """What a schema calls the memory of an argument or result, if it is written to."""
+    alias = value.alias_info
+    return frozenset(alias.before_set) if alias is not None and alias.is_write else None
+
+
+def vmap_rule(name: str) -> Any:
+    """What ``torch.library.register_vmap`` was given for a custom operator, or None."""
+    defined = _maybe_get_opdef(name)
+    return defined._vmap_fn if defined is not None else None
+
+
+_by_id: dict[int, TorchOperator] = {}
+_lock = threading.RLock()
+
+
+def _reader() -> Any:
+    # The catalogue is not loaded before somebody asks for it.
+    from tsfunc.bridge.tracers.schemas import READER
+
+    return READER
+
+
+install(_reader)
+
+
+def operator_of(overload: OpOverload) -> TorchOperator:
+    """The row of an overload, made when it is first asked for."""
+    # By identity: an overload's own hash is computed in Python, and rows keep theirs alive.
+    op = _by_id.get(id(overload))
+    if op is None:
+        # Two threads may ask at once: one makes it, whole, before the other sees it.
+        with _lock:
+            found = find_operator(overload.name())
+            op = found if isinstance(found, TorchOperator) else TorchOperator(overload)
+            _by_id[id(overload)] = op
+    return op
+
+
+@on_declare
+def _declared_late(row: Row) -> None:
+    """A row for an operator that was called before."""
+    op = find_operator(row.name)
+    if isinstance(op, TorchOperator):
+        op.row = row
+        op.hot = None if op.special else row.rule
+        op.function = op._function()
+
+
+def overload_of(name: str) -> OpOverload | None:
+    """The overload of a dispatcher name (``aten::add.Tensor``), or None where there is none."""
+    qualified, _, overload = name.partition(".")
+    namespace, _, base = qualified.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, OpOverload) else None
+
+
+_MADE = ("dtype", "device")
+_ALSO_MADE = frozenset({*_MADE, "layout", "pin_memory"})
+
+
+@functools.cache
+def functional_form(overload: OpOverload) -> tuple[OpOverload, Sequence[str]] | None:
+    """The overload that returns what this one writes into ``out=``, or in place.
+
+    And which of ``out=``'s attributes it is to be told in its stead, as factories are.
+    """
+    arguments = overload._schema.arguments
+    inplace = not any(a.is_out for a in arguments)
+    wanted = [_facts(a, inplace and a is arguments[0]) for a in arguments if not a.is_out]
+    known = {name for name, *_ in wanted}
+    namespace, _, name = overload._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_") if inplace else name)
+    for which in packet.overloads():
+        found = getattr(packet, which)
+        given = found._schema.arguments
+        made = {a.name for a in given} & _ALSO_MADE - known
+        rest = [_facts(a) for a in given if a.name not in made]
+        if rest == wanted and not any(a.is_out for a in given):
+            return found, [name for name in _MADE if name in made]
+    return None
+
+
+def _facts(argument: Any, as_read: bool = False) -> tuple[str, str, bool]:
+    """What tells overloads apart: an argument's name and type, and whether it is written."""
+    alias = argument.alias_info
+    written = alias is not None and alias.is_write and not as_read
+    return argument.name, str(argument.type), written
+
+
+def _resolve(op: Any) -> Sequence[Operator] | None:
+    """What ``dispatch.register`` accepts beside Operators."""
+    if isinstance(op, OpOverload):
+        return (operator_of(op),)
+    if isinstance(op, str):
+        found = overload_of(op)
+        return (operator_of(found),) if found is not None else None
+    if isinstance(op, OpOverloadPacket):
+        return _overloads(op)
+    name = getattr(op, "__name__", None)
+    packet = getattr(torch.ops.aten, name, None) if callable(op) and name else None
+    return _overloads(packet) if isinstance(packet, OpOverloadPacket) else None
+
+
+def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
+    """The functional overloads of a packet; ``out=`` ones are derived from these.
+
+    TorchScript keeps overloads of its own in some packets (``aten::mul.left_t`` repeats a list),
+    which no call of torch's reaches.
+    """
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    found = [operator_of(one) for one in overloads if _dispatch_has_kernel(one.name())]
+    kept = [op for op in found if not op.out_names]
+    if not kept:
+        raise DispatchError(f"{packet} has no overload that returns its result.")
+    return kept
+
+
+def overload_for(
+    packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> OpOverload | None:
+    """Of a packet's overloads the one whose schema takes the arguments, or None."""
+    try:
+        name = _jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    except RuntimeError:
+        return None
+    overload: OpOverload = getattr(packet, name)
+    return overload if _dispatch_has_kernel(overload.name()) else None
+
+
+def _choose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator | None:
+    packet = op if isinstance(op, OpOverloadPacket) else getattr(torch.ops.aten, op.__name__)
+    overload = overload_for(packet, args, kwargs)
+    return None if overload is None else operator_of(overload)
+
+
+on_resolve(_resolve, _choose)
+
+
+def _select_backend(op: Operator, *args: Any, **kwargs: Any) -> Any:
+    """The BackendSelect kernel of factories: the device asked for, or the default one."""
+    device = torch.device(kwargs.get("device") or torch.get_default_device())
+    return op.redispatch(DispatchKeySet(backend_of(device.type)), *args, **kwargs)
+
+
+def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
+    """The quickest callable that runs an overload on these arguments.
+
+    torch's Python functions parse arguments in half the time of an overload's own parser. They
+    also accept orders of arguments that are deprecated, so calls with numbers where those have
+    tensors go to the overload. ``OpOverload._op`` is its callable in C++.
+    """
+    overload = op.overload
+    name = overload._schema.name.removeprefix("aten::")
+    if overload.namespace != "aten" or name in _OVERLOAD_ONLY:
+        return overload._op
+    # Left out, the Python function takes it for 0 (none), whatever the schema's default is.
+    at = _place_of(overload, "reduction")
+    if at is not None and len(args) <= at and "reduction" not in kwargs:
+        return overload._op
+    numbers = sum(1 for arg in args if isinstance(arg, int | float) and not isinstance(arg, bool))
+    if numbers > 1 and len(args) > 2:
+        return overload._op
+    if any(isinstance(arg, list) and None in arg for arg in args):
+        return overload._op  # torch's function of that name takes no list with gaps
+    for owner in (torch, torch.nn.functional):
+        found = getattr(owner, name, None)
+        if isinstance(found, type(torch.sin)):
+            return found
+    return overload._op
+
+
+@functools.cache
+def _place_of(overload: OpOverload, name: str) -> int | None:
+    """Where in an overload's schema an argument of a name stands."""
+    names = [argument.name for argument in overload._schema.arguments]
+    return names.index(name) if name in names else None
+
+
+# Python functions of these names are not the operators of the same names.
+_OVERLOAD_ONLY = frozenset({"to", "view", "dropout", "pad", "split", "norm", "stft", "istft"})

@@ -1,0 +1,1 @@
+"""Writes, and views that are written through: a user's tensor becomes a level's tracer."""

@@ -1,0 +1,201 @@
+"""``x.view(...)`` of an operator's result that the batch has laid out in another way.
+
+For one example most results are contiguous, and programs take views of them. For a batch a result
+has the batch dim where the arguments had theirs: between dims of the example, of which there is no
+view as one then. So such a result is laid out anew, with the batch dim first. That is done to what
+an operator at the level made and nobody else has: a view of a tensor from outside, or of one that
+has views already, would not be one of it any more. Of these the user gets a copied view.
+
+Two of torch's own functions take such views of what they are given, the user none: they get what
+can be laid out anew.
+
+Private names used here (torch 2.11 to 2.13): ``_current_graph_task_id`` is -1 outside of backward
+passes; ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
+from tsfunc.bridge.tracers.parts import PARTS
+from tsfunc.bridge.tracers.tracer import METHODS, into_torch
+from tsfunc.bridge.writing.copied_views import CopiedView
+from tsfunc.bridge.writing.marked import record_of
+from tsfunc.bridge.writing.turning import BornOutside, memory_of, physical, relatives_of
+from tsfunc.ops.dims import front
+from tsfunc.ops.views import known_sizes
+
+
+class NoView(RuntimeError):
+    """The batch has no view where an example may have one."""
+
+
+def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
+    """The view that the rule could not take."""
+    level = x.dispatch_level
+    group = _sharing(x)
+    with level.restored():
+        x.value.new_empty(x.shape).view(sizes)  # raises where there is none in any layout
+        if group is None and _current_graph_task_id() != -1:
+            # A backward formula reads what was saved, and does not write into it.
+            value = front(x.value, x.bdim)
+            return wrap(value.reshape([value.shape[0], *known_sizes(sizes, value, 0)]), 0, level)
+        if group is None:
+            raise NoView(
+                f"{level.name}: view size is not compatible with input tensor's size and stride "
+                f"(at least one dimension spans across two contiguous subspaces). Use "
+                f".reshape(...) instead: the batch dim lies between dims that would become one."
+            )
+        value = front(x.value, x.bdim).contiguous()
+        for tracer in group:
+            tracer.value, tracer.bdim = value.view([value.shape[0], *tracer.shape]), 0
+    out: torch.Tensor = torch.ops.aten.view.default(x, sizes)
+    return out
+
+
+def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
+    """The tracers that have the memory of ``x``, in one order; None where it can't be laid out.
+
+    An operator at the level must have made it. Beside ``x`` itself there may be what it is a view
+    of, which C++ or its record keeps for it.
+    """
+    level, plain = x.dispatch_level, physical(x)
+    memory = None if plain is None else memory_of(plain)
+    if plain is None or memory is None:
+        return None
+    try:
+        inside, _ = relatives_of(plain, memory, level)
+    except BornOutside:
+        return None
+    group = [x]
+    with DisableTorchFunctionSubclass():
+        base = x._base
+    record = record_of(x)
+    kept = (base, record.whole if record is not None else None)
+    for other in inside.values():
+        # Those of other levels are what x stands for, or stand for it.
+        if isinstance(other, BatchTracer) and other.dispatch_level is level and other is not x:
+            plain = physical(other)
+            if plain is not None and memory_of(plain) == memory:
+                if not any(other is one for one in kept) or not _same_order(x, other):
+                    return None
+                group.append(other)
+    return group
+
+
+def _same_order(x: BatchTracer, base: BatchTracer) -> bool:
+    """Whether an example of one is a reshaped example of the other."""
+    if base.bdim is None:
+        return False
+    return x.numel() == base.numel() and torch.equal(_offsets(x), _offsets(base))
+
+
+def _offsets(x: BatchTracer) -> torch.Tensor:
+    """Where in memory the elements of the first example are, in their order."""
+    with DisableTorchFunctionSubclass():
+        shape, strides, start = tuple(x.shape), x.stride(), x.storage_offset()
+    offsets = torch.tensor(start)
+    for size, stride in zip(shape, strides, strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
+    return offsets.reshape(-1)
+
+
+def _view_as_complex(x: BatchTracer) -> torch.Tensor:
+    """Where the rule found elements of the last dim apart, which the batch may lie between."""
+    torch.view_as_complex(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # says what else
+    raise NoView("Tensor must have a last dimension with stride 1")
+
+
+@dataclass
+class Relaid(CopiedView):
+    """A view of a tensor of which its batch has none.
+
+    Attributes:
+        take: takes a copy of it, from the tensor.
+        untake: the tensor's elements, in its shape, from such a copy.
+    """
+
+    take: Callable[[torch.Tensor], torch.Tensor]
+    untake: Callable[[torch.Tensor], torch.Tensor]
+
+    def copied(self) -> torch.Tensor:
+        return self.take(self.as_it_lay())
+
+    def put_back(self) -> None:
+        self.as_it_lay().copy_(self.untake(self.whole))
+
+
+def _viewing(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The view that the user asks for, or a copied view, where an example alone has one."""
+    try:
+        return into_torch(func, types, args, kwargs)
+    except NoView:
+        base, *rest = args
+        strides = _strides_alone(base)
+        alone = torch.empty_strided(base.shape, strides, dtype=base.dtype, device="meta")
+        try:
+            shape = func(alone, *rest, **kwargs).shape
+        except RuntimeError:
+            shape = None
+        if shape is None:
+            raise
+    pair = _COMPLEX if func is torch.view_as_complex else (_reshape(shape), _reshape(base.shape))
+    return Relaid(base, pair[0](base), *pair).view()
+
+
+def _strides_alone(x: torch.Tensor) -> list[int]:
+    """The strides of an example that lies alone as it lies in its batches."""
+    if not isinstance(x, BatchTracer):
+        return list(x.stride())
+    strides, at = _strides_alone(x.value), x.bdim
+    if at is None:
+        return strides
+    size, step = x.value.shape[at], strides.pop(at)
+    return [stride // size if stride > step else stride for stride in strides]
+
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
+_COMPLEX: tuple[_Map, _Map] = lambda x: torch.complex(*x.unbind(-1)), torch.view_as_real
+
+
+def _reshape(shape: torch.Size) -> _Map:
+    return lambda x: x.reshape(shape)
+
+
+def _native_group_norm(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Where there are tangents: the forward formula views the input and its tangent."""
+    x = args[0] if args else None
+    if not isinstance(x, BatchTracer) or not x.dispatch_level.forward:
+        return NotImplemented
+    return into_torch(func, types, (x.clone(), *args[1:]), kwargs)
+
+
+def _take_along_dim(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Without a dim: of the elements in one row."""
+
+    def call(x: Any, indices: Any, dim: int | None = None) -> Any:
+        if dim is not None or not isinstance(x, BatchTracer):
+            return NotImplemented
+        return func(x.reshape(-1), indices.reshape(-1), 0)
+
+    return NotImplemented if "out" in kwargs or "input" in kwargs else call(*args, **kwargs)
+
+
+METHODS[torch.Tensor.view] = METHODS[torch.Tensor.view_as] = _viewing
+METHODS[torch.view_as_complex] = _viewing
+METHODS[torch.native_group_norm] = _native_group_norm
+METHODS[torch.take_along_dim] = METHODS[torch.Tensor.take_along_dim] = _take_along_dim
+PARTS["aten::view"] = _view
+PARTS["aten::view_as_complex"] = _view_as_complex

@@ -1,0 +1,320 @@
+"""Door 1 for calls that write: what is written to becomes one of the level's tensors first.
+
+NOTE [writing into what was made inside] in ``turning`` says how. Here is which callables write and
+where, when that must be, and what is said where it can't be.
+
+Private names used here (torch 2.11 to 2.13): ``torch._C._nn`` has the C functions behind
+``torch.nn.functional``;
+``_functorch.maybe_current_level`` is the depth of torch.func's stack;
+``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _functorch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
+
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.factories import before_drawing
+from tsfunc.bridge.tracers.grad_level import GradLevel
+from tsfunc.bridge.tracers.operators import STATISTICS, operator_of, updates_statistics
+from tsfunc.bridge.tracers.tracer import WRITERS, Tracer, TracerLevel, innermost_level
+from tsfunc.bridge.writing.naming import Described
+from tsfunc.bridge.writing.turning import BornOutside, Scattered, kin_of, turn
+from tsfunc.ops.dims import InplaceRefused
+from tsfunc.ops.random import one_distribution, refuse_in_error_mode
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+_IN_TORCH_FUNC = (
+    "vmap: inplace arithmetic(self, *extra_args) is not possible because there exists a Tensor "
+    "`other` in extra_args that has more elements than `self`."
+)
+_STATISTICS_IN_TORCH_FUNC = (
+    "Batch norm got a batched tensor as input while the running_mean or running_var, which will "
+    "be updated in place, were not batched."
+)
+
+
+def prepare_write(
+    name: str,
+    written: Any,
+    values: Sequence[Any],
+    *,
+    recorded: bool = True,
+    words: str = _IN_TORCH_FUNC,
+) -> None:
+    """Before a call: plain tensors and tracers of outer levels that it writes to become tracers.
+
+    They must where values that differ between examples are written, or such as autograd is
+    recorded on at the level.
+
+    Args:
+        name: what is called.
+        written: the tensors that it writes to.
+        values: what decides what is written there, and themselves.
+        recorded: whether autograd records the write.
+        words: what torch.func says where it can't be.
+
+    Raises:
+        InplaceRefused: one of them was not made inside of the level.
+    """
+    level = innermost_level(values)
+    if not isinstance(level, BatchLevel | GradLevel) or not level.alive:
+        return
+    if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
+        return
+    targets = [t for t in tensors_in(written) if not _is_of(t, level)]
+    if not targets:
+        return
+    own = [t for t in tensors_in(values) if _is_of(t, level)]
+    batched = any(getattr(t, "bdim", None) is not None for t in own)
+    if not batched and not (recorded and any(differentiated(t, level) for t in own)):
+        return
+    for target in targets:
+        if not _is_of(target, level):  # it may share memory with one before it
+            adopt(name, target, level, batched=batched, words=words)
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples and dicts."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
+def _is_of(tensor: torch.Tensor, level: TracerLevel) -> bool:
+    return isinstance(tensor, Tracer) and tensor.dispatch_level is level
+
+
+def differentiated(tracer: torch.Tensor, level: TracerLevel) -> bool:
+    """Whether autograd is recorded on it, or it has a tangent."""
+    with DisableTorchFunctionSubclass():
+        if level.forward and forward_ad.unpack_dual(tracer).tangent is not None:
+            return True
+        return tracer.requires_grad and torch.is_grad_enabled()
+
+
+def adopt(
+    name: str,
+    target: torch.Tensor,
+    level: TracerLevel,
+    *,
+    batched: bool,
+    words: str = _IN_TORCH_FUNC,
+) -> None:
+    """Makes a tensor, and what shares its memory, the level's.
+
+    Args:
+        name: the call that writes to it.
+        target: what is written to.
+        level: the level of what is written.
+        batched: whether there is to be a copy for each example.
+        words: what torch.func says where it can't be.
+
+    Raises:
+        InplaceRefused: it was not made inside of the level.
+    """
+    lifted = isinstance(target, BatchTracer) and target.dispatch_level is level
+    subject = target.value if isinstance(target, BatchTracer) and lifted else target
+    if not isinstance(subject, Tracer):
+        if type(subject) not in _PLAIN and not hasattr(subject, "fake_mode"):
+            return  # a tensor class of somebody else's
+        _refuse_leaf(subject)
+    try:
+        turn(kin_of(subject, level), level, batched=batched)
+    except BornOutside:
+        raise InplaceRefused(_outside(name, subject, level, batched, words)) from None
+    except Scattered:
+        raise InplaceRefused(_scattered(name, subject, level)) from None
+
+
+def _own_to_draw(target: Any, level: TracerLevel) -> None:
+    """Makes a tensor that is drawn into the level's, where each example draws its own numbers.
+
+    Where it can't be, the rule refuses the draw.
+    """
+    if not isinstance(level, BatchLevel) or type(target) not in _PLAIN:
+        return
+    if level.randomness in ("different", "split"):
+        with suppress(BornOutside, Scattered):
+            turn(kin_of(target, level), level, batched=True)
+
+
+before_drawing.append(_own_to_draw)
+
+
+def _refuse_leaf(target: torch.Tensor) -> None:
+    """As torch does, which would not see the write."""
+    base = target if target._base is None else target._base
+    if torch.is_grad_enabled() and target.requires_grad and base.is_leaf:
+        what = "a leaf" if base is target else "a view of a leaf"
+        raise RuntimeError(
+            f"{what} Variable that requires grad is being used in an in-place operation."
+        )
+
+
+def _outside(name: str, target: torch.Tensor, level: TracerLevel, batched: bool, words: str) -> str:
+    what = Described(target)
+    copy = f"{what.name or 'tensor'}.clone()"
+    if not batched:
+        return (
+            f"{level.name}: {name} writes a value that is differentiated into {what}, which was "
+            f"made outside of it, so that its derivative would be lost. Write into one that is "
+            f"made inside ({copy}), and return it."
+        )
+    ways = (
+        f"Write into one that is made inside ({copy}) and return it, or give each example its "
+        f"own: map over it with in_dims."
+    )
+    if what.module is not None:
+        ways = _MODULE_STATE.format(model=what.module)
+    return (
+        f"{level.name}: {name} writes values that differ between examples into {what}, which was "
+        f"made outside of the function and is not batched: there is one of it for all examples. "
+        f"{ways} (In torch.func's words: {words})"
+    )
+
+
+_MODULE_STATE = """
+It is state of the module `{model}`. Give the state as an argument and return what it becomes:
+
+    def call(buffers, x):
+        buffers = {{name: value.clone() for name, value in buffers.items()}}
+        out = tsfunc.functional_call({model}, (params, buffers), x)
+        return out, buffers
+
+    params, buffers = dict({model}.named_parameters()), dict({model}.named_buffers())
+    out, buffers = tsfunc.vmap(call, in_dims=(None, 0))(buffers, x)
+
+Or have it left as it is: with {model}.eval(), or with a layer that keeps no such state
+(track_running_stats=False, GroupNorm).
+"""
+
+
+def _scattered(name: str, target: torch.Tensor, level: TracerLevel) -> str:
+    return (
+        f"{level.name}: {name} writes into {Described(target)}, which is not batched and shares "
+        f"memory with other views of a tensor that is gone. They can't all become batched: keep "
+        f"the tensor that they are views of in a variable, or write into a copy (.clone())."
+    )
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """The arguments that a call writes to: tensors and lists of them."""
+    if isinstance(func, OpOverloadPacket):
+        func = only_overload(func) or func
+    if isinstance(func, OpOverload):
+        op = operator_of(func)
+        if op.name in STATISTICS:
+            return _running(func, args)
+        written = [args[i] for i in op.written if i < len(args)]
+        arguments = func._schema.arguments
+        named = [arguments[i].name for i in op.written if i >= len(args)]
+        return written + [kwargs[name] for name in (*named, *op.out_names) if name in kwargs]
+    if "out" in kwargs:
+        return [kwargs["out"]]
+    prepare = WRITERS.get(func)
+    if prepare is _statistics:
+        return _running(func, args)
+    writes_first = prepare is _first or (
+        isinstance(func, OpOverloadPacket) and func.__name__.endswith("_")
+    )
+    return (*args, *kwargs.values())[:1] if writes_first else ()
+
+
+def _first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Writes to its first argument, which may be given by name: ``input=``, ``self=``."""
+    values = (*args, *kwargs.values())
+    prepare_write(func.__name__, values[:1], values)
+
+
+def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Draws with the chances that the second one has. What randomness refuses is said first."""
+    values = (*args, *kwargs.values())
+    level = innermost_level(values)
+    if isinstance(level, BatchLevel) and level.alive:
+        refuse_in_error_mode(func, level)
+        one_distribution(func, level, [getattr(x, "bdim", None) for x in values[1:2]])
+    _first(func, args, kwargs)
+
+
+def _out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Writes to ``out=``."""
+    prepare_write(func.__name__, kwargs["out"], (*args, *kwargs.values()))
+
+
+def _operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Writes to what its schema says."""
+    op = operator_of(func)
+    if op.name in STATISTICS:
+        _statistics(func, args, kwargs)
+    else:
+        prepare_write(op.name, written_by(func, args, kwargs), (*args, *kwargs.values()))
+
+
+def _packet(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """An operator whose overload is not chosen yet: of several only the name says it."""
+    overload = only_overload(func)
+    if overload is not None:
+        if operator_of(overload).written:
+            _operator(overload, args, kwargs)
+    elif func.__name__.endswith("_"):
+        _first(func, args, kwargs)
+
+
+@functools.cache
+def only_overload(packet: OpOverloadPacket) -> OpOverload | None:
+    """The overload of an operator that has one, as those of ``torch.library.custom_op`` do."""
+    names = packet.overloads()
+    return getattr(packet, names[0]) if len(names) == 1 else None
+
+
+def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """``f(x, weight, bias, running_mean, running_var, training, momentum, ...)``.
+
+    Each is decided by ``x`` and what it was.
+    """
+    for running in _running(func, args):
+        values, words = (args[0], running), _STATISTICS_IN_TORCH_FUNC
+        prepare_write(func.__name__, running, values, recorded=False, words=words)
+
+
+def _running(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Those that are written: where there is nothing in them, or the momentum is 0, none."""
+    if not updates_statistics(func.name() if isinstance(func, OpOverload) else "", args):
+        return ()
+    return [x for x in args[3:5] if isinstance(x, torch.Tensor) and x.numel() > 0]
+
+
+def _writers() -> Iterator[Callable[..., Any]]:
+    """The C functions and methods that write to their first argument."""
+    for owner in (torch.Tensor, torch, torch._C._nn):
+        for name in dir(owner):
+            inplace = name.endswith("_") and not name.endswith("__") and name != "set_"
+            if inplace and hasattr(torch.ops.aten, name):
+                yield getattr(owner, name)
+    for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split():
+        yield getattr(torch.Tensor, f"__i{name}__")
+
+
+WRITERS |= dict.fromkeys(_writers(), _first)
+WRITERS |= {
+    torch.Tensor.bernoulli_: _drawn,
+    torch.Tensor.__setitem__: _first,
+    torch.batch_norm: _statistics,
+}
+WRITERS |= {torch.instance_norm: _statistics, "out": _out}
+WRITERS |= {OpOverload: _operator, OpOverloadPacket: _packet}

@@ -1,0 +1,219 @@
+"""The programs that a specialized function keeps, and which calls each of them answers."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import optree
+
+from tsfunc import pytrees
+from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.inputs import short_text
+from tsfunc.program.guarding.reasons import Facts
+from tsfunc.program.reading.entering import Build, Enter, builder, key_orders
+from tsfunc.program.reading.reach import Reach
+
+
+class EntryInfo(NamedTuple):
+    """What there is to know of one specialization.
+
+    Attributes:
+        descriptors: what it was made for, by parameter name.
+        hits: how many calls it has answered beside the one that it was made for.
+        seconds: how long it took to make.
+        reason: what in the call made it new.
+    """
+
+    descriptors: Mapping[str, Any]
+    hits: int
+    seconds: float
+    reason: str
+
+
+class CacheInfo(NamedTuple):
+    """What a specialized function keeps.
+
+    Attributes:
+        hits: how many calls found a program.
+        misses: how many had to be traced.
+        programs: how many are kept.
+        limit: how many can be.
+        entries: the specializations, the most recently used first.
+    """
+
+    hits: int
+    misses: int
+    programs: int
+    limit: int
+    entries: tuple[EntryInfo, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.programs} of at most {self.limit} programs; "
+            f"{self.hits} calls found one, {self.misses} were traced"
+        ]
+        for entry in self.entries:
+            described = ", ".join(f"{k}: {v}" for k, v in entry.descriptors.items())
+            lines.append(
+                f"  ({described}): {entry.hits} hits, {entry.seconds:.3f} s, {entry.reason}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(eq=False)
+class Entry:
+    """A program and the calls that it may answer.
+
+    Attributes:
+        program: what runs.
+        tree: the structure of the arguments.
+        accepts: whether it may answer a call: None, or what to run it on after the flattened
+            arguments.
+        reach: the same without a look at the arguments that are no objects.
+        reason: what in the call that it was made for was new.
+        signature: what that has in common with calls of other sizes.
+        form: what is taken for granted of the arguments.
+        given: the same as ``accepts``, for arguments that are not flattened: None, or all that
+            the program runs on.
+        seconds: how long it took to make.
+        hits: how many calls it has answered since.
+    """
+
+    program: Program
+    tree: optree.PyTreeSpec
+    accepts: Reach
+    reach: Reach
+    reason: str
+    signature: Any
+    form: CallForm
+    given: Enter | None = None
+    seconds: float = 0.0
+    hits: int = field(default=0, init=False)
+    enter: Enter = field(init=False)
+    run: Callable[[Sequence[Any]], Sequence[Any]] = field(init=False)
+    build: Build = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.enter = self.given or self._flattened
+        self.run, self.build = self.program.run, builder(self.program.out_tree)
+
+    @property
+    def text(self) -> str:
+        """The tensors of the calls that it answers, in a line."""
+        return "; ".join(f"{spec.name}: {short_text(spec)}" for spec in self.form.inputs)
+
+    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """As ``given``, for arguments in containers of any kind."""
+        flat, tree = optree.tree_flatten(
+            (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE
+        )
+        if tree != self.tree:
+            return None
+        orders = self.form.orders
+        if orders and key_orders(tree, self.form.of_keywords) != orders:
+            return None
+        reached = self.accepts(flat)
+        return None if reached is None else [*flat, *reached]
+
+
+class Cache:
+    """Entries, the most recently used first.
+
+    Its list of entries is never changed, but replaced: who goes through it on another thread
+    goes on with what there was.
+
+    Args:
+        limit: how many are kept.
+        auto_widen: whether sizes become named dims: NOTE [widening].
+
+    Attributes:
+        lock: held by whoever makes a program or changes the entries.
+        history: the facts of the calls that programs were made for.
+        fixed: the sizes that could not be widened.
+    """
+
+    def __init__(self, limit: int, auto_widen: bool = True) -> None:
+        self.limit = limit
+        self.auto_widen = auto_widen
+        self.lock = threading.RLock()
+        self.entries: tuple[Entry, ...] = ()
+        self.history: deque[Facts] = deque(maxlen=_REMEMBERED)
+        self.fixed: set[frozenset[str]] = set()
+        self.misses = self._former_hits = 0
+
+    @property
+    def hits(self) -> int:
+        """How many calls found a program."""
+        return self._former_hits + sum(entry.hits for entry in self.entries)
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+        """The entry that may answer a call."""
+        for entry in self.entries:
+            if entry.enter(args, kwargs) is not None:
+                return entry
+        return None
+
+    def use(self, entry: Entry) -> None:
+        """Puts an entry first."""
+        with self.lock:
+            if entry in self.entries:
+                self.entries = (entry, *(each for each in self.entries if each is not entry))
+
+    def known(self, signature: Any, flat: Sequence[Any]) -> tuple[Entry, Sequence[Any]] | None:
+        """The symbolic program for a call, if another size of it was seen before."""
+        for entry in self.entries:
+            # What a program is held to beside its form is for the sizes of its own calls.
+            program = entry.program
+            held = program.conditions or program.asked or program.groups
+            if entry.signature == signature and not held:
+                reached = entry.reach(flat)
+                if reached is not None:
+                    return entry, reached
+        return None
+
+    def keep(self, entry: Entry) -> None:
+        """Puts a program first among the entries."""
+        if any(isinstance(value, Tracer) for value in entry.program.lifted.values()):
+            return  # it belongs to an outer transform that is active now, and ends with it
+        with self.lock:
+            others = [each for each in self.entries if each is not entry]
+            self._former_hits += sum(each.hits for each in others[self.limit - 1 :])
+            self.entries = (entry, *others)[: self.limit]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All programs, the most recently used first."""
+        return tuple(dict.fromkeys(entry.program for entry in self.entries))
+
+    def info(self) -> CacheInfo:
+        """How many calls found a program, and for each entry what and why it is."""
+        with self.lock:
+            entries = tuple(
+                EntryInfo(each.program.descriptors, each.hits, each.seconds, each.reason)
+                for each in self.entries
+            )
+            return CacheInfo(self.hits, self.misses, len(self.programs), self.limit, entries)
+
+    def forget_counts(self) -> None:
+        """Starts to count again."""
+        with self.lock:
+            self.misses = self._former_hits = 0
+            for entry in self.entries:
+                entry.hits = 0
+
+    def clear(self) -> None:
+        """Forgets all programs."""
+        with self.lock:
+            self.entries = ()
+            self.history.clear()
+            self.fixed.clear()
+            self.forget_counts()
+
+
+_REMEMBERED = 256  # calls whose facts are kept

@@ -1,0 +1,463 @@
+"""The first call of its kind: what is settled by the descriptors, and the trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+
+from tsfunc import pytrees, rage
+from tsfunc.bridge.trace.backends import Backend
+from tsfunc.bridge.tracers.settings import settings
+from tsfunc.dispatch.places import users_place
+from tsfunc.errors import DataDependentError, DescriptorViolation, TsfuncError
+from tsfunc.program.calling.cache import Cache, Entry
+from tsfunc.program.calling.capture import TraceRequest, capture
+from tsfunc.program.dims.edges import AtTheEdge
+from tsfunc.program.graphs.backends import Compiled
+from tsfunc.program.graphs.equal import same_program
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.forms import form_of_call
+from tsfunc.program.guarding.guard_texts import Guards, guard_texts
+from tsfunc.program.guarding.guards import guard_lines
+from tsfunc.program.guarding.inputs import (
+    InputSpec,
+    ScalarSpec,
+    call_signature,
+    describe_inputs,
+    describe_scalars,
+    with_dims_raised,
+    with_sizes_fixed,
+)
+from tsfunc.program.guarding.reasons import UNSEEN, facts_of_call, passed_text, reason_for
+from tsfunc.program.guarding.same_tensors import ToldApart
+from tsfunc.program.guarding.untyped import any_arguments
+from tsfunc.program.guarding.widening import size_names, varying_sizes, widen
+from tsfunc.program.reading.entering import key_orders, opening_lines
+from tsfunc.program.reading.holding import Closure, is_instance
+from tsfunc.program.reading.instances import Instances, KeepsTensors
+from tsfunc.program.reading.module_state import state_of
+from tsfunc.program.reading.surroundings import FUNCTIONS, Surroundings
+from tsfunc.types import Bindings, CompiledDescriptors, Dim, MetaTensorType
+from tsfunc.types.runs import place_text
+from tsfunc.types.signatures import takes_any_keyword
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is specialized.
+
+    Attributes:
+        func: the function.
+        name: how errors and programs call it.
+        signature: its parameters.
+        contracts: the descriptors that a call may keep, narrower ones first.
+        closure: what becomes of what it reads and is no argument: NOTE [closures].
+        backend: what compiles its programs, None: they run as Python.
+        backend_name: what the user calls it.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    signature: inspect.Signature
+    contracts: tuple[CompiledDescriptors, ...]
+    closure: Closure = "guard"
+    backend: Backend | None = None
+    backend_name: str = "python"
+
+    @functools.cached_property
+    def sees_keywords(self) -> bool:
+        """Whether the function sees the order of its keyword arguments."""
+        return takes_any_keyword(self.func)
+
+    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by parameter.
+
+        Raises:
+            TypeError: there is no such call of the function.
+        """
+        try:
+            return dict(self.signature.bind(*args, **kwargs).arguments)
+        except TypeError as error:
+            raise TypeError(f"{self.name}{self.signature}: {error}") from None
+
+    def contract(
+        self, arguments: Mapping[str, Any]
+    ) -> tuple[CompiledDescriptors | None, Bindings | None]:
+        """The first of the contracts that a call keeps.
+
+        Raises:
+            DescriptorViolation: there are some, and it keeps none.
+        """
+        errors = []
+        for contract in self.contracts:
+            try:
+                return contract, contract.check(arguments)
+            except DescriptorViolation as error:
+                errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            listed = "\n".join(str(error) for error in errors)
+            raise DescriptorViolation(
+                f"{self.name}: the call breaks each of its {len(errors)} sets of descriptors:\n"
+                f"{listed}"
+            )
+        return None, None
+
+
+class FirstCall:
+    """A call that no program is there for.
+
+    Args:
+        target: the function that is called.
+        arguments: positional and keyword arguments.
+        flat: these, flattened.
+        tree: their structure.
+
+    Raises:
+        DescriptorViolation: it breaks the contract.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        arguments: tuple[Sequence[Any], Mapping[str, Any]],
+        flat: list[Any],
+        tree: optree.PyTreeSpec,
+    ) -> None:
+        self.func, self.name, self.closure = target.func, target.name, target.closure
+        self.target = target
+        self.flat, self.tree, self.ambient = flat, tree, settings()
+        self.orders = key_orders(tree, target.sees_keywords)
+        args, kwargs = arguments
+        self.parameters = target.signature
+        self.arguments = target.bound(args, kwargs)
+        self.places = places_of(target.signature, len(flat), tree)
+        self.passed = passed_text(len(args), kwargs)
+        self.contract, self.bindings = target.contract(self.arguments)
+
+    def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
+        """A program for the call, which is kept, and what it reads of objects in the arguments.
+
+        Args:
+            cache: where it is kept.
+            reason: why it is made, if not for what is new in the call.
+        """
+        inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
+        facts = self.facts(inputs)
+        self.reason = reason or reason_for(facts, cache.history)
+        signature = self.signature(inputs)
+        dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
+        is_full = len(cache.entries) == cache.limit
+        if (
+            self.reason == UNSEEN
+            and is_full
+            and all(each.signature != signature for each in cache.entries)
+        ):
+            self.reason = dropped
+        known = cache.known(signature, self.flat)
+        sizes = self.bindings.sizes if self.bindings is not None else {}
+        small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
+        made = known or self._widened(cache, inputs, bounds) or self._traced(inputs, bounds, small)
+        if known is None:
+            cache.history.appendleft(facts)
+        if made is not None:
+            small = {name: size for name, size in sizes.items() if _is_small(made[0], name, size)}
+            if not small and made[0].form.unmet(self.flat, sizes):
+                # It was traced with others: for its own sizes, the function says what is wrong.
+                small = {name: size for name, size in sizes.items() if name in bounds}
+        if small:
+            # NOTE [sizes 0 and 1] in program/graphs/equal, NOTE [sizes at the edge] in
+            # program/dims/edges
+            if known is None and made is not None:
+                cache.keep(made[0])
+            if self.reason in (UNSEEN, dropped):
+                self.reason = "; ".join(f"{name} is {size}" for name, size in small.items())
+            inputs = [with_sizes_fixed(spec, small) for spec in inputs]
+            bounds = {name: dim for name, dim in bounds.items() if name not in small}
+            fixed = self.trace(inputs, bounds)
+            whole = made if set(sizes) == set(small) else None
+            made = fixed if whole is None else _one_of(whole, fixed, sizes)
+        assert made is not None
+        entry, reached = made
+        cache.keep(entry)
+        return entry.program, reached
+
+    def _traced(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], small: Mapping[str, int]
+    ) -> tuple[Entry, Sequence[Any]] | None:
+        """As ``trace``; None where the function refuses what stands in for a size of 0 or 1."""
+        try:
+            return self.trace(inputs, bounds)
+        except DataDependentError:  # such as ``item()`` of what has more than one element
+            if small:
+                return None
+            raise
+        except TsfuncError:
+            raise
+        except Exception:
+            if small:
+                return None
+            raise
+
+    def _widened(
+        self, cache: Cache, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+    ) -> tuple[Entry, Sequence[Any]] | None:
+        """A program for any size in the place of one that has varied; NOTE [widening]."""
+        if not cache.auto_widen:
+            return None
+        names = {i: place_text(path, self.arguments) for i, path in self.places.items()}
+        where = size_names(inputs, names)
+        sizes = {name: inputs[i].example.shape[k] for name, (i, k) in where.items()}
+        varying = varying_sizes(self.facts(inputs), cache.history, sizes)
+        if not varying or varying in cache.fixed:
+            return None
+        try:
+            found = self.trace(*widen(inputs, bounds, [where[name] for name in varying]))
+            if not any(condition.dims for condition in found[0].program.conditions):
+                return found
+        except Exception:  # the function needs the number: the trace without a symbol will tell
+            pass
+        cache.fixed.add(varying)
+        return None
+
+    def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
+        """What a program for the call takes for granted, by names."""
+        return facts_of_call(
+            self.flat, self.places, inputs, self.ambient, self.arguments, self.orders, self.passed
+        )
+
+    def trace(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+    ) -> tuple[Entry, Sequence[Any]]:
+        """A program for such calls, and the tensors that it reads of objects in the arguments."""
+        scalars = describe_scalars(self.flat, self.places, self.contract, inputs, bounds)
+        if scalars and self.target.backend is None:  # backends burn numbers in
+            try:
+                found = self._trace(inputs, bounds, scalars)
+            except Exception:  # a symbol can't do all that a number can, such as being hashed
+                return self._trace(inputs, bounds, ())
+            # What holds of the number and of sizes in general may not hold of these sizes.
+            if found[0].accepts([*self.flat]) is not None:
+                return found
+        return self._trace(inputs, bounds, ())
+
+    def _trace(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
+    ) -> tuple[Entry, Sequence[Any]]:
+        start = time.perf_counter()
+        described = {} if self.contract is None else self.contract.descriptors
+        request = TraceRequest(
+            f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
+            scalars, any_arguments(self.func, described, self.places, _spell), described,
+        )  # fmt: skip
+        program, instances = self._captured(request)
+        signature = self.signature(inputs)
+        bounds = {**bounds, **program.raised}
+        inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
+        form = form_of_call(
+            self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
+            program.conditions, program.asked, program.groups, scalars,
+        )  # fmt: skip
+        facts = instances.held.facts
+        program = dataclasses.replace(
+            program,
+            form=form,
+            facts=facts,
+            places=self.places,
+            descriptors=self.descriptors(inputs, scalars),
+            guards=self.guards(inputs, bounds, scalars, instances.held.read, program),
+            state=state_of(
+                self.func, program.lifted, program.updates, len(self.flat), facts.values,
+                instances.held.read,
+            ),
+        )  # fmt: skip
+        if self.target.backend is not None:
+            run = Compiled(
+                program, self.target.backend, self.target.backend_name, [*self.flat, *facts.values]
+            )
+            program = dataclasses.replace(program, run=run)
+        lines, scope = guard_lines(self.flat, inputs, bounds, scalars, program.conditions)
+        lines += form.more(scope)
+        opening = opening_lines(self.tree, scope, self.target.sees_keywords)
+        entry = Entry(
+            program,
+            self.tree,
+            facts.function(self.ambient, lines, scope),
+            facts.function(self.ambient),
+            self.reason,
+            signature,
+            form,
+            None if opening is None else facts.entering(self.ambient, opening, lines, scope),
+            time.perf_counter() - start,
+        )
+        self._record(entry)
+        return entry, facts.values
+
+    def _captured(
+        self, request: TraceRequest, every: bool = False, apart: bool = False
+    ) -> tuple[Program, Instances]:
+        """The program of a trace.
+
+        Args:
+            request: what is traced.
+            every: whether counters are taken in as what is read.
+            apart: whether it is known that the function tells its tensors apart.
+        """
+        instances = self._instances(every)
+        instances.tells_apart = instances.tells_apart or apart
+        try:
+            return capture(request, instances), instances
+        except KeepsTensors:
+            return self._captured(request, True, apart)
+        except ToldApart as told:
+            return self._captured(dataclasses.replace(request, own=told.own), every, True)
+        except AtTheEdge as edge:
+            instances = self._instances(every)
+            instances.tells_apart = instances.tells_apart or apart
+            request = dataclasses.replace(request, retraced=edge.names)
+            try:
+                return capture(request, instances), instances
+            except Exception:
+                raise edge.refusal from None
+
+    def _record(self, entry: Entry) -> None:
+        """Tells the record of a program that was made."""
+        program = entry.program
+        rage.record(
+            "specialized",
+            function=self.name,
+            at=users_place(),
+            reason=entry.reason,
+            arguments=entry.text,
+            backend=self.target.backend_name,
+            milliseconds=round(entry.seconds * 1e3, 1),
+            operators=sum(node.op == "call_function" for node in program.graph.nodes),
+            guards=program.guards,
+            program=program.source,
+        )
+
+    def signature(self, inputs: Sequence[InputSpec]) -> Any:
+        """What calls have in common that differ in nothing but the sizes of named dims."""
+        return call_signature(self.flat, self.tree, self.orders, self.ambient, inputs)
+
+    def guards(
+        self,
+        inputs: Sequence[InputSpec],
+        bounds: Mapping[str, Dim],
+        scalars: Sequence[ScalarSpec],
+        read: Mapping[str, Any],
+        program: Program,
+    ) -> Guards:
+        """What a program for these inputs takes for granted, for people."""
+        positions = [spec.position for spec in scalars]
+        return guard_texts(
+            self.flat,
+            self.places,
+            inputs,
+            bounds,
+            self.ambient,
+            self.arguments,
+            read,
+            positions,
+            program.conditions,
+            program.asked,
+        )
+
+    def descriptors(
+        self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]
+    ) -> dict[str, Any]:
+        """Descriptors of just the calls that a program for these inputs is made for."""
+        leaves = [type(value) if is_instance(value) else value for value in self.flat]
+        for scalar in scalars:
+            leaves[scalar.position] = type(scalar.value)
+        return described(leaves, inputs, self.tree, self.parameters)
+
+    def _instances(self, every: bool) -> Instances:
+        instances = Instances(self.name, self.closure)
+        for i, value in enumerate(self.flat):
+            if is_instance(value):
+                instances.add(value, _spell(self.places[i]), f"args[{i}]")
+            elif hasattr(type(value), "__next__"):
+                instances.held.refuse_iterator(_spell(self.places[i]), "an argument", value)
+        surroundings = Surroundings(instances, every)
+        surroundings.add(self.func)
+        for i, value in enumerate(self.flat):
+            if isinstance(value, FUNCTIONS):
+                surroundings.scan(value)
+            instances.generators.add(_spell(self.places[i]), value)
+        return instances
+
+
+def _one_of(
+    symbolic: tuple[Entry, Sequence[Any]],
+    fixed: tuple[Entry, Sequence[Any]],
+    sizes: Mapping[str, int],
+) -> tuple[Entry, Sequence[Any]]:
+    """The entry of fixed sizes, with the symbolic program if that does the same there."""
+    (one, reached), (other, same_reached) = symbolic, fixed
+    alike = list(map(id, reached)) == list(map(id, same_reached)) and same_program(
+        one.program, other.program, sizes
+    )
+    return (dataclasses.replace(other, program=one.program) if alike else other), same_reached
+
+
+def _is_small(entry: Entry, name: str, size: int) -> bool:
+    """Whether a program that is for any size of a named dim is for none as small as this one."""
+    bounds = entry.form.bounds
+    return name in bounds and (size < 2 or size < (bounds[name].min or 0))
+
+
+def described(
+    leaves: Sequence[Any],
+    inputs: Sequence[InputSpec],
+    tree: optree.PyTreeSpec,
+    parameters: inspect.Signature,
+) -> dict[str, Any]:
+    """Descriptors by parameter name of flattened arguments, tensors as these inputs are."""
+    flat = list(leaves)
+    for spec in inputs:
+        flat[spec.position] = MetaTensorType(
+            list(spec.dims),
+            dtype=spec.example.dtype,
+            device=spec.example.device,
+            requires_grad=spec.example.requires_grad,
+            layout=spec.example.layout,
+        )
+    args, kwargs = optree.tree_unflatten(tree, flat)
+    return dict(parameters.bind(*args, **kwargs).arguments)
+
+
+def places_of(
+    signature: inspect.Signature, count: int, tree: optree.PyTreeSpec
+) -> dict[int, tuple[Any, ...]]:
+    """For each flattened argument its path from a parameter."""
+    numbers = [_Place(i) for i in range(count)]
+    args, kwargs = optree.tree_unflatten(tree, numbers)
+    places: dict[int, tuple[Any, ...]] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        paths, leaves, _ = optree.tree_flatten_with_path(
+            value, none_is_leaf=True, namespace=pytrees.NAMESPACE
+        )
+        for path, leaf in zip(paths, leaves, strict=True):
+            places[leaf.index] = (name, *path)
+    return places
+
+
+def _spell(path: Sequence[Any]) -> str:
+    """The path of an argument as a user would write it."""
+    return str(path[0]) + "".join(f"[{entry!r}]" for entry in path[1:])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a flattened argument while its path is looked for."""
+
+    index: int

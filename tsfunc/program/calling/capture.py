@@ -1,0 +1,339 @@
+"""Capture: a function run once on traced tensors, its operators recorded."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+
+from tsfunc import pytrees, rage
+from tsfunc.bridge.control.control_flow import every_node
+from tsfunc.bridge.sizes.elsewhere import unlogged
+from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
+from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace.asked import Argument
+from tsfunc.bridge.trace.seeding import no_seeding
+from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
+from tsfunc.bridge.trace.untyped import without_stand_ins
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.factories import watching_factories, watching_random
+from tsfunc.bridge.writing.marked import settle_all
+from tsfunc.dispatch import state
+from tsfunc.dispatch.places import place_of
+from tsfunc.errors import TsfuncError
+from tsfunc.program.dims.constraints import check_needs
+from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.guards import variables_of
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, groups_of, hold
+from tsfunc.program.guarding.untyped import StandIn
+from tsfunc.program.passes import simplify
+from tsfunc.program.reading.collecting import collecting_seldom
+from tsfunc.program.reading.holding import Place
+from tsfunc.program.reading.instances import Instances
+from tsfunc.program.reading.refusals import check_containers, check_frozen, explain_sizes
+from tsfunc.program.reading.results import with_objects_apart
+from tsfunc.program.reading.updates import Update
+from tsfunc.types import Dim
+from tsfunc.types.descriptors import Descriptor
+
+
+@dataclass(frozen=True, eq=False)
+class TraceRequest:
+    """A function that is to be traced, and what it is called with.
+
+    Attributes:
+        what: how errors call the trace.
+        name: how the program calls the function, and errors of its descriptors.
+        func: takes what ``tree`` unflattens to: a tuple of (args, kwargs).
+        flat: the flattened arguments; those that are no tensors are burnt in.
+        tree: their structure.
+        inputs: the tensors among them.
+        bounds: the named dims that stay symbolic.
+        scalars: the numbers among the arguments that are inputs.
+        untyped: the arguments of type ``Any``, with which nothing may be computed.
+        described: the descriptors, by parameter, for errors.
+        own: tensors that the function has from elsewhere, and is given among its arguments.
+        retraced: the named dims whose sizes in the call are at the edge (NOTE [sizes at the edge]
+            in ``edges``); they are traced with others.
+    """
+
+    what: str
+    name: str
+    func: Callable[..., Any]
+    flat: Sequence[Any]
+    tree: optree.PyTreeSpec
+    inputs: Sequence[InputSpec]
+    bounds: Mapping[str, Dim] = field(default_factory=dict)
+    scalars: Sequence[ScalarSpec] = ()
+    untyped: Mapping[int, StandIn] = field(default_factory=dict)
+    described: Mapping[str, Descriptor] = field(default_factory=dict)
+    own: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    retraced: frozenset[str] = frozenset()
+
+
+def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
+    """Traces a function.
+
+    Args:
+        request: the function, and what it is called with.
+        instances: the objects whose attributes are watched. The tensors among what is read of
+            arguments are inputs of the program that come after the flattened arguments.
+
+    Raises:
+        ConstraintViolation: the function's course depends on the size of a named dim.
+        TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
+        DataDependentError: it uses a tensor as a Python number or bool.
+        AtTheEdge, ToldApart: it is to be traced again.
+    """
+    with collecting_seldom():
+        trace = _Trace(request, instances or Instances(request.name))
+        return trace.program(trace.run())
+
+
+def outline(request: TraceRequest) -> Any:
+    """What a function returns for inputs of fixed sizes, with fake tensors in place of tensors.
+
+    Raises:
+        DataDependentError: the function uses a tensor as a Python number or bool.
+    """
+    trace = _Trace(request, Instances(request.what))
+    return pytrees.tree_map(trace.fake_value, trace.run())
+
+
+class _Trace:
+    """A function run once on traced tensors, and the program that is made of what it did."""
+
+    level: TraceLevel  # made by `run`, in the state that it is entered under
+
+    def __init__(self, request: TraceRequest, instances: Instances) -> None:
+        self.request, self.instances = request, instances
+        instances.held.give(request.flat)
+        numbers = {spec.name: spec.value for spec in request.scalars}
+        sizes = sizes_of_call(request.inputs)
+        known = {name: size for name, size in sizes.items() if name not in request.retraced}
+        self.symbols = Symbols(request.bounds, known, numbers)
+        self._attributes: list[str] = []
+
+    def run(self) -> Any:
+        """Runs the function outside of all levels; what it returns."""
+        with torch_state.outside_all_levels(), state.outside_all_levels():
+            self.level = TraceLevel(self.request.what, self.symbols)
+            try:
+                with self.level, watching_random(), watching_factories(), unlogged():
+                    return self._call(self._arguments())
+            except BaseException:
+                self.instances.put_back()
+                raise
+
+    def _arguments(self) -> list[Any]:
+        """The flattened arguments, those that vary in their traced form."""
+        request, level, symbols = self.request, self.level, self.symbols
+        tracers = [_input(level, spec, symbols) for spec in request.inputs]
+        level.questions.attribute_of = self._attribute_of
+        for spec, tracer in zip(request.inputs, tracers, strict=True):
+            fixed = all(isinstance(dim, int) for dim in spec.dims)
+            level.questions.add(
+                tracer, Argument(spec.position, spec.name, spec.example, tracer.value, fixed)
+            )
+        numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
+        sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
+        symbols.record_in(level.graph, {**sizes, **numbers})
+        traced = list(request.flat)
+        for scalar in request.scalars:
+            traced[scalar.position] = symbols.scalars[scalar.name]
+        instances = self.instances
+        self._own = {**request.own, **instances.held.own_tensors}
+        self._as_one = instances.tells_apart
+        given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
+        for spec, value in zip(request.inputs, given, strict=True):
+            traced[spec.position] = value
+        for position, stand_in in request.untyped.items():
+            traced[position] = stand_in(traced[position])
+        return traced
+
+    def _attribute_of(self, argument: Argument, name: str) -> Any:
+        """What an attribute of a tensor among the arguments is, that Python keeps for it."""
+        held, way = self.instances.held, f"args[{argument.position}].{name}"
+        text = f"{argument.name}.{name}"
+        self._attributes.append(text)
+        with self.instances.paused():
+            value = getattr(argument.example, name)
+            held.take(value, Place(held.facts.bind(way), text, text, False))
+        return value
+
+    def _call(self, traced: list[Any]) -> Any:
+        request, held = self.request, self.instances.held
+        args, kwargs = pytrees.unflatten(request.tree, traced)
+        mode = torch.set_grad_enabled(torch.is_grad_enabled())  # what the function leaves is undone
+        try:
+            with mode, Lifting(self.level, held.grad_of), self.instances, no_seeding(request.what):
+                out = request.func(*args, **kwargs)
+        except Exception as error:
+            explain_sizes(request.what, self.symbols, error)
+            if not isinstance(error, TsfuncError):  # which are recorded where they are made
+                rage.record(
+                    "trace failed", what=request.what, at=place_of(error),
+                    type=type(error).__name__, message=error,
+                )  # fmt: skip
+            raise
+        settle_all(out)
+        check_containers(request.what, request.func, (args, kwargs), traced, request.tree)
+        return out
+
+    def _told_apart(self) -> Groups:
+        """Holds later calls to which of their tensors are one: NOTE [one tensor twice]."""
+        instances, inputs = self.instances, self.request.inputs
+        if not instances.tells_apart:
+            return ()
+        own = {**self._own, **instances.held.own_tensors}
+        given = self._own if self._as_one else {}
+        groups = groups_of(inputs)
+        twice = len(groups) < len(inputs) and not self._as_one
+        if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
+            raise ToldApart(own)
+        hold(instances.held.facts, inputs, own)
+        return groups if len(inputs) > 1 else ()
+
+    def fake_value(self, leaf: Any) -> Any:
+        """A tensor that the function returned, without data; anything else as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if isinstance(leaf, TraceTracer) and leaf.dispatch_level is self.level:
+            return leaf.value
+        return self.level.lift(leaf).value
+
+    def program(self, out: Any) -> Program:
+        """The program of what was recorded, which returns what the function returned."""
+        request, level, symbols = self.request, self.level, self.symbols
+        updates = self.instances.finish()
+        level.questions.refuse_assigned()
+        apart = with_objects_apart(request.what, without_stand_ins(out), self.instances.held.again)
+        leaves, out_tree = pytrees.flatten(apart)
+        results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
+        level.graph.output(tuple(results))
+        symbols.record_in(None, {})
+        raised = check_needs(
+            request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
+            request.described, bool(request.retraced),
+        )  # fmt: skip
+        first = len(request.flat)
+        assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
+        program = self._finished(out_tree, assigned)
+        conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
+        asked = tuple(level.questions.asked.values())
+        return replace(
+            program, conditions=tuple(conditions), asked=asked, groups=self._told_apart(),
+            attributes=tuple(self._attributes), raised=raised,
+        )  # fmt: skip
+
+    def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
+        """The recorded graph simplified, and as Python."""
+        request, level, graph = self.request, self.level, self.level.graph
+        # Tensors of the arguments' attributes are inputs, and come after the arguments.
+        held = self.instances.held
+        reached = {id(x): len(request.flat) + i for i, x in enumerate(held.facts.values)}
+        frozen = held.closure == "freeze"
+        if frozen:
+            check_frozen(request.name, level, reached)
+        positions = [spec.position for spec in request.inputs]
+        positions += [spec.position for spec in request.scalars]
+        outside = {str(tracer.node.target): tensor for tensor, tracer in level.lifted.values()}
+        burnt_in = {
+            target: tensor.detach().clone()
+            for target, tensor in outside.items()
+            if frozen and id(tensor) not in reached
+        }
+        constants = simplify(request.name, graph, outside, burnt_in)
+        used = {node for node in graph.nodes if node.op == "get_attr"}
+        lifted: dict[str, torch.Tensor] = {node: constants[node] for node in constants}
+        for tensor, tracer in level.lifted.values():
+            if tracer.node not in used:
+                continue
+            if id(tensor) in reached:
+                _make_input(graph, tracer.node)
+                positions.append(reached[id(tensor)])
+            else:
+                target = str(tracer.node.target)
+                lifted[target] = burnt_in.get(target, tensor)
+        for node in every_node(graph):
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                node.meta["dims"] = tuple(self.symbols.spell_size(size) for size in value.shape)
+        source, run = generate(request.name, graph, positions, lifted, updates)
+        return Program(
+            request.name, graph, tuple(positions), lifted, out_tree, source, run,
+            frozenset(constants), updates,
+        )  # fmt: skip
+
+
+def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
+    """The traced tensor for an argument: its fixed sizes, and symbols for its named dims."""
+    example = spec.example
+    shape = spec.shape(symbols.sizes)
+    like = level.fake_like(example, shape, _strides(example, shape))
+    return level.input(spec.name, like, example.requires_grad)
+
+
+def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.Node:
+    """The input for a number."""
+    node = _named(level.graph.placeholder(spec.name), spec.name)
+    node.meta["number"] = symbols.scalars[spec.name]
+    return node
+
+
+def _strides(example: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
+    """The example's strides; of a shape with symbols, those of the same order of dims."""
+    strides = example.stride()
+    if all(isinstance(size, int) for size in shape):
+        return list(strides)
+    order = sorted(range(len(shape)), key=lambda i: (strides[i], -i))
+    found: list[Any] = [0] * len(shape)
+    step: Any = 1
+    for i in order:
+        found[i] = step
+        step = step * shape[i]
+    return found
+
+
+def _size_nodes(
+    level: TraceLevel,
+    inputs: Sequence[InputSpec],
+    tracers: Sequence[TraceTracer],
+    bounds: Mapping[str, Dim],
+) -> dict[str, torch.fx.Node]:
+    """The node of each named dim: the size of the first input that has it, or worked out of one."""
+    nodes: dict[str, torch.fx.Node] = {}
+    for spec, tracer in zip(inputs, tracers, strict=True):
+        for i, dim in enumerate(spec.dims):
+            if isinstance(dim, Dim) and dim.name in bounds and dim.name not in nodes:
+                nodes[dim.name] = _named(size_node(level.graph, tracer.node, i), dim.name)
+    tensors = {spec.position: tracer for spec, tracer in zip(inputs, tracers, strict=True)}
+    for position, i, expression, name in solving_order(inputs, nodes):
+        if name is not None and name in bounds:
+            size = size_node(level.graph, tensors[position].node, i)
+            nodes[name] = _named(solved_node(level.graph, size, expression.text, name, nodes), name)
+    return nodes
+
+
+def _named(node: torch.fx.Node, name: str) -> torch.fx.Node:
+    """A node that is the size of a named dim."""
+    node.meta["expr"] = name
+    node.meta["value"] = operator.itemgetter(name)
+    return node
+
+
+def _make_input(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Makes a tensor that was read from outside an input of the graph, after the others."""
+    after = next(each for each in graph.nodes if each.op != "placeholder")
+    with graph.inserting_before(after):
+        made = graph.placeholder(node.name)
+    made.meta = node.meta
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)

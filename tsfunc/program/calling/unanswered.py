@@ -1,0 +1,74 @@
+"""Why none of the programs that there are answers a call, where no other can be made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optree
+
+from tsfunc.program.calling.cache import Entry
+from tsfunc.program.calling.calls import FirstCall, places_of
+from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.guard_texts import Guards, guard_texts
+from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
+from tsfunc.program.guarding.reasons import differing, facts_of_call, passed_text, reason_for
+
+_MOST_LISTED = 12
+
+
+def why_unanswered(call: FirstCall, entries: Sequence[Entry]) -> str:
+    """In what a call differs from the nearest that there is a program for, and which there are."""
+    inputs, _ = describe_inputs(call.flat, call.places, call.contract, call.bindings)
+    facts = call.facts(inputs)
+    forms = [entry.form for entry in entries]
+    known = [_facts(form, call) for form in forms]
+    sizes = sizes_of_call(inputs)
+    broken = [
+        fact
+        for form, others in zip(forms, known, strict=True)
+        if not differing(facts, others)
+        for fact in form.unmet(call.flat, sizes)
+    ]
+    if broken:
+        unlike = " and ".join(f"{fact} does not hold" for fact in dict.fromkeys(broken))
+    else:
+        unlike = f"it differs from the nearest that has one in {reason_for(facts, known)}"
+    kinds = list(dict.fromkeys(entry.reason for entry in entries))
+    listed = "".join(f"  {kind}\n" for kind in kinds[:_MOST_LISTED])
+    if len(kinds) > _MOST_LISTED:
+        listed += f"  and {len(kinds) - _MOST_LISTED} more\n"
+    return f"{unlike}. It has programs for:\n{listed}"
+
+
+def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
+    """What a program that was read from a file takes for granted."""
+    places, arguments = _named(form, signature)
+    return guard_texts(
+        form.leaves, places, form.inputs, form.bounds, form.ambient, arguments, {},
+        [spec.position for spec in form.scalars], form.conditions, form.asked,
+    )  # fmt: skip
+
+
+def _facts(form: CallForm, call: FirstCall) -> Mapping[str, Any]:
+    """What a program takes for granted; a number that may be any one is that of the call."""
+    places, arguments = _named(form, call.target.signature)
+    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
+    leaves = list(form.leaves)
+    for spec in form.scalars if form.tree == call.tree else ():
+        if spec.admits(call.flat[spec.position]):
+            leaves[spec.position] = call.flat[spec.position]
+    return facts_of_call(
+        leaves, places, form.inputs, form.ambient, arguments, form.orders,
+        passed_text(len(args), kwargs),
+    )  # fmt: skip
+
+
+def _named(
+    form: CallForm, signature: inspect.Signature
+) -> tuple[Mapping[int, tuple[Any, ...]], Mapping[str, Any]]:
+    """The paths of a form's leaves, and the arguments by parameter."""
+    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
+    places = places_of(signature, len(form.leaves), form.tree)
+    return places, signature.bind(*args, **kwargs).arguments

@@ -1,0 +1,1 @@
+"""What a trace asked of named dims, and descriptors that promise it."""

@@ -1,0 +1,107 @@
+"""What a trace asked of named dims, and what the descriptors promise of them.
+
+A fact that a trace has relied on must hold for every size that the descriptors allow. Where it
+does not, the error shows the user's line that asked, and the descriptors for which it would hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from tsfunc.bridge.sizes.bounds import holds
+from tsfunc.bridge.sizes.size_texts import python_text
+from tsfunc.bridge.sizes.symbols import Need
+from tsfunc.dispatch.places import source_of
+from tsfunc.errors import ConstraintViolation
+from tsfunc.program.dims.advice import advice
+from tsfunc.program.dims.edges import AtTheEdge, away_from, names_at_edge
+from tsfunc.program.dims.rewrites import rewrites_of
+from tsfunc.types import Dim
+from tsfunc.types.descriptors import Descriptor
+
+
+def check_needs(
+    name: str,
+    needs: Sequence[Need],
+    dims: Mapping[str, Dim],
+    sizes: Mapping[str, int],
+    described: Mapping[str, Descriptor],
+    retraced: bool,
+) -> dict[str, Dim]:
+    """Refuses a trace that has relied on more than the descriptors promise.
+
+    Args:
+        name: the function's.
+        needs: what was asked.
+        dims: the named dims.
+        sizes: what each is in the call.
+        described: the descriptors, by parameter.
+        retraced: whether it was traced with other sizes than those of the call.
+
+    Returns:
+        The named dims that have another least size for this trace: NOTE [sizes at the edge].
+
+    Raises:
+        ConstraintViolation: it has.
+        AtTheEdge: that may be so for the sizes of the call alone.
+    """
+    unmet = [need for each in needs for need in _parts(each) if not holds(need.expr, dims)]
+    if not unmet:
+        return {}
+    unmet = [_of_call(need, sizes) for need in unmet]
+    raised, rest = away_from(unmet, dims)
+    if not rest:
+        return raised
+    refusal = _refusal(name, rest, dims, sizes, described)
+    at_edge = names_at_edge(rest)
+    if at_edge and not retraced:
+        raise AtTheEdge(at_edge, refusal)
+    raise refusal
+
+
+def _parts(need: Need) -> Sequence[Need]:
+    """A need as those that it is all of."""
+    from sympy import And
+
+    parts = sorted(And.make_args(need.expr), key=str)
+    if len(parts) == 1:
+        return [need]
+    return [dataclasses.replace(need, fact=python_text(part), expr=part) for part in parts]
+
+
+def _of_call(need: Need, sizes: Mapping[str, int]) -> Need:
+    """A need that is the number of what stood for a size of 0 or 1, as the call would have it."""
+    from sympy import Eq
+
+    names = {str(symbol): symbol for symbol in need.expr.free_symbols}
+    small = {symbol: sizes[name] for name, symbol in names.items() if sizes.get(name, 2) < 2}
+    if not small or not isinstance(need.expr, Eq) or not need.expr.rhs.is_number:
+        return need
+    value = need.expr.lhs.subs({symbol: sizes[name] for name, symbol in names.items()})
+    expr = Eq(need.expr.lhs, value, evaluate=False)
+    return dataclasses.replace(need, fact=python_text(expr), expr=expr)
+
+
+def _refusal(
+    name: str,
+    unmet: Sequence[Need],
+    dims: Mapping[str, Dim],
+    sizes: Mapping[str, int],
+    described: Mapping[str, Descriptor],
+) -> ConstraintViolation:
+    lines = "".join(
+        f"  {need.fact}  (at {need.place}{source_of(need.place, '; ')})\n"
+        for need in dict.fromkeys(unmet)
+    )
+    return ConstraintViolation(
+        f"specialize({name}): one program can't serve every size that the descriptors allow, "
+        f"because the function asks for more than they promise:\n{lines}"
+        f"{advice(unmet, dims, sizes, described)}"
+        f"{_rewritten(unmet)}"
+    )
+
+
+def _rewritten(unmet: Sequence[Need]) -> str:
+    text = rewrites_of(dict.fromkeys(source_of(need.place) for need in unmet))
+    return f"\n{text}" if text else ""

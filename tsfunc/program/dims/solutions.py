@@ -1,0 +1,214 @@
+"""What is said of one named dim so that a fact holds: its bounds, or what it is of others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tsfunc.bridge.sizes.bounds import choices, holds, holds_at, smallest, with_larger
+from tsfunc.bridge.sizes.size_texts import moduli, python_text
+from tsfunc.errors import DescriptorError
+from tsfunc.types import Dim, DimExpr
+from tsfunc.types.dims import DimSpec
+
+_MANY = 4096  # sizes that are tried one by one
+_MOST = 1 << 40  # a size that stands for any, however large
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A dim in terms of others.
+
+    Attributes:
+        name: the dim's.
+        value: what it is, as an expression.
+        others: dims in the value of which more is known then, or that are new.
+        sizes: those of the new ones in the call.
+    """
+
+    name: str
+    value: Any
+    others: Sequence[Dim] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def bounded(fact: Any, dim: Dim, size: int) -> Dim | int | None:
+    """A dim of which a fact about it alone holds, with the size of the call among those allowed."""
+    from sympy import Eq, Ne
+
+    if isinstance(fact, Eq) and not moduli(fact) and size < 2 and holds_at(fact, {dim.name: size}):
+        return size
+    if not (dim.admits(size) and size >= 2 and holds_at(fact, {dim.name: size})):
+        size = next(
+            (n for n in range(2, _MANY) if dim.admits(n) and holds_at(fact, {dim.name: n})), 0
+        )
+        if not size:
+            return None
+    for candidate in _candidates(fact, dim, size, Eq, Ne):
+        try:
+            mended = dim.meet(candidate) if isinstance(candidate, Dim) else candidate
+        except DescriptorError:
+            continue
+        if isinstance(mended, int) or (mended.admits(size) and _seems_promised(fact, mended)):
+            return mended
+    return None
+
+
+def _seems_promised(fact: Any, dim: Dim) -> bool:
+    """Whether a fact holds for the sizes that a dim allows, as far as trying shows."""
+    if holds(fact, {dim.name: dim}):
+        return True
+    step = dim.multiple_of or 1
+    low = smallest(dim)
+    low += -low % step
+    most = _MOST if dim.max is None else dim.max
+    tried = {*range(low, min(low + 64 * step, most + 1), step), most - most % step}
+    return all(holds_at(fact, {dim.name: n}) for n in tried if dim.admits(n))
+
+
+def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Dim | int]:
+    from sympy import Integer, Or
+
+    name = dim.name
+
+    def at(n: int) -> bool:
+        return holds_at(fact, {name: n})
+
+    if isinstance(fact, eq):
+        yield from [Dim(name, multiple_of=step) for step in moduli(fact)]
+        if not at(size + 1) and not at(size - 1) and not moduli(fact):
+            yield size
+    if isinstance(fact, Or):  # broadcast, to a number: 1, or that number
+        numbers = [int(number) for number in fact.atoms(Integer) if number >= 0]
+        yield Dim(name, one_of=tuple(n for n in {*numbers, size} if at(n)))
+    low = _boundary(at, size, 2)
+    high = _boundary(at, size, _MOST)
+    yield Dim(name, min=low if low > 2 else None, max=high if high < _MOST else None)
+    if isinstance(fact, ne):
+        yield Dim(name, min=size)
+        yield Dim(name, max=size)
+    yield size
+
+
+def _boundary(holds: Callable[[int], bool], inside: int, limit: int) -> int:
+    """The last number on the way from one that holds towards a limit, up to which all hold."""
+    step = 1 if limit > inside else -1
+    near = inside
+    for _ in range(256):  # holes are near, if there are any
+        if near == limit or not holds(near + step):
+            return near
+        near += step
+    if holds(limit):
+        return limit
+    far = limit
+    while abs(far - near) > 1:
+        middle = (near + far) // 2
+        near, far = (middle, far) if holds(middle) else (near, middle)
+    return near
+
+
+def equated(
+    fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
+) -> Solution | None:
+    """One of several dims in terms of the others, where an equality says what it is."""
+    from sympy import Eq, Symbol
+
+    for case in choices(fact) if isinstance(fact, Eq) else ():
+        if not holds_at(case, sizes):
+            continue
+        for name in reversed(names):
+            value = _solved_for(case, name)
+            if value is None or not holds_at(Eq(Symbol(name), value), sizes):
+                continue
+            rest = fact.xreplace({s: value for s in fact.free_symbols if str(s) == name})
+            if holds(rest, dims):
+                return Solution(name, value)
+            others = [str(symbol) for symbol in rest.free_symbols]
+            if len(others) == 1:
+                dim = bounded(rest, dims[others[0]], sizes[others[0]])
+                if isinstance(dim, Dim):
+                    return Solution(name, value, [dim])
+    return None
+
+
+def ordered(
+    fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
+) -> Solution | None:
+    """One of several dims as what it is not below, and one more: ``b + extra`` for ``a >= b``."""
+    from sympy import Symbol
+
+    surplus = _surplus(fact, sizes)
+    if surplus is None or not holds_at(surplus >= 0, sizes):
+        return None
+    extra = next(name for name in _extra_names() if name not in dims and name not in sizes)
+    known = {**dims, extra: Dim(extra)}
+    for name in names:
+        least = Symbol(name) - surplus
+        value = least + Symbol(extra)
+        if Symbol(name) in least.free_symbols or spelled(value) is None:
+            continue
+        others = _kept(least, dims[name], known, sizes)
+        if others is not None:
+            size = int(surplus.subs({Symbol(each): sizes[each] for each in names}))
+            return Solution(name, value, [*others, known[extra]], {extra: size})
+    return None
+
+
+def _kept(
+    least: Any, dim: Dim, dims: Mapping[str, Dim], sizes: Mapping[str, int]
+) -> Iterable[Dim] | None:
+    """Those of some dims that are to be larger, so that what another is not below is not too small.
+
+    None where they can't, or not in the call.
+    """
+    if dim.max is not None or dim.multiple_of is not None or dim.one_of is not None:
+        return None
+    names = sorted(str(symbol) for symbol in least.free_symbols)
+    raised = with_larger(least >= (dim.min or 0), {name: dims[name] for name in names})
+    if raised is None or not all(each.admits(sizes[each.name]) for each in raised.values()):
+        return None
+    return raised.values()
+
+
+def _surplus(fact: Any, sizes: Mapping[str, int]) -> Any:
+    """A polynomial that is not negative where a fact holds; None for facts of other kinds."""
+    from sympy import Ge, Gt, Le, Lt, Ne, expand
+
+    if not isinstance(fact, Ge | Gt | Le | Lt | Ne):
+        return None
+    difference = expand(fact.lhs - fact.rhs)
+    if not difference.is_polynomial(*difference.free_symbols):
+        return None
+    if isinstance(fact, Le | Lt) or (isinstance(fact, Ne) and not holds_at(difference > 0, sizes)):
+        difference = -difference
+    return difference if isinstance(fact, Ge | Le) else difference - 1
+
+
+def _extra_names() -> Iterator[str]:
+    return itertools.chain(["extra"], (f"extra{i}" for i in itertools.count(2)))
+
+
+def _solved_for(fact: Any, name: str) -> Any:
+    """What an equality says that a dim is; None where a descriptor can't say that."""
+    from sympy import Symbol, solve
+
+    symbols = {str(symbol): symbol for symbol in fact.free_symbols}
+    if name not in symbols:
+        return None
+    free = Symbol(name)
+    difference = (fact.lhs - fact.rhs).xreplace({symbols[name]: free})
+    found = solve(difference, free) if difference.is_polynomial(free) else []
+    return found[0] if len(found) == 1 and spelled(found[0]) is not None else None
+
+
+def spelled(value: Any) -> DimSpec:
+    """An expression as a descriptor has it; None where it can't have it."""
+    if value.is_Integer:
+        return int(value) if value >= 0 else None
+    try:
+        text = python_text(value)
+        return text if value.is_Symbol else DimExpr(text).text
+    except DescriptorError:
+        return None

@@ -1,0 +1,1 @@
+"""A program: its graph as Python, as torch's own, drawn, printed, and asked about."""

@@ -1,0 +1,259 @@
+"""Programs that run as a backend has compiled them.
+
+NOTE [compiled programs]
+A backend is given the program's graph and example inputs, as torch.compile gives it: the tensors
+from outside are inputs too, after the others, so that training reaches them. Named dims are
+symbolic in the examples. What a backend finds out about these for its own purposes (how large is
+large enough for threads) does not restrict the program: a call for which it does not hold has the
+graph compiled again for sizes like its own.
+
+Where operators are to be seen one by one (inside of a transform or a trace, under a dispatch
+mode), the program runs as Python, as it does without a backend.
+
+What a program assigns (NOTE [updates] in ``updates.py``) is computed by the compiled module, as its
+last results, and assigned by Python after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace.backends import Backend, backend_of, inductor, runs_plainly
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.dispatch import state
+from tsfunc.errors import ExportError
+from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.graphs.fx_module import graph_module
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over
+from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.passes.aliases import Aliases
+from tsfunc.program.passes.effects import writes
+from tsfunc.program.reading.updates import Outside
+from tsfunc.types import Dim
+
+Run = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+def resolve(backend: object) -> Backend | None:
+    """What a user has given for a backend; None: generated Python.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if backend == "python":
+        return None
+    if backend == "inductor":
+        return inductor
+    if isinstance(backend, str):
+        try:
+            return backend_of(backend)
+        except ValueError as error:
+            raise ValueError(f"specialize(backend=...): {error}.") from None
+    if not callable(backend):
+        raise TypeError(
+            f"specialize(backend=...): expected a name, or a function of a torch.fx module and "
+            f"example inputs, got {type(backend).__name__}."
+        )
+    found: Backend = backend
+    return found
+
+
+class Compiled:
+    """The ``run`` of a program that a backend compiles; made with its first variant compiled.
+
+    Args:
+        program: traced, with its form; as Python it is kept for where that is needed.
+        backend: compiles it.
+        name: what the user called the backend, for errors.
+        values: what the program is about to run on.
+
+    Raises:
+        ExportError: the program has what a backend has no place for.
+        ValueError: the backend is not for the device.
+    """
+
+    def __init__(
+        self, program: Program, backend: Backend, name: str, values: Sequence[Any]
+    ) -> None:
+        self._program, self._backend = program, backend
+        self._lifted = [program.tensor(node) for node in _outside(program.graph)]
+        self._sizes = _named_sizes(program.form)
+        self._separate = _writes_outside(program.graph)
+        self._lock = threading.Lock()
+        self._variants: list[tuple[Any, Callable[..., Any]]] = []
+        _check(program, name, [*self._given(values), *self._lifted])
+        self._module, self._outputs = _module(program)
+        self._assign = _assignments(program, len(values))
+        self._count = program.out_tree.num_leaves
+        self._compile(values)
+
+    def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
+        given = [*self._given(values), *self._lifted]
+        if not runs_plainly(given) or (self._separate and _share_memory(given)):
+            return self._program.run(values)
+        for holds, call in self._variants:
+            if holds is None or holds(self._sizes_of(values)):
+                return self._results(call(*given), values)
+        if len(self._variants) >= _MOST:
+            return self._program.run(values)
+        with self._lock:
+            return self._results(self._compile(values)(*given), values)
+
+    def _given(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        return [values[i] for i in self._program.inputs]
+
+    def _sizes_of(self, values: Sequence[Any]) -> dict[str, int]:
+        return {name: values[i].shape[k] for name, (i, k) in self._sizes.items()}
+
+    def _results(self, tensors: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
+        found = tuple(
+            tensors[out.at]
+            if type(out) is _At
+            else values[out.index]
+            if type(out) is Outside
+            else out
+            for out in self._outputs
+        )
+        if self._assign is None:
+            return found
+        self._assign([*values, *found[self._count :]])
+        return found[: self._count]
+
+    def _compile(self, values: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles the graph for sizes like those of a call."""
+        form = self._program.form
+        bounds = form.bounds if form is not None else {}
+        sizes = self._sizes_of(values)
+        symbols = Symbols({dim.name: dim for dim in bounds.values()}, sizes)
+        examples = [*_examples(self._program, self._given(values), symbols), *self._lifted]
+        if bounds:
+            examples = [_fake(x, x.shape, symbols) for x in examples]
+        with torch_state.outside_all_levels(), state.outside_all_levels():
+            call = self._backend(self._module, examples)
+        # With names that no size gives at once there is no telling: each call is then asked anew.
+        holds = symbols.condition()
+        if holds is not None and set(sizes) != set(bounds):
+            holds = _never
+        self._variants.append((holds, call))
+        return call
+
+
+_MOST = 8  # variants of one program
+
+
+def _never(sizes: Mapping[str, int]) -> bool:
+    return False
+
+
+class _At:
+    """Stands for a result that the module computes, the `at`-th of its own."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+
+def _check(program: Program, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    for left in left_over(program.graph_module):
+        raise ExportError(
+            f"{program.name}: backend {name!r} has no place for {left}, which torch has no "
+            f"operator for; leave the backend out, and the program runs as Python."
+        )
+    devices = {x.device.type for x in tensors}
+    if name == "cudagraphs" and devices != {"cuda"}:
+        found = ", ".join(sorted(devices)) or "no device"
+        raise ValueError(
+            f"{program.name}: backend 'cudagraphs' records what a CUDA device does, and the "
+            f"program's tensors are on {found}; move them to 'cuda', or use 'inductor'."
+        )
+
+
+def _outside(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [node for node in graph.nodes if node.op == "get_attr"]
+
+
+def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """The graph as a module that returns tensors and sizes alone, and what is returned in all."""
+    module = in_torch_operators(
+        graph_module(program.name, program.graph, program.lifted, as_inputs=True)
+    )
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    computed: list[torch.fx.Node] = []
+    outputs: list[Any] = []
+    for result in results:
+        if isinstance(result, torch.fx.Node):
+            outputs.append(_At(len(computed)))
+            computed.append(result)
+        else:
+            outputs.append(result)
+    output.args = (tuple(computed),)
+    module.recompile()
+    return module, outputs
+
+
+def _assignments(program: Program, count: int) -> Callable[[Sequence[Any]], Any] | None:
+    """What makes a program's assignments, given its ``count`` values and then their tensors."""
+    if not program.updates:
+        return None
+    slots = range(sum(len(each.slots()) for each in program.updates))
+    graph = torch.fx.Graph()
+    graph.output(tuple(graph.placeholder(f"assigned_{i}") for i in slots))
+    places = [count + i for i in slots]
+    return generate(f"assign_{program.name}", graph, places, {}, program.updates)[1]
+
+
+def _named_sizes(form: CallForm | None) -> dict[str, tuple[int, int]]:
+    """Where the size of each named dim is, as far as a dim is the name alone."""
+    found: dict[str, tuple[int, int]] = {}
+    for spec in form.inputs if form is not None else ():
+        for k, dim in enumerate(spec.dims):
+            if isinstance(dim, Dim):
+                found.setdefault(dim.name, (spec.position, k))
+    return found
+
+
+def _examples(
+    program: Program, given: Sequence[torch.Tensor], symbols: Symbols
+) -> list[torch.Tensor]:
+    """Example inputs; with symbols in the places of named dims, where there are any."""
+    form = program.form
+    if form is None or not form.bounds:
+        return list(given)
+    shapes = {spec.position: spec.shape(symbols.sizes) for spec in form.inputs}
+    return [
+        _fake(x, shapes.get(position, list(x.shape)), symbols)
+        for position, x in zip(program.inputs, given, strict=True)
+    ]
+
+
+def _fake(like: torch.Tensor, shape: Sequence[Any], symbols: Symbols) -> torch.Tensor:
+    """A fake tensor of a shape, laid out in memory as another one is."""
+    if all(isinstance(size, int) for size in shape):
+        strides: list[Any] = list(like.stride())
+    else:
+        order = sorted(range(len(shape)), key=lambda i: (like.stride(i), -i))
+        strides, step = [0] * len(shape), 1
+        for i in order:
+            strides[i] = step
+            step = step * shape[i]
+    with torch_state.outside_all_levels(), state.outside_all_levels(), symbols.fake:
+        made = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+        return made.requires_grad_() if like.requires_grad else made
+
+
+def _writes_outside(graph: torch.fx.Graph) -> bool:
+    """Whether the program writes into what it is given."""
+    aliases = Aliases(graph)
+    inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    return any(writes(node) for node in graph.nodes) and any(map(aliases.is_written, inputs))
+
+
+def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({x.untyped_storage().data_ptr() for x in tensors}) < len(tensors)

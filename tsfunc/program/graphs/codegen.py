@@ -1,0 +1,240 @@
+"""A graph as Python source: one line an operator, no interpreter and no modules.
+
+Each operator is called through torch's Python function of the same name where that parses the
+same arguments faster than the overload itself; results are dropped as soon as they are done with.
+"""
+
+from __future__ import annotations
+
+import cmath
+import keyword
+import math
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
+from tsfunc.program.reading.updates import Outside, Update, fill
+
+
+class Names:
+    """The names that the source uses for objects: operators, lifted tensors, odd constants."""
+
+    def __init__(self, lifted: Mapping[str, torch.Tensor], locals_: Iterable[str]) -> None:
+        self.scope: dict[str, Any] = {**lifted}
+        self._taken = set(locals_)
+        self._known: dict[int, str] = {}
+
+    def of(self, value: Any, wanted: str) -> str:
+        known = self._known.get(id(value))
+        if known is not None:
+            return known
+        name, i = wanted, 1
+        while name in self.scope or name in self._taken:
+            i += 1
+            name = f"{wanted}_{i}"
+        self.scope[name] = value
+        self._known[id(value)] = name
+        return name
+
+
+_LITERALS = (int, bool, str, type(None))
+_TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def _spell(value: Any, names: Names) -> str:
+    """An argument as Python."""
+    if isinstance(value, torch.fx.Node):
+        return str(value.target) if value.op == "get_attr" else value.name
+    if isinstance(value, Outside):
+        return f"args[{value.index}]"
+    if isinstance(value, deque):
+        return f"{names.of(deque, 'deque')}({_spell(list(value), names)})"
+    if isinstance(value, set):
+        return f"{names.of(value, 'elements')}.copy()"
+    if isinstance(value, list):
+        return "[" + ", ".join(_spell(item, names) for item in value) + "]"
+    if isinstance(value, tuple):
+        return "(" + "".join(_spell(item, names) + ", " for item in value) + ")"
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ", ".join(f"{_spell(k, names)}: {_spell(v, names)}" for k, v in value.items())
+            + "}"
+        )
+    if isinstance(value, slice):
+        parts = ", ".join(_spell(part, names) for part in (value.start, value.stop, value.step))
+        return f"{names.of(slice, 'slice')}({parts})"
+    if isinstance(value, _TORCH_CONSTANTS):
+        return f"{names.of(torch, 'torch')}.{str(value).removeprefix('torch.')}"
+    if isinstance(value, torch.device):
+        return f"{names.of(torch, 'torch')}.device({str(value)!r})"
+    if type(value) in _LITERALS or (type(value) in (float, complex) and cmath.isfinite(value)):
+        return repr(value)
+    if type(value) is float:
+        return _spell_infinite(value, names)
+    return names.of(value, "constant")
+
+
+def _spell_infinite(value: float, names: Names) -> str:
+    """An infinity, or what is no number."""
+    if math.isnan(value):
+        return names.of(math.nan, "nan")
+    return f"{'-' if value < 0 else ''}{names.of(math.inf, 'inf')}"
+
+
+_OPERATORS = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//",
+    operator.mod: "%", operator.pow: "**", operator.truediv: "/", operator.eq: "==",
+    operator.ne: "!=", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
+    operator.and_: "&", operator.or_: "|",
+}  # fmt: skip
+
+
+def _expression(node: torch.fx.Node, names: Names) -> str:
+    """The right-hand side of a node's line."""
+    target: Any = node.target
+    if target is operator.getitem:
+        return f"{_spell(node.args[0], names)}[{node.args[1]!r}]"
+    if target in _OPERATORS and len(node.args) == 2:
+        left, right = (_spell(arg, names) for arg in node.args)
+        return f"{left} {_OPERATORS[target]} {right}"
+    if target is torch.ops.aten.sym_size.int:
+        return f"{_spell(node.args[0], names)}.shape[{node.args[1]!r}]"
+    op = node.meta.get("op")
+    if isinstance(target, ControlFlow):
+        called = names.of(target, target.name)
+    elif isinstance(op, TorchOperator):
+        function = fast_function(op, node.args, node.kwargs)
+        called = names.of(function, op.name.partition("::")[2].partition(".")[0])
+    else:
+        called = names.of(target, getattr(target, "__name__", "function"))
+    parts = [_spell(arg, names) for arg in node.args]
+    parts += [f"{name}={_spell(arg, names)}" for name, arg in node.kwargs.items()]
+    return f"{called}({', '.join(parts)})"
+
+
+def _last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[str]]:
+    """For each node the names that are not used after it."""
+    seen: set[torch.fx.Node] = set()
+    dropped: dict[torch.fx.Node, list[str]] = {}
+    for node in reversed(graph.nodes):
+        last = [arg for arg in node.all_input_nodes if arg not in seen]
+        seen.update(last)
+        if node.op != "output":
+            dropped[node] = [arg.name for arg in last if arg.op == "call_function"]
+    return dropped
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement of the source.
+
+    Attributes:
+        text: the Python of it, indented within the function's body.
+        node: what it computes, None for what only drops or surrounds.
+    """
+
+    text: str
+    node: torch.fx.Node | None = None
+
+
+def statements(
+    graph: torch.fx.Graph, inputs: Sequence[int], names: Names, updates: Sequence[Update] = ()
+) -> Iterator[Statement]:
+    """A graph as the statements of a function's body.
+
+    Args:
+        graph: what it computes.
+        inputs: where each input stands in the list that the function is called with.
+        names: what the statements call the objects that they use.
+        updates: the assignments that it ends with.
+    """
+    places = iter(inputs)
+    dropped = _last_uses(graph)
+    quiet = False
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            place = next(places)
+            if node.users:
+                quiet = False  # a body has its inputs where they are first used
+                yield Statement(f"{node.name} = args[{place}]", node)
+        elif node.op == "output":
+            yield from _ending(node, updates, names)
+        elif node.op == "call_function":
+            if node.meta.get("no_grad"):
+                if not quiet:
+                    yield Statement(f"with {names.of(torch, 'torch')}.no_grad():")
+                indent, quiet = "    ", True
+            else:
+                indent, quiet = "", False
+            yield Statement(f"{indent}{node.name} = {_expression(node, names)}", node)
+            if dropped[node]:
+                yield Statement(f"{indent}del {', '.join(dropped[node])}")
+
+
+def names_of(name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor]) -> Names:
+    """Names for the objects of a graph's source: not the function's own, nor one of a value."""
+    # The function may be called as an operator is.
+    return Names(lifted, (function_name(name), *(node.name for node in graph.nodes)))
+
+
+def function_name(name: str) -> str:
+    """What the source calls a function."""
+    return name if name.isidentifier() and not keyword.iskeyword(name) else "program"
+
+
+def generate(
+    name: str,
+    graph: torch.fx.Graph,
+    inputs: Sequence[int],
+    lifted: Mapping[str, torch.Tensor],
+    updates: Sequence[Update] = (),
+) -> tuple[str, Callable[[Sequence[Any]], Sequence[Any]]]:
+    """The source of a graph, and the function that it defines.
+
+    Args:
+        name: the function's name.
+        graph: what it computes.
+        inputs: where each input stands in the list that it is called with.
+        lifted: the tensors that the graph's ``get_attr`` nodes name.
+        updates: the assignments that it ends with.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, ControlFlow):
+            _write_bodies(node.target)
+    names = names_of(name, graph, lifted)
+    called = function_name(name)
+    lines = [f"    {each.text}\n" for each in statements(graph, inputs, names, updates)]
+    source = f"def {called}(args):\n{''.join(lines)}"
+    scope = dict(names.scope)
+    exec(compile(source, f"<tsfunc program {called}>", "exec"), scope)
+    function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
+    return source, function
+
+
+def _ending(output: torch.fx.Node, updates: Sequence[Update], names: Names) -> Iterator[Statement]:
+    """The updates, whose tensors are the last of the graph's results, and the return."""
+    results: Any = output.args[0]
+    count = len(results) - sum(len(each.slots()) for each in updates)
+
+    def spell(value: Any) -> str:
+        return _spell(fill(value, results[count:]), names)
+
+    for each in updates:
+        for text in each.statements(f"args[{each.owner}]", spell):
+            yield Statement(f"{text}  # {each.text}")
+    yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)
+
+
+def _write_bodies(op: ControlFlow) -> None:
+    """Makes the bodies of control flow run as Python too."""
+    for body in op.bodies:
+        if body.function is None:
+            body.source, body.function = generate(body.name, body.graph, body.inputs, {})

@@ -1,0 +1,315 @@
+"""Which entries of its inputs each entry of a graph's values depends on.
+
+NOTE [index sets]
+The sets are kept as pairs: the number of an entry, and that of an entry of the input. What an
+operator does to them is to join them with the pairs of its own. Operators that move entries are run
+on the entries' numbers; of those that go entry by entry, that reduce dims or run along one, the
+pattern follows from the shapes; linear and bilinear ones (convolutions, matrix products) are run on
+unit vectors, with the other operand's zeros. Of what is left every result depends on every entry,
+which is always right: a pattern may have too many entries, never too few. It holds for all values
+of the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc import ops, pytrees
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.ops.registry import Category
+
+_MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "view", "reshape", "_unsafe_view", "view_as", "reshape_as", "unsqueeze", "squeeze",
+        "transpose", "t", "permute", "movedim", "swapaxes", "swapdims", "expand", "expand_as",
+        "broadcast_to", "slice", "select", "narrow", "flip", "fliplr", "flipud", "roll", "rot90",
+        "fft_fftshift", "fft_ifftshift",
+        "index", "index_select", "gather", "take", "take_along_dim", "unbind", "split",
+        "split_with_sizes", "chunk", "tensor_split", "diagonal", "diag", "diag_embed", "cat",
+        "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "tril", "triu", "clone",
+        "contiguous", "alias", "repeat", "tile", "unfold", "ravel", "flatten", "unflatten",
+        "numpy_T", "mT", "adjoint", "atleast_1d", "atleast_2d", "repeat_interleave",
+    )
+)  # fmt: skip
+_ALONG = frozenset(
+    f"aten::{name}"
+    for name in (
+        "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp",
+        "cummax", "cummin", "sort", "softmin",
+    )
+)  # fmt: skip
+_BILINEAR = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "mv", "dot", "bmm", "matmul", "linear", "addmm", "addmv", "outer", "conv1d", "conv2d",
+        "conv3d", "convolution", "einsum", "tensordot", "inner", "kron", "diff", "pad",
+        "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
+        "replication_pad2d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "trace",
+    )
+)  # fmt: skip
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value of the graph for some inputs.
+
+    Attributes:
+        pattern: pairs: what the entries depend on; None for what has no derivative.
+        varies: whether it is another one for other inputs.
+    """
+
+    value: Any
+    pattern: torch.Tensor | None
+    varies: bool
+
+
+def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The pattern of the graph's one result by the entries of its first input.
+
+    Args:
+        inputs: what the graph is run on; the first may be any values of its type and shape.
+
+    Returns:
+        The numbers of entries of the result, and for each that of an entry of the input.
+    """
+    known: dict[torch.fx.Node, Any] = {}
+    given = iter(inputs)
+    writes = any(_writes(node) for node in graph.nodes)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = next(given)
+            first = not known
+            known[node] = _Value(value, _identity(value) if first else None, first)
+        elif node.op == "output":
+            (out,) = node.args[0]
+            found = known.get(out)
+            if writes and found is not None:  # of what was written into it is not known any more
+                return _all(found.value.numel(), torch.arange(inputs[0].numel()))
+            none = torch.zeros(2, 0, dtype=torch.long)
+            return none if found is None or found.pattern is None else found.pattern
+        elif node.target is operator.getitem:
+            known[node] = known[node.args[0]][node.args[1]]
+        else:
+            known[node] = _called(node, known)
+    raise AssertionError("a graph without an output")
+
+
+def _operator(target: Any) -> TorchOperator | None:
+    """The operator of a node; None where it is control flow, or reckons with sizes."""
+    return operator_of(target) if hasattr(target, "overloadpacket") else None
+
+
+def _by_entry(name: str) -> bool:
+    """Whether an operator goes entry by entry, or reduces.
+
+    Identity says that sizes stay. Entries do where the operator names no dim and mixed none when it
+    was tried; of an operator that is not torch's own nobody has tried that.
+    """
+    entry = ops.lookup(name)
+    if entry.category is not Category.IDENTITY:
+        return entry.category is Category.TENSOR_ITERATOR
+    stays = not entry.facts.dims and entry.evidence.elements != "mixed"
+    return stays and name.startswith("aten::")
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    op = _operator(node.target)
+    return op is not None and bool(op.written)
+
+
+def _called(node: torch.fx.Node, known: Mapping[torch.fx.Node, Any]) -> Any:
+    leaves, tree = pytrees.flatten((node.args, node.kwargs))
+    values = [known[x] if isinstance(x, torch.fx.Node) else _Value(x, None, False) for x in leaves]
+    call = _Call(node.target, tree, values)
+    outs = call.run([x.value for x in values])
+    varies = any(x.varies for x in values)
+    found = [
+        _Value(out, call.pattern(i, out) if _smooth(out) else None, varies)
+        for i, out in enumerate(outs if isinstance(outs, list | tuple) else [outs])
+    ]
+    return found if isinstance(outs, list | tuple) else found[0]
+
+
+class _Call:
+    """A call of an operator, and what each entry of its results depends on."""
+
+    def __init__(self, target: Any, tree: Any, values: Sequence[_Value]) -> None:
+        self.target, self.tree, self.values = target, tree, values
+        op = _operator(target)
+        self.name = "" if op is None else op.name.partition(".")[0]
+        self.by_entry = op is not None and _by_entry(op.name)
+        self.by = [i for i, x in enumerate(values) if x.pattern is not None]
+
+    def run(self, values: Sequence[Any]) -> Any:
+        args, kwargs = pytrees.unflatten(self.tree, values)
+        return self.target(*args, **kwargs)
+
+    def with_tensors(self, made: Callable[[int, _Value], Any], place: int) -> Any:
+        """One result of the call, with other tensors among its arguments."""
+        outs = self.run([
+            made(i, x) if isinstance(x.value, torch.Tensor) else x.value
+            for i, x in enumerate(self.values)
+        ])  # fmt: skip
+        return outs[place] if isinstance(outs, list | tuple) else outs
+
+    def pattern(self, place: int, out: torch.Tensor) -> torch.Tensor | None:
+        """The pattern of one of the results."""
+        if not self.by or self.name == "aten::detach":
+            return None
+        parts = []
+        for i in self.by:
+            pattern = self.values[i].pattern
+            assert pattern is not None
+            own = self.local(i, place, out)
+            parts.append(
+                _all(out.numel(), pattern[1].unique())
+                if own is None
+                else _joined(own, pattern, self.values[i].value.numel())
+            )
+        found: torch.Tensor = torch.cat(parts, 1).unique(dim=1)
+        return found
+
+    def local(self, i: int, place: int, out: torch.Tensor) -> torch.Tensor | None:
+        """Pairs of entries of a result, and of the argument that each depends on; None for all."""
+        x = self.values[i].value
+        tensors = [v.value for v in self.values if isinstance(v.value, torch.Tensor)]
+        if self.name in _MOVES:
+            return self.moved(i, place)
+        if self.name in _BILINEAR:
+            return self.bilinear(i, place, x)
+        if self.name in _ALONG:
+            return self.along(i, place, x)
+        if self.by_entry:
+            try:
+                wide = torch.broadcast_shapes(*(t.shape for t in tensors))
+            except RuntimeError:
+                return None
+            if out.shape == wide:
+                columns = _numbers(x).expand(wide).reshape(-1)
+                return torch.stack([torch.arange(out.numel()), columns])
+            return self.reduced(i, place, x) if len(tensors) == 1 else None
+        return None
+
+    def moved(self, i: int, place: int) -> torch.Tensor | None:
+        """The entries' numbers, moved as the entries are."""
+        if any(x.varies and x.pattern is None for x in self.values):
+            return None  # where to is another matter for other inputs
+
+        def numbers(j: int, x: _Value) -> Any:
+            if not _smooth(x.value):
+                return x.value
+            here = _numbers(x.value).double()
+            return here + 1 if j == i else torch.zeros_like(here)
+
+        from_ = self.with_tensors(numbers, place).reshape(-1).long()
+        rows = from_.nonzero().squeeze(1)
+        return torch.stack([rows, from_[rows] - 1])
+
+    def bilinear(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor:
+        """Where unit vectors go, through the other operand's entries that are not zero."""
+
+        def of_entries(entries: torch.Tensor) -> Any:
+            def made(j: int, v: _Value) -> Any:
+                if not _smooth(v.value):
+                    return v.value
+                if j == i:
+                    return entries
+                return torch.ones_like(v.value, dtype=torch.double) if v.varies else _known(v.value)
+
+            return self.with_tensors(made, place)
+
+        zero = of_entries(torch.zeros(x.shape, dtype=torch.double))
+        found = []
+        for start in range(0, x.numel(), _CHUNK):
+            stop = min(start + _CHUNK, x.numel())
+            units = torch.zeros(stop - start, x.numel(), dtype=torch.double)
+            units.diagonal(start).fill_(1)
+            outs = torch.func.vmap(of_entries)(units.view(-1, *x.shape))
+            at = (outs != zero).reshape(stop - start, -1).nonzero()
+            found.append(torch.stack([at[:, 1], at[:, 0] + start]))
+        return torch.cat(found, 1)
+
+    def _spoiled(self, i: int, place: int, at: tuple[Any, ...]) -> torch.Tensor:
+        """Where not-a-number among the entries of an argument comes out."""
+        spoiled = torch.ones(self.values[i].value.shape, dtype=torch.double)
+        spoiled[at] = torch.nan
+        found: torch.Tensor = self.with_tensors(lambda j, x: spoiled if j == i else x.value, place)
+        return found.isnan()
+
+    def along(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
+        """Each result depends on all entries of its lanes: those that one entry gets to."""
+        if not x.numel():
+            return None
+        reached = self._spoiled(i, place, (0,) * x.dim()).nonzero()
+        mixed = [bool(reached[:, d].any()) for d in range(x.dim())]
+        lanes = _numbers_of([1 if m else n for m, n in zip(mixed, x.shape, strict=True)])
+        return _within(lanes.expand(x.shape), lanes.expand(x.shape))
+
+    def reduced(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
+        """Each result depends on the entries of the dims that are not among its own."""
+        kept = []
+        for d, size in enumerate(x.shape):
+            spoiled = self._spoiled(i, place, (slice(None),) * d + (0,))
+            if not spoiled.any():
+                return None
+            kept.append(1 if spoiled.all() else size)
+        numbers = _numbers_of(kept)
+        if numbers.numel() != spoiled.numel():
+            return None
+        rows = numbers.expand(x.shape).reshape(-1)
+        return torch.stack([rows, torch.arange(x.numel())])
+
+
+def _within(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """All pairs of entries of the same lane."""
+    order = torch.argsort(columns.reshape(-1), stable=True)
+    lanes = columns.reshape(-1)[order]
+    size = int((lanes == lanes[0]).sum())
+    groups = order.view(-1, size)
+    first = groups[:, :, None].expand(-1, -1, size).reshape(-1)
+    return torch.stack([first, groups[:, None, :].expand(-1, size, -1).reshape(-1)])
+
+
+def _numbers_of(shape: Sequence[int]) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).view(list(shape))
+
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    return _numbers_of(x.shape)
+
+
+def _smooth(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _known(x: torch.Tensor) -> torch.Tensor:
+    return (x != 0).double()
+
+
+def _identity(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.numel()).expand(2, -1)
+
+
+def _all(rows: int, columns: torch.Tensor) -> torch.Tensor:
+    """Each row has the same columns."""
+    return torch.cartesian_prod(torch.arange(rows), columns).T.reshape(2, -1)
+
+
+def _joined(own: torch.Tensor, pattern: torch.Tensor, size: int) -> torch.Tensor:
+    """The pairs of a result's entries and the input's, through the ``size`` entries between."""
+    pattern = pattern[:, pattern[0].argsort(stable=True)]
+    counts = torch.bincount(pattern[0], minlength=size)
+    starts = counts.cumsum(0) - counts
+    many = counts[own[1]]
+    rows = own[0].repeat_interleave(many)
+    within = torch.arange(len(rows)) - (many.cumsum(0) - many).repeat_interleave(many)
+    return torch.stack([rows, pattern[1][starts[own[1]].repeat_interleave(many) + within]])

@@ -1,0 +1,330 @@
+"""A program handed over to ``torch.export``.
+
+torch.export traces the program's graph once more, as the ``forward`` of a module that has the
+parameters, buffers and submodules of the user's, by the same names. So its signature, its
+``state_dict`` and what its tools make of them are those of the user's module.
+
+NOTE [assignments in exported programs]
+A program ends with the function's assignments. Those to buffers are writes into them here, as
+torch.export has them. Those of values without tensors are left out, as it leaves them out: what
+the function read of them is burnt in. Other tensors can't be assigned.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+
+from tsfunc import pytrees
+from tsfunc.bridge.tracers.settings import is_persistent
+from tsfunc.errors import ExportError
+from tsfunc.program.graphs.fx_module import graph_module
+from tsfunc.program.graphs.lowering import sizes_for
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over
+from tsfunc.program.guarding.forms import CallForm, Watched
+from tsfunc.program.guarding.inputs import InputSpec
+from tsfunc.program.passes.aliases import sources, written
+from tsfunc.program.passes.effects import writes
+from tsfunc.types import Dim, DimExpr
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def exported(program: Program) -> torch.export.ExportedProgram:
+    """The program as torch.export has one; see ``Program.to_exported_program``."""
+    form = program.form
+    if form is None:
+        raise ExportError(f"{program.name}: there is no record of what the program was made for.")
+    graph = in_torch_operators(
+        graph_module(program.name, program.graph, program.lifted, as_inputs=True), exact=False
+    )
+    problem = next(_problems(program, form, graph), None)
+    if problem is not None:
+        raise ExportError(
+            f"{program.name}: an ExportedProgram has no place for {problem}. "
+            f"`.graph_module` is the program for torch's other tools."
+        )
+    sizes = sizes_for(form.bounds)
+    leaves = list(form.leaves)
+    for spec in form.inputs:
+        leaves[spec.position] = _example(spec, sizes)
+    args, kwargs = pytrees.unflatten(form.tree, leaves)
+    names = _parameters(program, form, len(args))
+    module = _module(program, graph, names, list(kwargs))
+    # torch.export finds some relations by itself alone, and fails on others if they are given.
+    failed: Exception | None = None
+    for given in (True, False):
+        try:
+            return torch.export.export(
+                module, args, kwargs, dynamic_shapes=_shapes(program, form, names, given),
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )  # fmt: skip
+        except Exception as error:
+            failed = failed or error
+    raise ExportError(
+        f"{program.name}: torch.export could not take the program over: {failed}"
+    ) from failed
+
+
+def _problems(program: Program, form: CallForm, graph: torch.fx.GraphModule) -> Iterator[str]:
+    inputs = set(program.inputs)
+    for i, leaf in enumerate(form.leaves):
+        if i not in inputs and not isinstance(leaf, _PLAIN):
+            cls = leaf.cls if isinstance(leaf, Watched) else type(leaf)
+            yield f"an argument of type {cls.__name__}"
+    for position in program.inputs:
+        if position >= len(form.leaves) and position not in program.state.inputs:
+            yield "tensors that are attributes of arguments"
+    for i, each in enumerate(program.updates):
+        if each.slots() and i not in program.state.assigned:
+            yield f"the assignment of a tensor to {each.text}, which is no buffer of the module"
+    for name in left_over(graph):
+        yield f"{name}, which torch has no operator for"
+
+
+# --- what comes for the parameters
+
+
+def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
+    like = spec.example
+    shape = spec.shape(sizes)
+    order = sorted(range(len(shape)), key=lambda i: (like.stride(i), -i), reverse=True)
+    made = torch.empty([int(shape[i] or 0) for i in order], dtype=like.dtype, device=like.device)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    example = made.permute(back)
+    return example.requires_grad_() if like.requires_grad else example
+
+
+def _shapes(program: Program, form: CallForm, names: Sequence[str], given: bool) -> dict[str, Any]:
+    """The dynamic dims, and ints, as torch.export writes them.
+
+    Args:
+        program: the program.
+        form: what it takes for granted.
+        names: the positional parameters.
+        given: whether expressions are given, or are for torch.export to find.
+    """
+    dims = {
+        name: torch.export.Dim(name, min=max(2, dim.min or 0), max=dim.max)
+        for name, dim in form.bounds.items()
+    }
+    shapes: list[Any] = [None] * len(form.leaves)
+    for position in program.inputs:
+        if position < len(shapes) and type(form.leaves[position]) is int:
+            shapes[position] = torch.export.Dim.DYNAMIC
+    for spec in form.inputs:
+        shapes[spec.position] = {i: _dim(dim, dims, given) for i, dim in enumerate(spec.dims)}
+    args, kwargs = pytrees.unflatten(form.tree, [_Shape(each) for each in shapes])
+    return {
+        **{name: _as_given(arg) for name, arg in zip(names, args, strict=True)},
+        **{name: _as_given(arg) for name, arg in kwargs.items()},
+    }
+
+
+class _Shape:
+    """The dynamic dims of one leaf, while the containers around it are built."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _as_given(tree: Any) -> Any:
+    """Containers of dynamic dims as torch.export takes them: objects as lists of their entries."""
+    if isinstance(tree, _Shape):
+        return tree.value
+    if isinstance(tree, dict):
+        return {key: _as_given(item) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        entries = [_as_given(item) for item in tree]
+        named = optree.is_namedtuple_instance(tree)
+        return type(tree)(*entries) if named else type(tree)(entries)
+    return [_as_given(child) for child in pytrees.children_of(tree)]
+
+
+def _dim(dim: Any, dims: Mapping[str, Any], given: bool) -> Any:
+    """A dim as torch.export writes it: of expressions it knows the linear ones in one name."""
+    if isinstance(dim, Dim):
+        return dims[dim.name]
+    if not isinstance(dim, DimExpr):
+        return torch.export.Dim.STATIC
+    line = _line(dim) if given else None
+    if line is None:
+        return torch.export.Dim.AUTO
+    name, factor, rest = line
+    product = dims[name] if factor == 1 else factor * dims[name]
+    return product + rest if rest > 0 else product - -rest if rest else product
+
+
+def _line(dim: DimExpr) -> tuple[str, int, int] | None:
+    """``factor * name + rest``, if the expression is of that form."""
+    if len(dim.names) != 1:
+        return None
+    (name,) = dim.names
+    start = dim.evaluate({name: 0})
+    factor = dim.evaluate({name: 1}) - start
+    straight = all(dim.evaluate({name: n}) == factor * n + start for n in (2, 3, 7, 12, 101))
+    return (name, factor, start) if straight and factor > 0 else None
+
+
+def _parameters(program: Program, form: CallForm, count: int) -> list[str]:
+    """Names for the positional arguments: those of the function's parameters, where it has them."""
+    numbered = pytrees.unflatten(form.tree, range(len(form.leaves)))[0]
+    names = []
+    for i, each in enumerate(numbered):
+        leaves, _ = pytrees.flatten(each)
+        found = program.places.get(leaves[0], ()) if leaves else ()
+        name = str(found[0]) if found else ""
+        names.append(name if name.isidentifier() and name not in names else f"arg_{i}")
+    return names[:count]
+
+
+# --- the module
+
+
+def _module(
+    program: Program, graph: torch.fx.GraphModule, names: Sequence[str], keywords: Sequence[str]
+) -> torch.nn.Module:
+    """A module of the function's parameters and state that does what the program does."""
+
+    class Exported(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            flat, _ = pytrees.flatten((args, kwargs))
+            given = [flat[i] if i < len(flat) else _at(self, replaced[i]) for i in program.inputs]
+            given += [_at(self, p).clone() if p in copied else _at(self, p) for p in places]
+            found = graph.forward(*given)
+            count = program.out_tree.num_leaves
+            results, values = list(found[:count]), found[count:]
+            _assign(self, program, results, values)
+            return pytrees.unflatten(program.out_tree, results)
+
+    parameters = [inspect.Parameter(name, _POSITIONAL) for name in ("self", *names)]
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keywords]
+    signature = inspect.Signature(parameters)
+    Exported.forward.__signature__ = signature  # type: ignore[attr-defined]
+    root = Exported()
+    if program.state.module is not None:
+        _give_state(root, program.state.module)
+    replaced, places = program.state.inputs, _places_of_lifted(program, root)
+    # torch's loops take no constants.
+    known = {name for named in (root.named_parameters, root.named_buffers)
+             for name, _ in named(remove_duplicate=False)}  # fmt: skip
+    copied = set(places) - known if any(graph.children()) else set()
+    return root
+
+
+def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Registers parameters, buffers and submodules as a module has them; these do nothing.
+
+    What is one submodule or one tensor by two names is one here too.
+    """
+    made = {id(module): root}
+    for path, each in module.named_modules(remove_duplicate=False):
+        parent, _, name = path.rpartition(".")
+        like = made.setdefault(id(each), torch.nn.Module())
+        if path:
+            made[id(module.get_submodule(parent))].add_module(name, like)
+        like.train(each.training)
+        for name, parameter in each.named_parameters(recurse=False, remove_duplicate=False):
+            like.register_parameter(name, parameter)
+        for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False):
+            like.register_buffer(name, buffer, persistent=is_persistent(each, name))
+
+
+def _places_of_lifted(program: Program, root: torch.nn.Module) -> list[str]:
+    """The path in the module of each tensor that the program reads from outside.
+
+    What is not of the traced module's state is put there: as a constant where the program has
+    computed it, or a module was traced; else, or if it is written to, as a parameter or buffer.
+    """
+    of_module = program.state.module is not None
+    changed = {
+        source
+        for node in program.graph.nodes
+        if writes(node)
+        for target in written(node)
+        for source in sources(target)
+    }
+    places = []
+    for node in program.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name, tensor = str(node.target), program.tensor(node)
+        place = program.state.names.get(name)
+        if place is None or not of_module:
+            fixed = (of_module or name in program.constants) and node not in changed
+            wanted = place or program.state.attributes.get(name, name)
+            place = _put(root, wanted, name, tensor, fixed)
+        places.append(place)
+    return places
+
+
+def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fixed: bool) -> str:
+    """Puts a tensor into a module, at a path, or by its name where the path is taken."""
+    *path, last = wanted.split(".")
+    at = root
+    for each in path:
+        if not hasattr(at, each):
+            at.add_module(each, torch.nn.Module())
+        at = getattr(at, each)
+        if not isinstance(at, torch.nn.Module):
+            return _put(root, name, f"{name}_", tensor, fixed)
+    if not last or hasattr(at, last):
+        return _put(root, name, f"{name}_", tensor, fixed)
+    if fixed:
+        setattr(at, last, tensor.detach())
+    elif isinstance(tensor, torch.nn.Parameter):
+        at.register_parameter(last, tensor)
+    else:
+        at.register_buffer(last, tensor)
+    return wanted
+
+
+def _at(root: torch.nn.Module, place: str) -> torch.Tensor:
+    """The tensor at a path of a module."""
+    value: Any = root
+    for each in place.split("."):
+        value = getattr(value, each)
+    found: torch.Tensor = value
+    return found
+
+
+def _assign(
+    root: torch.nn.Module, program: Program, results: list[Any], values: Sequence[Any]
+) -> None:
+    """Writes what the program assigns to buffers into them.
+
+    Args:
+        root: the module that has them.
+        program: the program.
+        results: what it returns; copied, where it may have the memory of a buffer.
+        values: the tensors that its updates assign, in order.
+    """
+    if not program.state.assigned:
+        return
+    own = list(values)
+    nodes: Any = program.graph.output_node().args[0]
+    for i, node in enumerate(nodes):
+        if isinstance(node, torch.fx.Node) and sources(node):
+            if i < len(results):
+                results[i] = results[i].clone()
+            else:
+                own[i - len(results)] = own[i - len(results)].detach().clone()
+    rest = iter(own)
+    for i, update in enumerate(program.updates):
+        for value in [next(rest) for _ in update.slots()]:
+            buffer = _at(root, program.state.assigned[i])
+            if buffer.shape != value.shape or buffer.dtype != value.dtype:
+                raise ExportError(
+                    f"{program.name}: {update.text} is assigned a tensor of type {value.dtype} and "
+                    f"shape {tuple(value.shape)}, and was {buffer.dtype} of shape "
+                    f"{tuple(buffer.shape)}; an ExportedProgram writes into the buffer, which has "
+                    f"to stay what it is."
+                )
+            buffer.copy_(value.detach())

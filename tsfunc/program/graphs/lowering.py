@@ -1,0 +1,146 @@
+"""Arguments made from descriptors: what a function is traced with before it is ever called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.errors import DescriptorError
+from tsfunc.program.guarding.forms import placeholder
+from tsfunc.types import CompiledDescriptors, Dim, DimExpr, MetaTensorType
+from tsfunc.types.descriptors import Descriptor, InstanceOf, Nested, TensorOf, Value, entry_text
+
+
+def arguments_for(
+    name: str, signature: inspect.Signature, contract: CompiledDescriptors
+) -> inspect.BoundArguments:
+    """A call that keeps a contract, its tensors without data.
+
+    Args:
+        name: the function's, for errors.
+        signature: its parameters.
+        contract: what each of them is; those it does not speak of have their defaults.
+
+    Raises:
+        DescriptorError: a descriptor leaves open what a call would settle.
+    """
+    make = _Maker(name, sizes_for(contract.dims))
+    bound = signature.bind_partial()
+    for parameter in signature.parameters.values():
+        descriptor = contract.descriptors.get(parameter.name)
+        if descriptor is not None:
+            bound.arguments[parameter.name] = make.value(descriptor, parameter.name)
+        elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        elif parameter.default is parameter.empty:
+            raise DescriptorError(
+                f"{name}.lower: the parameter {parameter.name} has neither a descriptor nor a "
+                f"default. Write what it is: a MetaTensorType for a tensor, any other value as it "
+                f"is."
+            )
+    return bound
+
+
+def sizes_for(dims: Mapping[str, Dim]) -> dict[str, int]:
+    """A size of 2 or more for each named dim, different ones as far as their bounds allow it."""
+    sizes: dict[str, int] = {}
+    for name, dim in dims.items():
+        step = dim.multiple_of or 1
+        least = -(-max(2, dim.min or 0) // step) * step
+        candidates = dim.one_of or range(least, least + _TRIED * step, step)
+        allowed = [n for n in candidates if n >= 2 and dim.admits(n)]
+        fresh = [n for n in allowed[1:] if n not in sizes.values()]
+        sizes[name] = (fresh or allowed or [dim.max or least])[0]
+    return sizes
+
+
+_TRIED = 256  # sizes that are tried for a named dim
+
+
+_NUMBERS: dict[type, Any] = {int: 1033, float: 0.625}  # sizes of nothing
+
+
+class _Maker:
+    def __init__(self, name: str, sizes: Mapping[str, int]) -> None:
+        self.name = name
+        self.sizes = sizes
+
+    def value(self, descriptor: Descriptor, path: str) -> Any:
+        """An argument that a descriptor describes."""
+        match descriptor:
+            case MetaTensorType():
+                return self._tensor(descriptor, path)
+            case TensorOf(cls=torch.Tensor, meta=meta):
+                return self._tensor(meta, path)
+            case TensorOf(cls=torch.nn.Parameter, meta=meta):
+                tensor = self._tensor(meta, path)
+                return torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+            case Value(value):
+                return value
+            case InstanceOf(cls) if cls in _NUMBERS:
+                return _NUMBERS[cls]  # an input: NOTE [numbers by their types] in ``inputs``
+            case Nested(kind, entries, children):
+                pairs = zip(entries, children, strict=True)
+                made = {e: self.value(c, path + entry_text(kind, e)) for e, c in pairs}
+                return _container(kind, made)
+            case _:
+                raise DescriptorError(
+                    f"{self.name}.lower: {path} is described as {descriptor}, which leaves open "
+                    f"what to trace the function with. Write a MetaTensorType for each tensor, a "
+                    f"container of these with as many as there will be, and other values as they "
+                    f"are."
+                )
+
+    def _tensor(self, meta: MetaTensorType, path: str) -> torch.Tensor:
+        dims = meta.dims
+        missing = [
+            name for name, value in (("dtype", meta.dtype), ("shape", dims)) if value is None
+        ]
+        if dims is not None and None in dims:
+            missing.append(f"dim {dims.index(None)} of the shape")
+        if missing or dims is None or meta.dtype is None:
+            raise DescriptorError(
+                f"{self.name}.lower: the descriptor of {path}, {meta}, leaves the "
+                f"{' and the '.join(missing)} open. A size that may vary has a name: "
+                f"MetaTensorType(['n', 3], dtype=torch.float32)."
+            )
+        if None in meta.stride_forms:
+            raise DescriptorError(
+                f"{self.name}.lower: the descriptor of {path}, {meta}, leaves a stride open. Write "
+                f"all strides, or none."
+            )
+        shape = [self._size(dim, path) for dim in dims]
+        strides = [self._size(step, path) for step in meta.stride_forms]
+        tensor = placeholder(
+            shape,
+            meta.dtype,
+            meta.device or torch.device("cpu"),
+            strides or None,
+            meta.memory_format or torch.contiguous_format,
+        )
+        return tensor.requires_grad_() if meta.requires_grad else tensor
+
+    def _size(self, dim: Any, path: str) -> int:
+        if isinstance(dim, Dim):
+            return self.sizes[dim.name]
+        size = dim.evaluate(self.sizes) if isinstance(dim, DimExpr) else int(dim)
+        if size < 0:
+            raise DescriptorError(
+                f"{self.name}.lower: {dim} in the shape of {path} is {size} for {self.sizes}; "
+                f"give its dims bounds, such as Dim('n', min=2), that keep it from being negative."
+            )
+        return size
+
+
+def _container(kind: type, children: Mapping[Any, Any]) -> Any:
+    if kind is dict:
+        return dict(children)
+    if optree.is_namedtuple_class(kind):
+        return kind(*children.values())
+    if issubclass(kind, list | tuple):
+        return kind(children.values())
+    return kind(**children)

@@ -1,0 +1,338 @@
+"""Control flow of a program as torch's own higher-order operators.
+
+A program's own operators (``bridge/control/control_flow``) run as Python does, step by step, and
+are vmapped and differentiated as the user's calls are. torch.export, inductor and other tools of
+torch know its operators instead: ``cond``, ``while_loop``, ``scan``, ``map_impl``,
+``associative_scan``, whose bodies are submodules. Each kind of control flow writes itself so
+(``ControlFlow.in_torch``). Derivatives and batches of control flow are what torch traces of its own
+derivatives and batches of these (``ControlFlow.torch_form``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.control.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates
+from tsfunc.bridge.trace.torch_tracing import is_control_flow, name_operators, traced_by_torch
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+
+# What writes a block: given its inputs, it returns its results; one that is no list for one value.
+Write = Callable[["Writer", list[torch.fx.Node]], "Sequence[torch.fx.Node] | torch.fx.Node"]
+
+
+def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torch.fx.GraphModule:
+    """The module with torch's operators in the place of a program's, wherever torch has one.
+
+    What it has none for stays as it is: :func:`left_over` names it.
+
+    Args:
+        module: has the graph.
+        exact: whether an ``autograd.Function`` of what requires grad stays too, so that the module
+            has the derivative that it brings; else what its forward calls comes in its place.
+    """
+    graph = module.graph
+    writer = Writer(module, graph, exact)
+    for node in list(graph.nodes):
+        if not isinstance(node.target, ControlFlow):
+            continue
+        nodes, children = set(graph.nodes), dict(module.named_children())
+        try:
+            with graph.inserting_before(node):
+                results = node.target.in_torch(writer, node.args)
+        except NoTorchOperator:
+            for made in reversed([each for each in graph.nodes if each not in nodes]):
+                graph.erase_node(made)
+            for name in [name for name, _ in module.named_children() if name not in children]:
+                delattr(module, name)
+            continue
+        for user in list(node.users):
+            found = results[user.args[1]]
+            found.meta.setdefault("val", user.meta.get("val"))
+            user.replace_all_uses_with(found)
+            graph.erase_node(user)
+        graph.erase_node(node)
+    _drop_states(graph)
+    _without_repeats(module)
+    module.recompile()
+    return module
+
+
+def _drop_states(graph: torch.fx.Graph) -> None:
+    """Drops the states of random generators that nobody uses any more."""
+    for node in graph.nodes:
+        if isinstance(node.target, RandomStates) and not any(user.users for user in node.users):
+            for user in list(node.users):
+                graph.erase_node(user)
+            graph.erase_node(node)
+
+
+def _without_repeats(module: torch.fx.GraphModule) -> None:
+    """Gives each choice every operand once: torch.export names the inputs of its bodies by them.
+
+    What torch traces of the derivative of one may have the same operand twice.
+    """
+    for node in module.graph.nodes:
+        if node.target is not torch.ops.higher_order.cond:
+            continue
+        truth, *bodies, operands = node.args
+        if len(set(operands)) == len(operands) or any(len(body.users) > 1 for body in bodies):
+            continue
+        for body in bodies:
+            part = module.get_submodule(str(body.target))
+            assert isinstance(part, torch.fx.GraphModule)
+            inputs = [each for each in part.graph.nodes if each.op == "placeholder"]
+            first: dict[Any, torch.fx.Node] = {}
+            for operand, given in zip(operands, inputs, strict=True):
+                known = first.setdefault(operand, given)
+                if known is not given:
+                    given.replace_all_uses_with(known)
+                    part.graph.erase_node(given)
+            part.recompile()
+        node.args = (truth, *bodies, tuple(dict.fromkeys(operands)))
+    for part in module.children():
+        if isinstance(part, torch.fx.GraphModule):
+            _without_repeats(part)
+
+
+def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
+    """Gives operands and results of bodies memory of their own, as torch asks, where it does not.
+
+    Args:
+        module: what torch has traced of its own control flow.
+        is_body: whether it is a body itself.
+    """
+    graph = module.graph
+    writer = Writer(module, graph)
+    name_operators(graph)
+    for node in graph.nodes:
+        if is_control_flow(node.target):
+            operands: list[torch.fx.Node] = []
+            torch.fx.node.map_arg(node.args, operands.append)
+            with graph.inserting_before(node):
+                distinct = iter(writer.distinct(operands))
+
+            def own(_: Any, found: Iterator[Any] = distinct) -> Any:
+                return next(found)
+
+            node.args = torch.fx.node.map_arg(node.args, own)
+    (*_, last) = graph.nodes
+    if is_body and isinstance(last.args[0], list | tuple):
+        with graph.inserting_before(last):
+            last.args = (type(last.args[0])(writer.apart(last.args[0])),)
+    module.recompile()
+    for part in module.children():
+        if isinstance(part, torch.fx.GraphModule):
+            _keep_apart(part, is_body=True)
+
+
+def left_over(module: torch.fx.GraphModule) -> list[str]:
+    """The names of a program's own operators that are left in a module."""
+    return [node.target.name for node in module.graph.nodes if isinstance(node.target, ControlFlow)]
+
+
+class Writer:
+    """Writes operators into the graph of a module, and their bodies as its submodules.
+
+    Attributes:
+        root: the module.
+        graph: its graph.
+        exact: see :func:`in_torch_operators`.
+    """
+
+    def __init__(self, root: torch.nn.Module, graph: torch.fx.Graph, exact: bool = True) -> None:
+        self.root, self.graph, self.exact = root, graph, exact
+
+    def call(self, target: Any, *args: Any) -> torch.fx.Node:
+        return self.graph.call_function(target, args)
+
+    def items(self, node: torch.fx.Node, count: int) -> list[torch.fx.Node]:
+        """The results of an operator that returns several."""
+        return [self.call(operator.getitem, node, i) for i in range(count)]
+
+    def distinct(self, operands: Sequence[Any]) -> list[Any]:
+        """The operands, none of which has memory in common with another, as torch asks."""
+        found: list[Any] = []
+        roots: set[torch.fx.Node] = set()
+        for node in operands:
+            tensor = isinstance(node, torch.fx.Node) and isinstance(
+                node.meta.get("val"), torch.Tensor
+            )
+            root = _root(node) if tensor else None
+            if root in roots:
+                found.append(self.call(torch.ops.aten.clone.default, node))
+                found[-1].meta["val"] = node.meta["val"]
+                continue
+            if root is not None:
+                roots.add(root)
+            found.append(node)
+        return found
+
+    def truth(self, node: torch.fx.Node) -> torch.fx.Node:
+        """A predicate as torch has it: of dtype bool."""
+        value = node.meta.get("val")
+        is_bool = isinstance(value, torch.Tensor) and value.dtype is torch.bool
+        return node if is_bool else self.call(torch.ops.aten.ne.Scalar, node, 0)
+
+    def block(self, name: str, like: Sequence[Any], write: Write) -> torch.fx.Node:
+        """A new submodule; the node that stands for it.
+
+        Args:
+            name: what it is called.
+            like: what its inputs look like: nodes of the same types.
+            write: writes what it does.
+        """
+        root, graph = torch.nn.Module(), torch.fx.Graph()
+        inputs = []
+        for i, node in enumerate(like):
+            inputs.append(graph.placeholder(f"x{i}"))
+            if isinstance(node, torch.fx.Node) and "val" in node.meta:
+                inputs[-1].meta["val"] = node.meta["val"]
+        inner = Writer(root, graph, self.exact)
+        results = write(inner, inputs)
+        if isinstance(results, torch.fx.Node):
+            graph.output(results)
+        else:
+            graph.output(inner.apart(results))
+        return self._part(name, torch.fx.GraphModule(root, graph, name))
+
+    def _part(self, name: str, part: Any) -> torch.fx.Node:
+        """A submodule, or a tensor, that the graph refers to; the node that stands for it."""
+        taken = {*dict(self.root.named_children()), *dict(self.root.named_buffers())}
+        at = next(each for i in itertools.count() if (each := f"{name}_{i}") not in taken)
+        if isinstance(part, torch.nn.Module):
+            self.root.add_module(at, part)
+        else:
+            self.root.register_buffer(at, part)
+        return self.graph.get_attr(at)
+
+    def apart(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        """Results with memory of their own, as torch asks of bodies."""
+        found: list[Any] = []
+        for node in results:
+            if not isinstance(node, torch.fx.Node):  # torch traces None where there is no tensor
+                found.append(node)
+                continue
+            shared = node.op != "call_function" or node in found or _may_be_view(node)
+            found.append(self.call(torch.ops.aten.clone.default, node) if shared else node)
+        return tuple(found)
+
+    def inline(self, body: Body, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        """Writes what a body does; its results."""
+        values: dict[torch.fx.Node, Any] = {}
+        places = iter(body.inputs)
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = given = operands[next(places)]
+                if isinstance(given, torch.fx.Node) and "val" in node.meta:
+                    given.meta.setdefault("val", node.meta["val"])
+            elif node.op == "output":
+                return [values[each] for each in node.args[0]]
+            elif isinstance(node.target, ControlFlow):
+                values[node] = node.target.in_torch(self, [values[arg] for arg in node.args])
+            elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
+                values[node] = values[node.args[0]][node.args[1]]
+            elif node.meta.get("no_grad"):
+                # A body has no grad modes: what is computed of cut tensors is not differentiated.
+                cut = {each: self._cut(values[each]) for each in node.all_input_nodes}
+                values[node] = self.graph.node_copy(node, cut.__getitem__)
+            else:
+                values[node] = self.graph.node_copy(node, values.__getitem__)
+        raise AssertionError(f"{body.name} returns nothing")
+
+    def _cut(self, node: Any) -> Any:
+        """A tensor without autograd's graph."""
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return node
+        made = self.call(torch.ops.aten.detach.default, node)
+        made.meta["val"] = node.meta["val"]
+        made.meta["op"] = operator_of(torch.ops.aten.detach.default)
+        return made
+
+    def module(self, op: ControlFlow, operands: Sequence[Any]) -> torch.fx.GraphModule:
+        """A module that is called with an operator's operands, and does what it does."""
+        root, graph = torch.nn.Module(), torch.fx.Graph()
+        inputs = []
+        for i, operand in enumerate(operands):
+            inputs.append(graph.placeholder(f"x{i}"))
+            if isinstance(operand, torch.fx.Node):
+                inputs[-1].meta = dict(operand.meta)
+        graph.output(tuple(op.in_torch(Writer(root, graph, self.exact), inputs)))
+        return torch.fx.GraphModule(root, graph, op.name)
+
+    def traced(self, op: ControlFlow, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        """Writes what torch traces of an operator's form for it; its results.
+
+        Raises:
+            NoTorchOperator: it has none, or torch can't trace it.
+        """
+        module = self.trace_of(op, op.torch_form(self, operands), operands)
+        values: dict[torch.fx.Node, Any] = {}
+        given = iter(self.distinct(operands))
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                name = str(node.target)
+                values[node] = self._part(name, getattr(module, name))
+            elif node.op == "output":
+                return [values[each] for each in node.args[0]]
+            else:
+                values[node] = self.graph.node_copy(node, values.__getitem__)
+        raise AssertionError(f"{op.name} returns nothing")
+
+    def trace_of(
+        self, op: ControlFlow, form: Callable[..., Any], operands: Sequence[Any]
+    ) -> torch.fx.GraphModule:
+        """What torch traces of an operator's form.
+
+        Raises:
+            NoTorchOperator: it can't.
+        """
+        try:
+            module = traced_by_torch(form, [_value_of(operand) for operand in operands])
+        except Exception as error:  # torch's, of what its control flow can't do
+            raise NoTorchOperator(f"{op.name}: {error}") from error
+        _keep_apart(module)
+        return module
+
+
+def one_of(node: Any, dim: int | None) -> Any:
+    """A node like one of the slices of a tensor along its first dim, if it has some."""
+    if dim is None or not isinstance(node, torch.fx.Node):
+        return node
+    made = torch.fx.Graph().placeholder("x")
+    made.meta["val"] = node.meta["val"].select(dim, 0)
+    return made
+
+
+def _value_of(operand: Any) -> Any:
+    """What a node stands for: a fake tensor, or a number."""
+    if not isinstance(operand, torch.fx.Node):
+        return operand
+    if "val" not in operand.meta and "number" not in operand.meta:
+        raise NoTorchOperator(f"%{operand.name}, of which nothing is known")
+    return operand.meta.get("val", operand.meta.get("number"))
+
+
+def _root(node: torch.fx.Node) -> torch.fx.Node:
+    """What a node is a view of."""
+    while node.args and isinstance(node.args[0], torch.fx.Node):
+        source = node.args[0]
+        of = source if node.target is operator.getitem else node
+        if not isinstance(of.meta.get("op"), TorchOperator) or not _may_be_view(of):
+            break
+        node = source
+    return node
+
+
+def _may_be_view(node: torch.fx.Node) -> bool:
+    op = node.meta.get("op")
+    if not isinstance(op, TorchOperator):
+        return node.target is operator.getitem
+    return op.is_view or op.writes or op.name == "aten::detach"

@@ -1,0 +1,1 @@
+"""Which calls a program answers, and why not others."""

@@ -1,0 +1,189 @@
+"""The form of a call: all that a program takes for granted of the arguments it was made for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.bridge.sizes.symbols import Condition, Symbols
+from tsfunc.bridge.trace.asked import Asked
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.dispatch import state
+from tsfunc.program.guarding.guards import guard_lines, variables_of
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
+from tsfunc.program.guarding.same_tensors import Groups, condition
+from tsfunc.program.reading.entering import key_orders
+from tsfunc.program.reading.holding import is_instance
+from tsfunc.types import Dim
+
+
+@dataclass(frozen=True, eq=False)
+class CallForm:
+    """What calls have in common that one guard lets through; it holds none of their tensors.
+
+    Attributes:
+        tree: the structure of the arguments, a tuple of (args, kwargs).
+        leaves: the flattened arguments, with None where a tensor is, and `Watched` for an object
+            whose attributes are held by the program's ``reach``.
+        inputs: the tensors among them; their examples have no data.
+        bounds: the named dims.
+        ambient: torch's settings.
+        of_keywords: whether the order of the keyword arguments is one that the function sees.
+        conditions: what must hold of the named dims, and of the numbers beside them.
+        asked: what was asked of tensors among the arguments, beside types and sizes.
+        groups: their positions, those together that are one tensor; empty where nobody tells.
+        scalars: the numbers among the arguments that are inputs, and may be others.
+    """
+
+    tree: optree.PyTreeSpec
+    leaves: tuple[Any, ...]
+    inputs: tuple[InputSpec, ...]
+    bounds: Mapping[str, Dim]
+    ambient: tuple[Any, ...]
+    of_keywords: bool = False
+    conditions: tuple[Condition, ...] = ()
+    asked: tuple[Asked, ...] = ()
+    groups: Groups = ()
+    scalars: tuple[ScalarSpec, ...] = ()
+
+    @functools.cached_property
+    def orders(self) -> tuple[Any, ...]:
+        """The orders of the keys among the arguments: NOTE [the order of keys]."""
+        return key_orders(self.tree, self.of_keywords)
+
+    def guard(self) -> tuple[list[str], dict[str, Any]]:
+        """The guard for such calls, see ``guard_lines``."""
+        flat = list(self.leaves)
+        for spec in self.inputs:
+            flat[spec.position] = spec.example
+        lines, scope = guard_lines(flat, self.inputs, self.bounds, self.scalars, self.conditions)
+        return [*lines, *self.more(scope)], scope
+
+    def more(self, scope: dict[str, Any]) -> list[str]:
+        """The lines of a guard about what was asked of tensors beside types and sizes.
+
+        Args:
+            scope: where the names are put that they use.
+        """
+        lines = []
+        for i, each in enumerate(self.asked):
+            scope[f"asked_{i}"] = each.holds
+            lines.append(f"if not asked_{i}(args[{each.position}]): return None")
+        if self.groups:
+            lines.append(f"if not ({condition(self.groups)}): return None")
+        return lines
+
+    def unmet(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
+        """The conditions that do not hold for some arguments, whose named dims have these sizes."""
+        named = variables_of(self.bounds, ())
+        known = {variable: sizes[name] for name, variable in named.items() if name in sizes}
+        return [
+            condition.text
+            for condition in self.conditions
+            if not eval(condition.code, {"math": math, "args": flat}, known)
+        ]
+
+
+def form_of_call(
+    flat: Sequence[Any],
+    tree: optree.PyTreeSpec,
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+    ambient: tuple[Any, ...],
+    of_keywords: bool,
+    conditions: tuple[Condition, ...],
+    asked: tuple[Asked, ...] = (),
+    groups: Groups = (),
+    scalars: Sequence[ScalarSpec] = (),
+) -> CallForm:
+    """The form of a call that is being traced."""
+    leaves = tuple(_leaf(x) for x in flat)
+    fake = Symbols({}).fake
+    specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
+    return CallForm(
+        tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, asked, groups,
+        tuple(scalars),
+    )  # fmt: skip
+
+
+def example_call(
+    form: CallForm, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
+) -> list[Any]:
+    """The flattened arguments of a call that is much like those of a form, without data.
+
+    Args:
+        form: what calls have in common.
+        sizes: for some of the named dims the size; the others are as in the form's own call.
+        requires_grad: the places of the tensors that do; None: as in the form's own call.
+    """
+    flat = list(form.leaves)
+    named = {**sizes_of_call(form.inputs), **sizes}
+    fake = Symbols({}).fake
+    for spec in form.inputs:
+        shape = spec.shape(named)
+        own = spec.example.requires_grad
+        wanted = own if requires_grad is None else spec.position in requires_grad
+        flat[spec.position] = _at_shape(spec.example, shape, wanted, fake)
+    return flat
+
+
+def _at_shape(
+    example: torch.Tensor,
+    shape: Sequence[Any],
+    requires_grad: bool,
+    fake: AbstractContextManager[Any],
+) -> torch.Tensor:
+    """A tensor like another, of other sizes and the same order of strides."""
+    order = sorted(range(len(shape)), key=lambda d: (example.stride(d), -d))
+    strides, step = [0] * len(shape), 1
+    for d in order:
+        strides[d] = step
+        step *= max(1, shape[d])
+    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
+        made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+        can = made.is_floating_point() or made.is_complex()
+        return made.requires_grad_() if requires_grad and can else made
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Stands for an object whose attributes are watched."""
+
+    cls: type
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None
+    return Watched(type(value)) if is_instance(value) else value
+
+
+def without_data(example: torch.Tensor, fake: AbstractContextManager[Any]) -> torch.Tensor:
+    """A tensor of the same type, sizes, strides and device that has no memory."""
+    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
+        made = torch.empty_strided(
+            example.shape, example.stride(), dtype=example.dtype, device=example.device
+        )
+        return made.requires_grad_() if example.requires_grad else made
+
+
+def placeholder(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
+    """An example for an input of which only the type is known; it has no data."""
+    with torch_state.outside_all_levels(), state.outside_all_levels(), Symbols({}).fake:
+        if strides is not None:
+            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=memory_format)

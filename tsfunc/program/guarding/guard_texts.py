@@ -1,0 +1,97 @@
+"""What a program takes for granted, for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tsfunc.bridge.sizes.symbols import Condition
+from tsfunc.bridge.trace.asked import Asked
+from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.program.guarding.inputs import InputSpec
+from tsfunc.program.reading.holding import is_instance
+from tsfunc.types import Dim, DimExpr
+from tsfunc.types.meta import tensor_text
+from tsfunc.types.runs import place_text
+from tsfunc.types.values import describe
+
+
+class Guards(tuple[str, ...]):
+    """Lines, each something that is true of every call that a program answers."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+
+def guard_texts(
+    flat: Sequence[Any],
+    places: Mapping[int, tuple[Any, ...]],
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+    settings: Sequence[Any],
+    arguments: Mapping[str, Any],
+    read: Mapping[str, Any],
+    open_numbers: Sequence[int],
+    conditions: Sequence[Condition],
+    asked: Sequence[Asked],
+) -> Guards:
+    """What a program for a call takes for granted.
+
+    Args:
+        flat: the flattened arguments.
+        places: the path of each from a parameter.
+        inputs: the tensors among them.
+        bounds: the named dims.
+        settings: torch's.
+        arguments: by parameter.
+        read: what was read of objects and from outside, by how a user would write it.
+        open_numbers: the positions of the numbers that are inputs.
+        conditions: what must hold of these.
+        asked: what was asked of tensors among the arguments, beside types and sizes.
+    """
+    specs = {spec.position: spec for spec in inputs}
+    lines: list[str] = []
+    for i, value in enumerate(flat):
+        name = place_text(places[i], arguments)
+        spec = specs.get(i)
+        if spec is not None:
+            lines.append(f"{name}: {_tensor(spec)}")
+        elif i in open_numbers:
+            lines.append(f"{name}: any {type(value).__name__}")
+        elif is_instance(value):
+            lines.append(f"type({name}) is {type(value).__qualname__}")
+        else:
+            lines.append(f"{name} is {describe(value)}")
+    lines += _sizes(inputs, bounds, places, arguments)
+    lines += [condition.text for condition in conditions]
+    for each in asked:
+        name = place_text(places[each.position], arguments)
+        lines.append(f"{each.fact.format(name)} is {each.answer}")
+    lines += [f"{name} is {describe(value)}" for name, value in read.items()]
+    lines += [f"{s.name} is {value}" for s, value in zip(SETTINGS, settings, strict=True)]
+    return Guards(lines)
+
+
+def _tensor(spec: InputSpec) -> str:
+    x = spec.example
+    layout = "contiguous" if x.is_contiguous() else f"strides {tuple(x.stride())}"
+    dims = [dim.name if isinstance(dim, Dim) else dim for dim in spec.dims]
+    return f"{tensor_text(x.dtype, dims, x.device, x.requires_grad)} {layout}"
+
+
+def _sizes(
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+    places: Mapping[int, tuple[Any, ...]],
+    arguments: Mapping[str, Any],
+) -> Iterator[str]:
+    for dim in bounds.values():
+        least = max(2, dim.min or 0)
+        yield str(Dim(dim.name, least, dim.max, dim.multiple_of, dim.one_of))
+    for spec in inputs:
+        for k, size in enumerate(spec.dims):
+            if isinstance(size, DimExpr):
+                name = place_text(places[spec.position], arguments)
+                yield f"{name}.shape[{k}] == {size}"

@@ -1,0 +1,132 @@
+"""Why a program was made: in what a call differs from the calls that there are programs for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.program.guarding.inputs import InputSpec
+from tsfunc.program.reading.holding import is_instance
+from tsfunc.types import Dim
+from tsfunc.types.runs import place_text
+from tsfunc.types.values import describe, same_value
+
+Facts = Mapping[str, Any]
+_ABSENT = object()
+_ORDER, _PASSED = "the keys of dict", "the arguments"  # what else differs says more
+
+
+def facts_of_call(
+    flat: Sequence[Any],
+    places: Mapping[int, tuple[Any, ...]],
+    inputs: Sequence[InputSpec],
+    settings: Sequence[Any],
+    arguments: Mapping[str, Any],
+    orders: Sequence[Any],
+    passed: str,
+) -> dict[str, Any]:
+    """What a program for a call takes for granted, by names that a user would write.
+
+    Args:
+        flat: the flattened arguments.
+        places: the path of each from a parameter.
+        inputs: the tensors among them; a size that is a named dim is the name.
+        settings: torch's.
+        arguments: by parameter.
+        orders: of the keys of dicts among the arguments.
+        passed: which arguments are passed by position, and which by name.
+    """
+    facts: dict[str, Any] = {}
+    specs = {spec.position: spec for spec in inputs}
+    for i, value in enumerate(flat):
+        name = place_text(places[i], arguments)
+        spec = specs.get(i)
+        if spec is not None:
+            facts.update(_tensor(name, spec))
+        elif is_instance(value):
+            facts[f"type({name})"] = _Word(type(value).__qualname__)
+        else:
+            facts[name] = value
+    for setting, value in zip(SETTINGS, settings, strict=True):
+        facts[setting.name] = value
+    facts[_PASSED] = _Word(passed)
+    for i, keys in enumerate(orders):
+        facts[f"{_ORDER} {i}"] = _Word(", ".join(map(repr, keys)))
+    return facts
+
+
+def passed_text(positional: int, keywords: Iterable[str]) -> str:
+    """Which arguments are passed by position, and which by name: ``(_, y=_)``."""
+    return f"({', '.join([*['_'] * positional, *(f'{name}=_' for name in keywords)])})"
+
+
+def _tensor(name: str, spec: InputSpec) -> dict[str, Any]:
+    x = spec.example
+    facts = {f"{name}.dtype": x.dtype, f"{name}.device": x.device, f"{name}.dim()": x.dim()}
+    facts[f"{name}.requires_grad"] = x.requires_grad
+    for k, dim in enumerate(spec.dims):
+        facts[f"{name}.shape[{k}]"] = dim if isinstance(dim, int) else _Word(_name(dim))
+    contiguous = x.is_contiguous()
+    facts[f"{name}.stride()"] = _Word("contiguous") if contiguous else tuple(x.stride())
+    return facts
+
+
+class _Word(str):
+    """What is shown as it is: a size that is a named dim, the name of a class."""
+
+
+def _name(dim: Any) -> Any:
+    return dim.name if isinstance(dim, Dim) else dim
+
+
+def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
+    """In what a call differs from the nearest of the calls that there are programs for.
+
+    Args:
+        facts: the call's.
+        known: those of each program, the last used one first.
+    """
+    nearest: list[str] | None = None
+    for others in known:
+        names = differing(facts, others)
+        names = [name for name in names if not name.startswith((_ORDER, _PASSED))] or names
+        if nearest is None or len(names) < len(nearest):
+            nearest = [_difference(name, facts, others) for name in names]
+    if nearest is None:
+        return "the first call"
+    if not nearest:
+        return UNSEEN
+    shown = nearest[:_SHOWN]
+    if len(nearest) > _SHOWN:
+        shown.append(f"and {len(nearest) - _SHOWN} more")
+    return "; ".join(shown)
+
+
+UNSEEN = "something has changed that the function reads beside its arguments"
+_SHOWN = 4  # differences that a reason lists
+
+
+def differing(facts: Facts, others: Facts) -> list[str]:
+    """The names of the facts in which two calls differ."""
+    found = []
+    for name in dict.fromkeys((*facts, *others)):
+        now, before = facts.get(name, _ABSENT), others.get(name, _ABSENT)
+        if now is not before and not same_value(now, before):
+            found.append(name)
+    return found
+
+
+def _difference(name: str, facts: Facts, others: Facts) -> str:
+    now, before = facts.get(name, _ABSENT), others.get(name, _ABSENT)
+    return f"{name}: {_text(now)}, was {_text(before)}"
+
+
+def _text(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    if isinstance(value, torch.dtype | torch.device | torch.layout):
+        return str(value).removeprefix("torch.")
+    return str(value) if type(value) in (int, bool, float, tuple, _Word) else describe(value)

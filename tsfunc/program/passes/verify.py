@@ -1,0 +1,182 @@
+"""Whether a program's graph is well formed: every value defined before its use, every argument
+of the kind that its operator takes, every result of the type and shape that it is said to have.
+
+It is asked for by ``Program.verify()``. With ``TSFUNC_VERIFY=1`` in the environment, as in the
+project's own tests, every graph is verified as it was traced and after each pass.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Collection, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.trace.rerun import Rerun, difference
+from tsfunc.bridge.tracers.arguments import Argument, arguments_of, matched
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.errors import MalformedProgramError
+
+
+def asked_for() -> bool:
+    """Whether every graph is to be verified."""
+    return os.environ.get("TSFUNC_VERIFY", "0") not in ("", "0")
+
+
+def verify(graph: torch.fx.Graph, lifted: Collection[str] | None, what: str) -> None:
+    """Verifies a graph, and those of the bodies of control flow in it.
+
+    Args:
+        graph: it was traced: its nodes have fake values.
+        lifted: the names that ``get_attr`` nodes may have; None: any.
+        what: how an error calls the graph.
+
+    Raises:
+        MalformedProgramError: something is wrong; the message names the value.
+    """
+    check = _Check(graph, lifted, what)
+    check.definitions()
+    check.kinds()
+    check.results()
+    for node in graph.nodes:
+        if isinstance(node.target, ControlFlow):
+            for body in node.target.bodies:
+                verify(body.graph, (), f"{what}, {node.name}, {body.name}")
+
+
+class _Check:
+    def __init__(self, graph: torch.fx.Graph, lifted: Collection[str] | None, what: str) -> None:
+        self.nodes = list(graph.nodes)
+        self.lifted = lifted
+        self.what = what
+
+    def _fail(self, node: torch.fx.Node, problem: str) -> NoReturn:
+        place = node.meta.get("place")
+        at = f" (at {place})" if place is not None else ""
+        raise MalformedProgramError(f"{self.what}: %{node.name}{at}: {problem}")
+
+    def definitions(self) -> None:
+        """Values have names of their own, are defined before their use, and one output ends all."""
+        defined: set[torch.fx.Node] = set()
+        names: set[str] = set()
+        for node in self.nodes:
+            for arg in node.all_input_nodes:
+                if arg not in defined:
+                    self._fail(node, f"it uses %{arg.name}, which is not defined before it.")
+            if node.name in names:
+                self._fail(node, "another value has the same name.")
+            if node.op not in ("placeholder", "get_attr", "call_function", "output"):
+                self._fail(node, f"a program has no {node.op} nodes.")
+            missing = self.lifted is not None and str(node.target) not in self.lifted
+            if node.op == "get_attr" and missing:
+                self._fail(node, f"the program has no tensor {node.target}.")
+            if node.op == "output" and node is not self.nodes[-1]:
+                self._fail(node, "there is something after the output.")
+            defined.add(node)
+            names.add(node.name)
+        if not self.nodes or self.nodes[-1].op != "output":
+            raise MalformedProgramError(f"{self.what}: it has no output.")
+
+    def kinds(self) -> None:
+        """Each operator is given what its schema asks for."""
+        for node in self.nodes:
+            op = node.meta.get("op")
+            if not isinstance(op, TorchOperator):
+                continue
+            try:
+                given = list(matched(op, node.args, node.kwargs))
+            except TypeError as error:
+                self._fail(node, f"{error}.")
+            for argument, value in given:
+                if not _is_kind(argument, value):
+                    self._fail(
+                        node,
+                        f"{op.name} takes a {argument.type} for {argument.name}, got {value!r}.",
+                    )
+            there = {argument.name for argument, _ in given}
+            for argument in arguments_of(op):
+                if not argument.has_default and argument.name not in there:
+                    self._fail(node, f"{op.name} is called without {argument.name}.")
+
+    def results(self) -> None:
+        """Each operator, run again on fake tensors, returns what the trace has noted of it."""
+        tensors = [n.meta["val"] for n in self.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        rerun = Rerun(tensors[0] if tensors else None)
+        values: dict[torch.fx.Node, Any] = {}
+        for node in self.nodes:
+            if node.op == "output":
+                return
+            said = node.meta.get("val")
+            if node.op in ("placeholder", "get_attr"):
+                number = node.meta.get("number")
+                values[node] = number if said is None else rerun.like(said)
+                continue
+            values[node] = found = self._again(rerun, node, values)
+            if isinstance(said, torch.Tensor):
+                if not isinstance(found, torch.Tensor):
+                    self._fail(node, f"it is a {type(found).__name__}, not a tensor.")
+                unlike = difference(found, said)
+                if unlike is not None:
+                    self._fail(node, f"{unlike}.")
+
+    def _again(self, rerun: Rerun, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+        if isinstance(node.target, ControlFlow):
+            return dict(_items(node, rerun))
+        if _reads_data(node):  # anew it would find other numbers
+            said = node.meta.get("val")
+            if said is None and "number" not in node.meta:
+                return dict(_items(node, rerun))
+            return node.meta["number"] if said is None else rerun.like(said)
+        args = torch.fx.map_arg(node.args, values.__getitem__)
+        kwargs = torch.fx.map_arg(node.kwargs, values.__getitem__)
+        target: Any = node.target
+        try:
+            return rerun.call(target, args, kwargs)
+        except Exception as error:
+            self._fail(node, f"it can't be computed: {type(error).__name__}: {error}")
+
+
+def _reads_data(node: torch.fx.Node) -> bool:
+    """Whether the sizes of the results, or numbers among them, depend on data.
+
+    What an operator finds in data that it has seen before is no news to the trace.
+    """
+    op = node.meta.get("op")
+    tagged = isinstance(op, TorchOperator) and torch.Tag.dynamic_output_shape in op.overload.tags
+    return tagged or bool(node.meta.get("reads_data"))
+
+
+def _items(node: torch.fx.Node, rerun: Rerun) -> Iterator[tuple[Any, Any]]:
+    """The results of a call of several, by their numbers, as the trace has noted them."""
+    for user in node.users:
+        if user.target is operator.getitem:
+            said = user.meta.get("val")
+            yield user.args[1], user.meta.get("number") if said is None else rerun.like(said)
+
+
+_NUMBERS = ("int", "float", "bool", "number")
+
+
+def _is_kind(argument: Argument, value: Any) -> bool:
+    """Whether a value in a graph may be given for an argument."""
+    kind = argument.type
+    if value is None:
+        return kind.startswith("Optional") or argument.has_default or kind == "Any"
+    kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional") else kind
+    if kind == "Tensor":
+        # torch makes tensors of numbers.
+        return isinstance(value, torch.fx.Node | int | float | complex)
+    if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+        return isinstance(value, list | tuple) and all(v is None or _is_tensor(v) for v in value)
+    if kind.startswith("List"):
+        items = value if isinstance(value, list | tuple) else [value]
+        return not any(_is_tensor(item) or isinstance(item, str) for item in items)
+    return not _is_tensor(value) and not (kind in _NUMBERS and isinstance(value, str | list))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

@@ -1,0 +1,447 @@
+"""Objects among a function's arguments and surroundings, watched while it is traced.
+
+See NOTE [attributes] in ``holding.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.trace.tracing import is_traced
+from tsfunc.bridge.trace.untyped import AnyValue
+from tsfunc.bridge.tracers.settings import hooks_of_all_modules
+from tsfunc.dispatch.places import users_place
+from tsfunc.errors import TypeCheckError
+from tsfunc.program.reading.changes import MISSING, Change, changed_containers, updates_of
+from tsfunc.program.reading.holding import Closure, Held, Place, is_instance
+from tsfunc.program.reading.randomness import Generators
+from tsfunc.program.reading.reach import Facts
+from tsfunc.program.reading.updates import Updates, has_tensor
+from tsfunc.program.reading.watching import Watching
+from tsfunc.types import check
+from tsfunc.types.annotation import attribute_types, says_any
+
+_STATE = ("_parameters", "_buffers", "_modules")
+_HOMES = frozenset({"__dict__", *_STATE, "_non_persistent_buffers_set"})
+_MODULE = torch.nn.Module
+_TORCH_LOOKUPS = {
+    method.__code__
+    for method in (
+        _MODULE.__getattr__, _MODULE.__setattr__, _MODULE.__delattr__, _MODULE.register_buffer,
+        _MODULE.register_parameter,
+    )
+}  # fmt: skip
+
+
+class KeepsTensors(Exception):
+    """Internal: a function puts tensors into what it only changes, so that is to be taken in."""
+
+
+class Instances:
+    """The objects that a trace knows; a context manager in which they are watched.
+
+    Args:
+        name: the specialized function's, for errors.
+        closure: what becomes of what is the function's own.
+
+    Attributes:
+        held: what was read.
+        generators: those of random numbers that a trace can't record.
+        met: is told of functions and classes whose code the trace runs.
+        others: gives the changes to what is no object's attribute.
+        free_counters: takes traced tensors out of what the function only changes (NOTE [counters]
+            in ``code_reads.py``), and says whether there were any.
+        tells_apart: whether the function compares objects by identity (``x is y``) that may be
+            tensors: NOTE [one tensor twice] in ``same_tensors.py``.
+    """
+
+    def __init__(self, name: str, closure: Closure = "guard") -> None:
+        self.name = name
+        self.met: Callable[[Any], None] = lambda value: None
+        self.others: Callable[[], Iterator[Change]] = lambda: iter(())
+        self.free_counters: Callable[[], bool] = lambda: False
+        self._counted_tensors = False
+        self.tells_apart = False
+        self.generators = Generators(f"specialize({name})")
+        self.held = Held(
+            name, self._enter, lambda value: self.met(value), self.generators.add, closure
+        )
+        self._instances: dict[int, Instance] = {}
+        self._watching = Watching(self)
+        self._paused = self._met_modules = False
+
+    def add(self, value: Any, text: str, way: str | None) -> None:
+        """An object to watch: an argument with the way to it, or, with None, the function's own."""
+        facts, cls = self.held.facts_of(way is None), type(value)
+        variable = facts.bind(facts.name(value) if way is None else way)
+        self.held.take(value, Place(variable, text, cls.__name__, way is None))
+
+    def __enter__(self) -> Instances:
+        self.generators.start()
+        self._watching.__enter__()
+        for instance in self._instances.values():
+            self._watching.add(type(instance.value))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._watching.__exit__(*exc)
+
+    def _enter(self, value: Any, place: Place) -> None:
+        if isinstance(value, torch.nn.Module):
+            self._hooks_of_all_modules()
+        self._instances[id(value)] = Instance(self, value, place)
+        self._watching.add(type(value))
+        self.met(type(value))
+
+    def _hooks_of_all_modules(self) -> None:
+        """The hooks that torch calls with every module."""
+        facts, hooks = self.held.facts_of(True), hooks_of_all_modules()
+        if not self._met_modules:
+            facts.require(f"{facts.name(hooks_of_all_modules)}() == {facts.name(hooks)}")
+            for hook in hooks:
+                self.met(hook)
+        self._met_modules = True
+
+    def read(self, instance: Any, name: str, plain: Any) -> Any:
+        """What reading an attribute gives, see `Watching`."""
+        known = self._instances.get(id(instance))
+        if known is None or self._paused:
+            return plain(instance, name)
+        # The second frame is who reads. torch's own lookup of parameters reads the __dict__, and
+        # the dicts of a module, for what `Instance.read` has already looked for, or for where to
+        # assign.
+        if name in _HOMES and sys._getframe(2).f_code in _TORCH_LOOKUPS:
+            return plain(instance, name)
+        if not (name.startswith("__") and name.endswith("__")):
+            return known.read(name, plain)
+        if name == "__dict__":
+            known.read_all()
+        return plain(instance, name)
+
+    def assigned(self, instance: Any, name: str) -> None:
+        """An attribute is about to be assigned or deleted, see `Watching`."""
+        known = self._instances.get(id(instance))
+        if known is not None and not self._paused:
+            known.lines[name] = str(users_place())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What the block reads is not the traced function's doing."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def put_back(self) -> list[Change]:
+        """Undoes what the traced function has assigned; what it was."""
+        with self.paused():
+            changes = [change for each in self._instances.values() for change in each.changes()]
+            changes += changed_containers(self.held)
+            changes += self.others()
+            for change in changes:
+                change.undo()
+            self._counted_tensors = self.free_counters()
+        self.generators.put_back()
+        return changes
+
+    def finish(self) -> Updates:
+        """The end of the trace: undoes what the traced function has assigned.
+
+        Returns:
+            The assignments that the program is to end with.
+
+        Raises:
+            TypeCheckError: there was one that a program can't do.
+            KeepsTensors: the function puts tensors into what it only changes.
+        """
+        # What was two objects may not be one in a later call: `a is b` was answered.
+        for own in {False, self.held.closure == "freeze"}:
+            alike = [i.place for i in self._instances.values()]
+            variables = [p.variable for p in alike if self.held.facts_of(p.own) is
+                         self.held.facts_of(own)]  # fmt: skip
+            self.held.facts_of(own).require_distinct(variables)
+        changes = self.put_back()
+        if self._counted_tensors:
+            raise KeepsTensors
+        if self.held.closure != "freeze":
+            self.generators.refuse_moved()
+        return updates_of(changes, self.held)
+
+
+class Instance:
+    """A watched object: what it was when it was first met, and what was read of it.
+
+    Attributes:
+        lines: for each attribute that was assigned, where.
+    """
+
+    def __init__(self, instances: Instances, value: Any, place: Place) -> None:
+        self.instances = instances
+        self.value = value
+        self.place = place
+        self.lines: dict[str, str] = {}
+        self._held: set[str] = set()
+        self._before = _contents(value)
+
+    def read(self, name: str, plain: Any) -> Any:
+        """What reading an attribute gives; later calls are held to it, if it is data."""
+        found = inspect.getattr_static(type(self.value), name, MISSING)
+        if _is_data_descriptor(found):
+            if _is_slot(found):
+                return self._hold(name, plain(self.value, name), f".{name}")
+            self._descriptor(name, found)
+            return plain(self.value, name)  # a property runs, and what it reads is held
+        self._watch_descriptor(name, found)
+        home, value = _find(self.value, name)
+        if home is not None:
+            # What was assigned during the trace is the trace's own.
+            assigned = self._before.get((home, name), MISSING) is not value
+            return value if assigned else self._hold(name, value, *_steps(home, name))
+        if isinstance(found, functools.cached_property):
+            self._require_none_of_its_own(name)
+            return found.func(self.value)  # not kept: the object stays as it is
+        try:
+            value = plain(self.value, name)
+        except AttributeError:
+            self._absent(name)
+            raise
+        if found is not MISSING and hasattr(type(found), "__get__"):
+            self._method(name, found)
+            return value
+        # An attribute of the class, or made by a __getattribute__ of its own.
+        return self._hold(name, value, f".{name}")
+
+    def read_all(self) -> None:
+        """Holds later calls to all that the object has: its ``__dict__`` was read."""
+        facts = self._facts
+        own = [name for home, name in self._before if home == _DICT]
+        facts.require_keys(facts.bind(f"{self.place.variable}.__dict__"), own)
+        for home, name in self._before:
+            if home != _SLOT:
+                self._hold(name, self._before[home, name], *_steps(home, name))
+
+    @property
+    def _facts(self) -> Facts:
+        return self.instances.held.facts_of(self.place.own)
+
+    def changes(self) -> Iterator[Change]:
+        """What the function has assigned to attributes."""
+        now = _contents(self.value)
+        for home, name in {**self._before, **now}:
+            before = self._before.get((home, name), MISSING)
+            after = now.get((home, name), MISSING)
+            if after is before:
+                continue
+            target = f"{{}}.{name}" if home == _SLOT else f"{{}}.{home}[{name!r}]"
+            yield Change(
+                f"{self.place.text}.{name}",
+                self.place,
+                self.value,
+                target,
+                before,
+                after,
+                undo=functools.partial(_restore, self.value, home, name, before),
+                line=self.lines.get(name),
+                problem=_problem(self.value, home, before, after),
+                buffer=name if home == "_buffers" else None,
+            )
+
+    def _hold(self, name: str, value: Any, *steps: str) -> Any:
+        """Holds later calls to the value of an attribute, once."""
+        if name not in self._held and not is_traced(value):
+            self._held.add(name)
+            if self.place.own and not name.startswith("_"):
+                self.instances.held.refuse_own(f"{self.place.text}.{name}", str(users_place()))
+            facts, owner = self._facts, f"{type(self.value).__name__}.{name}"
+            variable = self.place.variable
+            with self.instances.paused():
+                self._check(name, value, owner)
+                for step in steps:
+                    variable = facts.bind(variable + step)
+                place = Place(variable, f"{self.place.text}.{name}", owner, self.place.own)
+                self.instances.held.take(value, place)
+        return self._typed(name, value)
+
+    def _typed(self, name: str, value: Any) -> Any:
+        """The value, or what stands for one that its class calls ``Any``."""
+        cls = type(self.value)
+        if value is None or is_traced(value) or _is_installed(cls) or not says_any(cls, name):
+            return value
+        mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
+        return AnyValue(value, f"{self.place.text}.{name}", mend)
+
+    def _check(self, name: str, value: Any, owner: str) -> None:
+        """What the class says of the attribute holds; an installed one's is not the user's."""
+        cls = type(self.value)
+        declared = None if _is_installed(cls) else attribute_types(cls).get(name)
+        found = [] if declared is None else check(value, declared, owner)
+        if found:
+            listed = "".join(f"  {mismatch}\n" for mismatch in found)
+            raise TypeCheckError(
+                f"specialize({self.instances.name}): {owner}, read at {users_place()}, is not "
+                f"what its class declares:\n{listed}Assign what is declared, or declare what is "
+                f"assigned."
+            )
+
+    def _method(self, name: str, found: Any) -> None:
+        """A method is the same as long as its class has it and the object has none of its own."""
+        if name in self._held:
+            return
+        self._require_none_of_its_own(name)
+        cls, facts = type(self.value), self._facts
+        if isinstance(found, types.FunctionType) and not (found.__module__ or "").startswith(
+            "torch."
+        ):
+            facts.require_same(facts.bind(f"{facts.name(cls)}.{name}"), found)
+        elif not isinstance(found, _OF_C):
+            self._require_in_class(name, found)
+        self.instances.met(found)
+
+    def _descriptor(self, name: str, found: Any) -> None:
+        """A property is the same as long as its class has it."""
+        if name not in self._held:
+            self._held.add(name)
+            self._require_in_class(name, found)
+        self._watch_descriptor(name, found)
+
+    def _watch_descriptor(self, name: str, found: Any) -> None:
+        """A descriptor of a class of the user's is an object too, of which its methods read."""
+        held = self.instances.held
+        if not hasattr(type(found), "__get__") or not is_instance(found) or held.is_known(found):
+            return
+        base = next(base for base in type(self.value).__mro__ if name in vars(base))
+        variable = self._facts.bind(f"{self._facts.name(base)}.__dict__[{name!r}]")
+        text = f"{base.__name__}.__dict__[{name!r}]"
+        held.take(found, Place(variable, text, text, self.place.own))
+
+    def _require_in_class(self, name: str, found: Any) -> None:
+        """The class still has what an attribute is made by, unless torch has put it there."""
+        base = next((base for base in type(self.value).__mro__ if name in vars(base)), None)
+        if base is not None and not base.__module__.startswith("torch."):
+            facts = self._facts
+            facts.require_same(facts.bind(f"{facts.name(base)}.__dict__[{name!r}]"), found)
+
+    def _require_none_of_its_own(self, name: str) -> None:
+        """The object itself has no such attribute, which would come before that of its class."""
+        if name not in self._held and _has_dict(self.value):
+            facts = self._facts
+            own = facts.bind(f"{self.place.variable}.__dict__")
+            facts.require(f"{name!r} not in {own}")
+        self._held.add(name)
+
+    def _absent(self, name: str) -> None:
+        """There is no such attribute, unless a ``__getattr__`` makes one, which then runs."""
+        made = hasattr(type(self.value), "__getattr__")
+        if made and not isinstance(self.value, torch.nn.Module):
+            self._require_none_of_its_own(name)
+        elif name not in self._held:
+            self._held.add(name)
+            facts = self._facts
+            facts.require(f"not hasattr({self.place.variable}, {name!r})")
+
+
+_OF_C = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.ClassMethodDescriptorType,
+)  # fmt: skip
+
+# --- where the attributes of an object lie
+
+_DICT, _SLOT = "__dict__", "slot"
+
+
+def _contents(value: Any) -> dict[tuple[str, str], Any]:
+    """All that an object has: where it lies, and its name."""
+    own = _dict_of(value)
+    found = {(_DICT, name): each for name, each in own.items()}
+    for kind in _STATE if isinstance(value, torch.nn.Module) else ():
+        found.update({(kind, name): each for name, each in (own.get(kind) or {}).items()})
+    for cls in type(value).__mro__:
+        for name, slot in vars(cls).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    found[_SLOT, name] = slot.__get__(value)
+                except AttributeError:  # not assigned
+                    continue
+    return found
+
+
+def _dict_of(value: Any) -> dict[str, Any]:
+    try:
+        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # it has slots alone
+        return {}
+    return own
+
+
+def _has_dict(value: Any) -> bool:
+    return any("__dict__" in vars(cls) for cls in type(value).__mro__)
+
+
+def _find(value: Any, name: str) -> tuple[str | None, Any]:
+    """Where in the object itself an attribute lies, and what it is."""
+    own = _dict_of(value)
+    if name in own:
+        return _DICT, own[name]
+    if isinstance(value, torch.nn.Module):
+        for kind in _STATE:
+            state = own.get(kind) or {}
+            if name in state:
+                return kind, state[name]
+    return None, None
+
+
+def _steps(home: str, name: str) -> tuple[str, ...]:
+    """The way to an attribute, past torch's slow lookup of parameters."""
+    return (f".{home}", f"[{name!r}]") if home in _STATE else (f".{name}",)
+
+
+def _restore(value: Any, home: str, name: str, before: Any) -> None:
+    if home == _SLOT:
+        slot = inspect.getattr_static(type(value), name)
+        slot.__delete__(value) if before is MISSING else slot.__set__(value, before)
+        return
+    own = _dict_of(value)
+    state = own if home == _DICT else own[home]
+    if before is MISSING:
+        del state[name]
+    else:
+        state[name] = before
+
+
+def _problem(owner: Any, home: str, before: Any, after: Any) -> str | None:
+    """Why a program can't assign to an attribute: it is a module's, and not for that."""
+    if not isinstance(owner, torch.nn.Module):
+        return None
+    if home == "_parameters" or isinstance(after, torch.nn.Parameter):
+        return "is a parameter; write into it in place, under torch.no_grad()"
+    if home == "_modules" or isinstance(after, torch.nn.Module):
+        return "is a submodule; put it in its place before the call"
+    if home == "_buffers" and before is MISSING:
+        return "is a new buffer; register it before the call, in __init__"
+    if home != "_buffers" and (has_tensor(before) or has_tensor(after)):
+        return "has a tensor; register it as a buffer (register_buffer), which can be assigned"
+    return None
+
+
+def _is_installed(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    return "site-packages" in (getattr(module, "__file__", None) or "")
+
+
+def _is_data_descriptor(found: Any) -> bool:
+    return hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
+
+
+def _is_slot(found: Any) -> bool:
+    """Whether a descriptor reads what the object itself has."""
+    return isinstance(found, types.MemberDescriptorType | types.GetSetDescriptorType)

@@ -1,0 +1,235 @@
+"""What a program was made under, and reaches for, as straight-line Python that every call runs.
+
+The generated function takes the flattened arguments, looks at torch's settings, goes the ways to
+all that the trace has read (``instances.py``, ``surroundings.py``), and gives the tensors among it
+that are inputs of the program, or None where something is not as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.trace.quick_checks import quick_check
+from tsfunc.bridge.tracers import settings
+from tsfunc.program.reading.entering import Enter
+from tsfunc.types.values import same_value
+
+Reach = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
+
+# What the way to something may raise where it is not there any more.
+_GONE = "(AttributeError, LookupError, TypeError, ValueError)"
+
+
+def same_float(a: Any, b: float) -> bool:
+    """Whether a value is this float: equal and of one sign, or both not a number."""
+    if type(a) is not float:
+        return False
+    return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+
+
+class Facts:
+    """The lines of the function, and the objects that they name."""
+
+    def __init__(self) -> None:
+        self._lines: list[str | list[str]] = []
+        self._scope: dict[str, Any] = {
+            "Tensor": torch.Tensor,
+            "same_value": same_value,
+            "same_float": same_float,
+        }
+        self._variables: dict[str, str] = {}
+        self._results: list[tuple[str, Any]] = []
+        self._same: dict[int, list[str]] = {}
+        self._own: dict[int, tuple[str, torch.Tensor]] = {}
+        self._members: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+    def function(
+        self, now: tuple[Any, ...], guard: Sequence[str] = (), scope: dict[str, Any] | None = None
+    ) -> Reach:
+        """The function that the lines make.
+
+        Args:
+            now: torch's settings.
+            guard: lines that come before the others, about the arguments.
+            scope: what these name.
+        """
+        results = "".join(f"{name}, " for name, _ in self._results)
+        reach: Reach = self._made("args", now, guard, scope, f"({results})")
+        return reach
+
+    def entering(
+        self,
+        now: tuple[Any, ...],
+        opening: Sequence[str],
+        guard: Sequence[str],
+        scope: dict[str, Any],
+    ) -> Enter:
+        """The same for arguments that are not flattened; it gives all that the program runs on.
+
+        Args:
+            opening: lines that flatten ``args, kwargs`` to ``args``.
+            now, guard, scope: as for ``function``.
+        """
+        results = ", ".join(["*args", *(name for name, _ in self._results)])
+        given = f"[{results}]" if self._results else "args"
+        enter: Enter = self._made("args, kwargs", now, [*opening, *guard], scope, given)
+        return enter
+
+    def _made(
+        self,
+        parameters: str,
+        now: tuple[Any, ...],
+        guard: Sequence[str],
+        scope: dict[str, Any] | None,
+        results: str,
+    ) -> Any:
+        alike, check = self._still_alike()
+        names = {**self._scope, **(scope or {}), "quick_own": check}
+        lines = [f"if {settings.condition(now, names)}: return None", *guard]
+        lines += self._still_there(names)
+        for line in self._lines:
+            lines.extend([line] if isinstance(line, str) else line)
+        lines += alike
+        lines.append(f"return {results}")
+        body = "".join(f"        {line}\n" for line in lines)
+        ending = f"    except {_GONE}:\n        return None\n"
+        source = f"def reach({parameters}):\n    try:\n{body}{ending}"
+        exec(compile(source, "<tsfunc guard>", "exec"), names)
+        return names["reach"]
+
+    def _still_there(self, scope: dict[str, Any]) -> Iterator[str]:
+        """Lines for what modules and classes of libraries have, those of each looked at at once."""
+        for i, (owner, members) in enumerate(self._members.values()):
+            found = operator.itemgetter(*members)
+            scope[f"get_{i}"], scope[f"of_{i}"] = found, vars(owner)
+            scope[f"had_{i}"] = found(members)
+            # A tuple's items are compared as objects first, and NaN is not equal to itself.
+            differs = "is not" if len(members) == 1 else "!="
+            yield f"if get_{i}(of_{i}) {differs} had_{i}: return None"
+
+    def _still_alike(self) -> tuple[list[str], Any]:
+        """Lines for the tensors that are the same: a look at all of them at once, else at each."""
+        own = list(self._own.values())
+        closely = [line for at, value in own for line in self._type_of(at, value)]
+        check = quick_check([value for _, value in own])
+        if check is None:
+            return closely, None
+        given = ", ".join(at for at, _ in own)
+        return [f"if not quick_own({given}):", *(f"    {line}" for line in closely)], check
+
+    # --- what the function gives
+
+    def result(self, at: str, value: Any) -> int:
+        """Has the function give what a variable has, too; its number among the results."""
+        for i, (known, _) in enumerate(self._results):
+            if known == at:
+                return i
+        self._results.append((at, value))
+        return len(self._results) - 1
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What the function would give now."""
+        return tuple(value for _, value in self._results)
+
+    # --- ways
+
+    def name(self, value: Any) -> str:
+        """A name for an object."""
+        name = f"v{len(self._scope)}"
+        self._scope[name] = value
+        return name
+
+    def bind(self, expression: str) -> str:
+        """A variable for what an expression gives; the same for the same expression."""
+        known = self._variables.get(expression)
+        if known is None:
+            known = self._variables[expression] = f"p{len(self._variables)}"
+            self._lines.append(f"{known} = {expression}")
+        return known
+
+    def spell(self, key: Any) -> str:
+        """The key of a container."""
+        return repr(key) if type(key) in (int, str) else self.name(key)
+
+    # --- what must hold there
+
+    def require(self, condition: str) -> None:
+        self._lines.append(f"if not ({condition}): return None")
+
+    def require_member(self, owner: Any, name: str, value: Any) -> None:
+        """What a module or class of a library has by a name, compared by identity, or equal."""
+        self._members.setdefault(id(owner), (owner, {}))[1][name] = value
+
+    def require_type(self, at: str, cls: type) -> None:
+        self._lines.append(f"if type({at}) is not {self.name(cls)}: return None")
+
+    def require_distinct(self, variables: Sequence[str]) -> None:
+        if len(variables) > 1:
+            ids = ", ".join(f"id({each})" for each in variables)
+            self.require(f"len({{{ids}}}) == {len(variables)}")
+
+    def require_same(self, at: str, value: Any) -> None:
+        self._lines.append(f"if {at} is not {self.name(value)}: return None")
+
+    def require_equal(self, at: str, value: Any) -> None:
+        """For values that are equal only if they are of one type, which is compared too."""
+        if value is None or type(value) is bool:
+            self._lines.append(f"if {at} is not {value}: return None")
+            return
+        wanted = self.name(value)
+        kind = self.name(type(value))
+        self._lines.append(f"if {at} != {wanted} or type({at}) is not {kind}: return None")
+
+    def require_float(self, at: str, value: float) -> None:
+        self.require(f"same_float({at}, {self.name(value)})")
+
+    def require_same_value(self, at: str, value: Any) -> None:
+        """For a container whose elements are plain values, compared as a whole."""
+        self.require(f"same_value({at}, {self.name(copy.copy(value))})")
+
+    def require_keys(self, at: str, keys: Sequence[Any]) -> None:
+        self._lines.append(f"if list({at}) != {self.name(list(keys))}: return None")
+
+    def require_own_tensor(self, at: str, value: torch.Tensor) -> None:
+        """One tensor, still of the type and sizes that it had: ``.data`` can be assigned."""
+        lines = [f"if {at} is not {self.name(value)}: return None"]
+        self._lines.append(lines)
+        self._same[id(value)] = lines
+        self._own[id(value)] = at, value
+
+    def require_tensor(self, at: str, example: torch.Tensor) -> None:
+        """A tensor like the example, which becomes one of the results."""
+        self._lines.append(self._like(at, example))
+        self._results.append((at, example))
+
+    def loosen(self, at: str, value: torch.Tensor) -> None:
+        """A tensor that had to be the same has only to be like it, and is a result."""
+        self._same[id(value)][:] = self._like(at, value)
+        del self._own[id(value)]
+        self._results.append((at, value))
+
+    def _like(self, at: str, example: torch.Tensor) -> list[str]:
+        return [f"if not isinstance({at}, Tensor): return None", *self._type_of(at, example)]
+
+    def _type_of(self, at: str, example: torch.Tensor) -> list[str]:
+        dtype, device = self.name(example.dtype), self.name(example.device)
+        shape = f"{at}.shape != {tuple(example.shape)!r}"
+        if example.layout is torch.strided and not example.is_nested:
+            contiguous = example.is_contiguous()
+            shape += (
+                f" or not {at}.is_contiguous()"
+                if contiguous
+                else (f" or {at}.stride() != {tuple(example.stride())!r}")
+            )
+        return [
+            f"if {at}.dtype is not {dtype} or {at}.device != {device}: return None",
+            f"if {at}.requires_grad is not {example.requires_grad}: return None",
+            f"if {shape}: return None",
+        ]

@@ -1,0 +1,93 @@
+"""What a traced function may not do, each with the error that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+
+from tsfunc import pytrees
+from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace.tracing import TraceLevel, ways_out
+from tsfunc.dispatch.places import condition_of, place_of, source_of
+from tsfunc.errors import ClosureError, DataDependentError, TypeCheckError
+from tsfunc.program.passes.aliases import written
+from tsfunc.program.passes.effects import writes
+from tsfunc.types.signatures import signature_of
+
+
+def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
+    """Puts an error of torch's about sizes in the user's names.
+
+    Raises:
+        DataDependentError: a size that depends on data was asked for as a Python value.
+    """
+    text, about_data = symbols.explained(error)
+    if about_data:
+        place = place_of(error)
+        asked = condition_of(place) or text
+        raise DataDependentError(
+            f"{what}: {text} depends on data, which a trace does not have, and is asked at "
+            f"{place}{source_of(place, ': ')}\nIf it always holds say so before, with "
+            f"torch._check({asked}): the program then checks it when it runs. {ways_out()}"
+        ) from None
+    if len(error.args) == 1 and isinstance(error.args[0], str) and text != error.args[0]:
+        error.args = (text,)
+
+
+def check_containers(
+    what: str,
+    func: Callable[..., Any],
+    given: tuple[Sequence[Any], Mapping[str, Any]],
+    leaves: Sequence[Any],
+    tree: optree.PyTreeSpec,
+) -> None:
+    """Refuses a function that changes a list or dict that it was given, which a program can't.
+
+    Raises:
+        TypeCheckError: it did.
+    """
+    now, structure = pytrees.flatten(given)
+    if structure == tree and all(a is b for a, b in zip(now, leaves, strict=True)):
+        return
+    args, kwargs = given
+    args_before, kwargs_before = pytrees.unflatten(tree, leaves)
+    pairs = [(str(i), args_before[i], each) for i, each in enumerate(args)]
+    pairs += [(name, kwargs_before[name], each) for name, each in kwargs.items()]
+    names = list(signature_of(func).parameters)
+    for name, before, after in pairs:
+        (some, one), (others, other) = pytrees.flatten(before), pytrees.flatten(after)
+        if one != other or any(a is not b for a, b in zip(some, others, strict=True)):
+            at = int(name) if name.isdigit() else -1
+            name = names[at] if 0 <= at < len(names) else name
+            raise TypeCheckError(
+                f"{what}: the function changes the {type(after).__name__} that it is given as "
+                f"`{name}`, or one inside of it. A program is given its elements alone, and can't "
+                f"change the caller's: return what is new, or change a copy."
+            )
+
+
+def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> None:
+    """Refuses a program that writes into tensors that it has copies of.
+
+    Raises:
+        ClosureError: it does.
+    """
+    memory = {
+        tracer.value.untyped_storage()._cdata
+        for tensor, tracer in level.lifted.values()
+        if id(tensor) not in reached
+    }
+    for node in level.graph.nodes:
+        for target in written(node) if writes(node) else ():
+            value = target.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in memory:
+                called = node.meta.get("op", node.target)
+                raise ClosureError(
+                    f'specialize({name}, closure="freeze"): {called.name} writes into a tensor '
+                    f"that is no argument, and is burnt in. Make it an argument, or use "
+                    f'closure="guard".'
+                )

@@ -1,0 +1,490 @@
+"""What a function reads beside its arguments: variables, defaults, modules, classes.
+
+Looked through are the function's own code and the functions, methods and classes that it refers
+to, outside of installed packages; more are met while it is traced (an attribute that is a
+function, a method of an object). Numbers and strings are held to by value, containers by their
+elements, tensors and everything else by identity (the program reads a tensor's data anew at every
+call, so writing into it is seen). Of objects, what was reached for of them: NOTE [attributes].
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import copy
+import enum
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.errors import ReadOnceWarning
+from tsfunc.program.reading import libraries
+from tsfunc.program.reading.changes import MISSING, Change
+from tsfunc.program.reading.code_reads import Access, code_reads
+from tsfunc.program.reading.holding import Copied, Place, is_instance, put_back
+from tsfunc.program.reading.instances import Instances
+
+FUNCTIONS = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, functools.partial,
+)  # fmt: skip
+_CODE = (types.ModuleType, type, property, *FUNCTIONS)
+_PLAIN = (int, float, bool, str, type(None))
+_FILLED = (list, dict, set, deque)
+_HAVE_MEMBERS = (types.ModuleType, type)
+_NO_TENSORS = (*_CODE, *_PLAIN, torch.dtype, torch.layout, torch.device, enum.Enum)
+
+
+class _Variable:
+    """A variable from outside: where it is, and what it was when it was first met.
+
+    Args:
+        owner: a namespace (dict), a cell, a module or a class.
+        name: the variable's; None for a cell's content.
+        text: how a user would write it.
+        at: what generated code calls the owner.
+        line: where it is read or assigned; empty if that is not known.
+    """
+
+    def __init__(self, owner: Any, name: str | None, text: str, at: str, line: str) -> None:
+        self.owner, self.name, self.text, self.at, self.line = owner, name, text, at, line
+        self.before = self.read()
+        self.is_read = False
+        self._is_own = isinstance(owner, dict) or name is None or name in vars(owner)
+
+    def read(self) -> Any:
+        """What it is now, or ``MISSING``."""
+        if self.name is None:
+            try:
+                return self.owner.cell_contents
+            except ValueError:
+                return MISSING
+        places = [self.owner] if isinstance(self.owner, dict) else map(vars, _bases(self.owner))
+        return next((place[self.name] for place in places if self.name in place), MISSING)
+
+    @property
+    def target(self) -> str:
+        """As an update has it."""
+        if self.name is None:
+            return "{}.cell_contents"
+        return f"{{}}[{self.name!r}]" if isinstance(self.owner, dict) else f"{{}}.{self.name}"
+
+    def put_back(self) -> None:
+        """Gives it the value again that it had."""
+        missing = self.before is MISSING or not self._is_own
+        if self.name is None:
+            if missing:
+                del self.owner.cell_contents
+            else:
+                self.owner.cell_contents = self.before
+        elif isinstance(self.owner, dict):
+            if missing:
+                del self.owner[self.name]
+            else:
+                self.owner[self.name] = self.before
+        elif missing:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
+
+
+def _bases(owner: Any) -> tuple[Any, ...]:
+    """Where an attribute of a module, class or function may lie."""
+    if not isinstance(owner, type):
+        return (owner,)
+    metas = [meta for meta in type.mro(type(owner)) if not _is_library(meta)]
+    return *owner.__mro__, *metas
+
+
+class Surroundings:
+    """Has a trace's objects and facts take in what a function reads from outside.
+
+    Args:
+        instances: of the trace.
+        every: whether what is only changed is taken in too: NOTE [counters] in ``code_reads.py``.
+    """
+
+    def __init__(self, instances: Instances, every: bool = False) -> None:
+        self.instances, self.every = instances, every
+        self.held = instances.held
+        self.facts = instances.held.facts_of(own=True)
+        self._seen: dict[int, Any] = {}
+        self._variables: dict[tuple[int, str | None], _Variable] = {}
+        self._owners: dict[int, str] = {}
+        self._looks_at_environment = self._looks_at_registered = False
+        self._counters: list[tuple[_Variable, Any]] = []
+        self._names: set[str] = set()
+        self._waiting: dict[str, list[Callable[[], None]]] = {}
+        instances.met = self.scan
+        instances.others = self._changes
+        instances.free_counters = self._free_counters
+
+    def add(self, func: Any) -> None:
+        """The specialized function itself."""
+        with self.instances.paused():
+            self._object("self", func)
+            self.scan(func)
+
+    # --- code
+
+    def scan(self, code: Any) -> None:
+        """Looks through a callable, or a class, that the function uses."""
+        if id(code) in self._seen:
+            return
+        self._seen[id(code)] = code
+        with self.instances.paused():
+            if isinstance(code, types.FunctionType):
+                self._function(code)
+            elif isinstance(code, type):
+                self._registered(code)
+                self._class(code)
+            elif isinstance(code, functools.partial):
+                self._partial(code)
+            elif isinstance(code, types.MethodType):
+                self._object("self", code.__self__)
+                self.scan(code.__func__)
+            elif isinstance(code, torch.nn.Module):
+                self.scan(inspect.getattr_static(type(code), "forward"))
+            elif is_instance(code):
+                self.scan(inspect.getattr_static(type(code), "__call__", None))
+            else:
+                for name in ("__wrapped__", "func", "__func__", "fget"):
+                    inner = getattr(code, name, None)
+                    if callable(inner):
+                        self.scan(inner)
+
+    def _function(self, func: types.FunctionType) -> None:
+        inner = getattr(func, "__wrapped__", None)
+        if callable(inner):
+            self.scan(inner)
+        if _is_installed(func):
+            return
+        self.facts.require_same(self.facts.bind(f"{self.facts.name(func)}.__code__"), func.__code__)
+        self._defaults(func)
+        found = code_reads(func.__code__)
+        # NOTE [counters] in ``code_reads.py``: what is only changed is looked at if it is read too.
+        looked_at = {(each.kind, each.name) for each in found.reads if not each.only_changes}
+        for access in found.writes:
+            if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
+                self._follow(func, access, writes=True)
+        for access in found.reads:
+            if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
+                self._follow(func, access)
+                for text in found.texts - {*access.attributes}:
+                    self._follow(func, replace(access, attributes=(*access.attributes, text)))
+            else:
+                self._count(func, access)
+        if any(self._may_be_tensor(func, access) for access in found.compared):
+            self.instances.tells_apart = True
+        for text in found.texts & func.__globals__.keys():
+            self._follow(func, Access("global", text, (), func.__code__.co_firstlineno))
+        for name in found.names - self._names:
+            self._names.add(name)
+            for look in self._waiting.pop(name, ()):
+                look()
+
+    def _defaults(self, func: types.FunctionType) -> None:
+        at = None
+        for name in ("__defaults__", "__kwdefaults__"):
+            value = getattr(func, name)
+            if value:
+                at = at or self.facts.name(func)
+                text = f"{func.__name__}.{name}"
+                at_value = self.facts.bind(f"{at}.{name}")
+                if isinstance(value, tuple) and all(type(item) in _PLAIN for item in value):
+                    self.facts.require_same(at_value, value)
+                else:
+                    self._value(at_value, value, text)
+
+    def _partial(self, func: functools.partial[Any]) -> None:
+        at = self.facts.name(func)
+        for name in ("args", "keywords"):
+            value = getattr(func, name)
+            if value:
+                self._value(self.facts.bind(f"{at}.{name}"), value, f"partial.{name}")
+        self.scan(func.func)
+
+    def _class(self, cls: type) -> None:
+        """Those methods and attributes of a class whose names the function's code has."""
+        for base in cls.__mro__:
+            if base.__module__.partition(".")[0] in _LIBRARIES or _is_installed(base):
+                continue
+            for name, value in list(vars(base).items()):
+                look = functools.partial(self._member, base, name, value)
+                if name in self._names or (name.startswith("__") and name.endswith("__")):
+                    look()
+                else:
+                    self._waiting.setdefault(name, []).append(look)
+
+    def _registered(self, cls: type) -> None:
+        """What is an instance of an abstract class changes as classes are registered for it."""
+        if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
+            self._looks_at_registered = True
+            token = self.facts.name(abc.get_cache_token)
+            self.facts.require(f"{token}() == {abc.get_cache_token()}")
+
+    def _member(self, cls: type, name: str, value: Any) -> None:
+        for attribute in ("fget", "func", "__func__"):  # of properties and the like
+            value = getattr(value, attribute, None) or value
+        if isinstance(value, types.FunctionType):
+            self.scan(value)
+        elif not name.startswith("__") and not hasattr(type(value), "__get__"):
+            self._read(self._variable(cls, name, f"{cls.__name__}.{name}", ""))
+
+    # --- variables
+
+    def _follow(self, func: types.FunctionType, access: Access, writes: bool = False) -> None:
+        """Takes in a variable, and the attributes that the code reaches for of it."""
+        line = f"{func.__code__.co_filename}:{access.line}, in {func.__code__.co_name}"
+        found = _root(func, access)
+        if found is None:
+            if access.kind == "module":
+                self._members(_imported(func, access), access.attributes)
+            return
+        owner, name, text, attributes = found
+        for i, attribute in enumerate((*attributes, None)):
+            variable = self._variable(owner, name, text, line)
+            if writes and attribute is None:
+                return
+            self._read(variable)
+            self._of_library(owner, name, variable.before, attributes[i:], line)
+            owner, name = variable.before, attribute
+            if name is None or not _is_followed(owner, name):
+                return
+            text = f"{text}.{name}"
+
+    def _may_be_tensor(self, func: types.FunctionType, access: Access | None) -> bool:
+        """Whether what an object is compared with by identity may be a tensor."""
+        found = None if access is None else _root(func, access)
+        if found is None:
+            return True
+        owner, name, text, attributes = found
+        value = _Variable(owner, name, text, "", "").before
+        if value is MISSING:
+            value = vars(builtins).get(str(name))
+        for attribute in attributes:
+            value = inspect.getattr_static(value, attribute, None)
+        return isinstance(value, torch.Tensor) or not isinstance(value, _NO_TENSORS)
+
+    def _count(self, func: types.FunctionType, access: Access) -> None:
+        """Keeps what a variable is that the function only changes."""
+        found = _root(func, access)
+        if found is not None and not found[-1]:
+            variable = _Variable(*found[:3], at="", line="")
+            value = variable.before
+            self._counters.append((variable, copy.copy(value) if type(value) in _FILLED else None))
+
+    def _free_counters(self) -> bool:
+        """Takes traced tensors out of what the function only changes; whether there were any."""
+        kept = False
+        for variable, elements in self._counters:
+            value = variable.read()
+            if isinstance(value, Tracer):
+                variable.put_back()
+            elif elements is not None and _has_tracers(value):
+                put_back(Copied(value, elements, Place("", variable.text, variable.text, True)))
+            else:
+                continue
+            kept = True
+        return kept
+
+    def _of_library(
+        self, owner: Any, name: str | None, value: Any, attributes: Sequence[str], line: str
+    ) -> None:
+        """Looks at what the code reaches for of a library: it may be known what that tells."""
+        if value is MISSING and isinstance(owner, dict):
+            value = vars(builtins).get(str(name), MISSING)
+        for attribute in attributes:
+            if value is os and attribute in ("environ", "environb", "getenv", "getenvb"):
+                self._environment()
+        way = tuple(attributes)
+        if libraries.is_setting(value, way):
+            at = self.facts.bind(".".join((self.facts.name(value), *way)))
+            self.held.take(libraries.reached(value, way), Place(at, ".".join(way), "", True))
+            return
+        above = libraries.reached(value, way[:-1])
+        if not libraries.is_library(above if way else value):
+            return
+        last = libraries.reached(value, way)
+        self._members(value, way)
+        self.instances.generators.mentioned(last, line)
+        if libraries.is_question(last):
+            at = self.facts.bind(f"{self.facts.name(last)}()")
+            self.held.take(last(), Place(at, f"{last.__name__}()", "", True))
+        elif libraries.changes_by_itself(above, way[-1] if way else None, last):
+            self._warn(last, line)
+
+    def _members(self, owner: Any, way: Sequence[str]) -> None:
+        """Holds later calls to what is reached for of a library: somebody may put another there."""
+        above = libraries.reached(owner, way[:-1])
+        if not way or not libraries.is_library(above) or not isinstance(above, _HAVE_MEMBERS):
+            return
+        found = vars(above).get(way[-1], MISSING)
+        if isinstance(found, (*_CODE, *_PLAIN)):
+            self.facts.require_member(above, way[-1], found)
+            if isinstance(found, type):
+                self._registered(found)
+
+    def _warn(self, function: Any, line: str) -> None:
+        """Tells of a function that gives something else each time."""
+        if self.held.closure != "freeze":
+            place, _, _ = line.rpartition(", in ")
+            filename, _, number = place.rpartition(":")
+            warnings.warn_explicit(
+                f"specialize({self.instances.name}): {function.__qualname__} gives something else "
+                f"at every call, and a program keeps what the first call got. If results depend on "
+                f"it, read it before the call and pass it.",
+                ReadOnceWarning, filename, int(number),
+            )  # fmt: skip
+
+    def _variable(self, owner: Any, name: str | None, text: str, line: str) -> _Variable:
+        key = id(owner), name
+        if key not in self._variables:
+            self._variables[key] = _Variable(owner, name, text, self._owner(owner), line)
+        return self._variables[key]
+
+    def _owner(self, owner: Any) -> str:
+        if id(owner) not in self._owners:
+            self._owners[id(owner)] = self.facts.name(owner)
+        return self._owners[id(owner)]
+
+    def _read(self, variable: _Variable) -> None:
+        """Holds later calls to a variable."""
+        value, way = variable.before, variable.target.format(variable.at)
+        if variable.is_read:
+            return
+        variable.is_read = True
+        if value is MISSING:
+            self._absent(variable)
+            return
+        if isinstance(value, staticmethod | classmethod):
+            way = way if isinstance(value, staticmethod) else f"{way}.__func__"
+            value = value.__func__
+        if isinstance(value, type(os.environ)):
+            self._environment()
+            return
+        if variable.line and not isinstance(value, _CODE):
+            self.held.refuse_own(variable.text, variable.line)
+        self._value(self.facts.bind(way), value, variable.text)
+
+    def _absent(self, variable: _Variable) -> None:
+        """There is no such variable; if one is made, it comes before a builtin's name."""
+        if variable.name is not None:
+            way = variable.at if isinstance(variable.owner, dict) else f"vars({variable.at})"
+            bases = [base for base in _bases(variable.owner) if base is not object]
+            if isinstance(variable.owner, type) and len(bases) > 1:
+                self.facts.require(f"not hasattr({variable.at}, {variable.name!r})")
+            else:
+                self.facts.require(f"{variable.name!r} not in {way}")
+
+    def _environment(self) -> None:
+        """The process's environment variables, all of them: there is no telling which is read."""
+        if not self._looks_at_environment:
+            self._looks_at_environment = True
+            at = self.facts.name(os.environ)
+            self.facts.require(f"{at} == {self.facts.name(dict(os.environ))}")
+
+    def _value(self, at: str, value: Any, text: str) -> None:
+        if isinstance(value, _CODE):
+            self.facts.require_same(at, value)
+            self.scan(value)
+        elif is_instance(value):
+            self.facts.require_same(at, value)
+            self._object(text, value)
+            self.scan(value)
+        else:
+            self.held.take(value, Place(at, text, text, True))
+
+    def _object(self, text: str, value: Any) -> None:
+        if is_instance(value) and not self.held.is_known(value):
+            self.instances.add(value, text, None)
+
+    def _changes(self) -> Iterator[Change]:
+        """The variables that the function has assigned."""
+        for each in self._variables.values():
+            after = each.read()
+            if after is each.before:
+                continue
+            place = Place(each.at, each.text, each.text, True)
+            yield Change(
+                each.text, place, each.owner, each.target, each.before, after,
+                undo=each.put_back, line=each.line,
+            )  # fmt: skip
+
+
+def _has_tracers(container: Any) -> bool:
+    """Whether there are tracers among the elements of a container."""
+    items: Iterable[Any] = container.values() if isinstance(container, dict) else container
+    return any(isinstance(leaf, Tracer) for leaf in pytrees.flatten(list(items))[0])
+
+
+def _root(
+    func: types.FunctionType, access: Access
+) -> tuple[Any, str | None, str, tuple[str, ...]] | None:
+    """Where an access starts: what has the variable, its name there and in the code, and the rest.
+
+    None where there is nothing to look at.
+    """
+    if access.kind == "global":
+        return func.__globals__, access.name, access.name, access.attributes
+    if access.kind == "free":
+        cells = dict(zip(func.__code__.co_freevars, func.__closure__ or (), strict=True))
+        return cells[access.name], None, access.name, access.attributes
+    module, (first, *rest) = _imported(func, access), access.attributes
+    if module is None or not _is_followed(module, first):
+        return None
+    return module, first, f"{access.name}.{first}", tuple(rest)
+
+
+def _imported(func: types.FunctionType, access: Access) -> types.ModuleType | None:
+    """The module that a function imports, if it is there."""
+    name = "." * access.level + access.name
+    try:
+        name = importlib.util.resolve_name(name, func.__globals__.get("__package__") or "")
+    except ImportError:
+        return None
+    return sys.modules.get(name)
+
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "tsfunc"})
+
+
+def _is_followed(owner: Any, name: str) -> bool:
+    """Whether an attribute is one of a module, class or function, and is the user's, or data."""
+    if not isinstance(owner, types.ModuleType | types.FunctionType | type) or _is_library(owner):
+        return False
+    if name.startswith("__") and name.endswith("__"):
+        return isinstance(owner, types.ModuleType)
+    return not (isinstance(vars(owner).get(name), _CODE) and _is_installed(owner))
+
+
+def _is_library(owner: Any) -> bool:
+    """Whether a module, class or function is of the standard library, of torch, or ours."""
+    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _is_installed(code: Any) -> bool:
+    """Whether a function, class or module is no code of the user's."""
+    if isinstance(code, types.FunctionType):
+        filename = code.__code__.co_filename
+    elif isinstance(code, types.ModuleType):
+        filename = getattr(code, "__file__", None) or ""
+    else:
+        filename = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
+    return "site-packages" in filename or filename.startswith(_PACKAGE)
+
+
+_PACKAGE = __file__.rsplit("program", 1)[0]
