@@ -328,13 +328,26 @@ def test_a_function_of_torchs_may_exchange_values() -> None:
 
 @pytest.mark.parametrize("run", [lambda f: f, specialize], ids=["eager", "specialize"])
 def test_collectives_over_two_axes_are_those_over_the_examples_of_both(run: Any) -> None:
-    x = torch.arange(24.0).view(2, 3, 4)
+    x = torch.linspace(-1, 2, 144, dtype=torch.float64).view(2, 3, 12, 2)
 
     def over(f: Any, names: Any) -> Any:
         if isinstance(names, str):
             return run(vmap(f, axis_name=names))(x.flatten(0, 1))
         inner = vmap(f, axis_name=names[1])
-        return run(vmap(inner, axis_name=names[0]))(x).flatten(0, 1)
+        out = run(vmap(inner, axis_name=names[0]))(x)
+        return tsfunc.pytrees.tree_map(lambda t: t.flatten(0, 1), out)
+
+    exchange: list[Callable[[Tensor, Any], Any]] = [
+        lambda x, name: tsfunc.psum_scatter(x[:6], name),
+        lambda x, name: tsfunc.psum_scatter(x, name, tiled=True),
+        lambda x, name: tsfunc.psum_scatter(x.T, name, scatter_dimension=-1, tiled=True),
+        lambda x, name: tsfunc.all_to_all(x[:6], name, 0, 1),
+        lambda x, name: tsfunc.all_to_all(x.T[:, :6], name, 1, -2),
+        lambda x, name: tsfunc.all_to_all(x, name, 0, 1, tiled=True),
+        lambda x, name: tsfunc.all_to_all(x.T, name, -1, 1, tiled=True),
+        lambda x, name: tsfunc.ppermute(x, name, [(0, 5), (1, 3), (5, 0), (3, 1)]),
+        lambda x, name: tsfunc.ppermute(axis_index(name), name, [(i, 5 - i) for i in range(6)]),
+    ]
 
     for f in (
         lambda x, name: all_gather(x, name),
@@ -343,9 +356,23 @@ def test_collectives_over_two_axes_are_those_over_the_examples_of_both(run: Any)
         lambda x, name: x * axis_index(name) + axis_size(name),
         lambda x, name: psum(x, name) + pmax(x, name),
         lambda x, name: grad(lambda x: (all_gather(x, name).cumsum(0) * x).sum())(x),
+        *exchange,
+        *(
+            lambda x, name, f=f: grad(lambda x: (f(x, name) ** 2 + x.sum()).cumsum(0).sum())(x)
+            for f in exchange
+        ),
+        *(lambda x, name, f=f: jvp(lambda x: f(x, name) ** 2, (x,), (x.sin(),)) for f in exchange),
     ):
-        both = over(lambda x, f=f: f(x, ("a", "b")), ("a", "b"))
-        torch.testing.assert_close(both, over(lambda x, f=f: f(x, "i"), "i"))
+        expected = over(lambda x, f=f: f(x, "i"), "i")
+        both = over(lambda x, f=f: f(x, ["a", "b"]), ("a", "b"))
+        torch.testing.assert_close(both, expected)
+
+
+def test_sizes_that_do_not_fit_several_axes_are_refused_by_all_their_names() -> None:
+    with pytest.raises(ValueError, match=r"must be 12, the product of .* 'a' and 'b', got .*\(4,"):
+        vmap(vmap(lambda x: tsfunc.psum_scatter(x, ("a", "b")), axis_name="b"), axis_name="a")(
+            torch.ones(3, 4, 4)
+        )
 
 
 def test_none_among_the_values_stays() -> None:

@@ -20,7 +20,7 @@ from tsfunc.bridge.control import collectives as physical
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 
 
-def psum(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
+def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """The sum over the examples of an axis, the same for each.
 
     Args:
@@ -46,7 +46,7 @@ def psum(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
     return x
 
 
-def pmean(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
+def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """The mean over the examples of an axis, the same for each.
 
     Arguments, result and errors are those of :func:`psum`.
@@ -65,7 +65,7 @@ def pmean(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
     return pytrees.tree_map(lambda leaf: leaf / size, psum(x, axis_name))
 
 
-def pmax(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
+def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """The greatest value among the examples of an axis, element by element, the same for each.
 
     Arguments, result and errors are those of :func:`psum`. Where examples are equal, the gradient
@@ -82,7 +82,7 @@ def pmax(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
     return _extreme("pmax", torch.amax, x, axis_name)
 
 
-def pmin(x: Any, axis_name: Hashable | tuple[Hashable, ...]) -> Any:
+def pmin(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """The least value among the examples of an axis, element by element, the same for each.
 
     Arguments, result and errors are those of :func:`pmax`.
@@ -147,14 +147,19 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
 
 
 def psum_scatter(
-    x: Any, axis_name: Hashable, *, scatter_dimension: int = 0, tiled: bool = False
+    x: Any,
+    axis_name: Hashable | Sequence[Hashable],
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
 ) -> Any:
     """The sum over the examples of an axis, of which each is given its slice.
 
     Args:
         x: a pytree of tensors, whose dim ``scatter_dimension`` has the axis' size (with
             ``tiled`` a multiple of it).
-        axis_name: the axis.
+        axis_name: the axis, or a tuple of them: their examples are one axis, those of the last
+            name counted first.
         scatter_dimension: the dim that the slices are of.
         tiled: whether the dim is kept, each example's part of it in its place.
 
@@ -173,27 +178,33 @@ def psum_scatter(
 
     As ``jax.lax.psum_scatter``.
     """
-    level = _level(axis_name, "psum_scatter")
+    levels = _levels(axis_name, "psum_scatter")
 
     def scattered(leaf: torch.Tensor) -> torch.Tensor:
         at = _axis("psum_scatter", leaf, scatter_dimension, 0)
-        found: torch.Tensor = physical.SumScatter(level, at).of(
-            _split("psum_scatter", leaf, at, level, tiled)
-        )
+        found = _split("psum_scatter", leaf, at, levels, tiled)
+        for level in levels:
+            found = physical.SumScatter(level, at).of(found)
         return found
 
     return _each("psum_scatter", x, scattered)
 
 
 def all_to_all(
-    x: Any, axis_name: Hashable, split_axis: int, concat_axis: int, *, tiled: bool = False
+    x: Any,
+    axis_name: Hashable | Sequence[Hashable],
+    split_axis: int,
+    concat_axis: int,
+    *,
+    tiled: bool = False,
 ) -> Any:
     """Sends each example of an axis its slice of a dim, and collects what comes along another.
 
     Args:
         x: a pytree of tensors, whose dim ``split_axis`` has the axis' size (with ``tiled`` a
             multiple of it).
-        axis_name: the axis.
+        axis_name: the axis, or a tuple of them: their examples are one axis, those of the last
+            name counted first.
         split_axis: the dim that slices are sent of; it goes (with ``tiled`` it gets smaller).
         concat_axis: where the dim of what comes in stands (with ``tiled`` the dim that it is
             put along).
@@ -215,28 +226,32 @@ def all_to_all(
 
     As ``jax.lax.all_to_all``.
     """
-    level = _level(axis_name, "all_to_all")
+    levels = _levels(axis_name, "all_to_all")
 
     def exchanged(leaf: torch.Tensor) -> torch.Tensor:
         split = _axis("all_to_all", leaf, split_axis, 0)
         concat = _axis("all_to_all", leaf, concat_axis, 0)
-        parts = _split("all_to_all", leaf, split, level, tiled)
-        if not tiled:
-            found: torch.Tensor = physical.AllToAll(level, split, concat).of(parts)
-            return found
-        # The slices' own dim comes back to where it was; what comes in stands before its dim.
-        found = physical.AllToAll(level, split, concat).of(parts)
-        return found.flatten(concat, concat + 1)
+        found = _split("all_to_all", leaf, split, levels, tiled)
+        # What is sent by one axis after the other keeps its place at the front.
+        found = found.movedim(list(range(split, split + len(levels))), list(range(len(levels))))
+        for at, level in enumerate(levels):
+            found = physical.AllToAll(level, at, at).of(found)
+        found = found.flatten(0, len(levels) - 1).movedim(0, concat)
+        # The slices' own dim is where it was; what comes in stands before the dim it is put along.
+        return found.flatten(concat, concat + 1) if tiled else found
 
     return _each("all_to_all", x, exchanged)
 
 
-def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> Any:
+def ppermute(
+    x: Any, axis_name: Hashable | Sequence[Hashable], perm: Sequence[tuple[int, int]]
+) -> Any:
     """Sends examples' values to other examples of an axis.
 
     Args:
         x: a pytree of tensors and numbers.
-        axis_name: the axis.
+        axis_name: the axis, or a tuple of them: their examples are numbered as one axis, those of
+            the last name counted first.
         perm: pairs of the example that sends and the one that receives, each at most once.
 
     Returns:
@@ -255,16 +270,32 @@ def ppermute(x: Any, axis_name: Hashable, perm: Sequence[tuple[int, int]]) -> An
 
     As ``jax.lax.ppermute``.
     """
-    level = _level(axis_name, "ppermute")
-    size = level.batch_size
+    levels = _levels(axis_name, "ppermute")
+    size = math.prod(level.batch_size for level in levels)
     for side, numbers in zip(("source", "destination"), zip(*perm, strict=True), strict=False):
         if len(set(numbers)) != len(numbers) or not all(0 <= n < size for n in numbers):
             raise ValueError(
                 f"ppermute: each {side} must be an example's number (0 to {size - 1}), and stand "
                 f"in perm at most once, got {list(perm)}."
             )
-    permuted = physical.Permute(level, perm).of
+    permuted = functools.partial(_permuted, levels, perm)
     return _each("ppermute", x, permuted, _of_number(permuted))
+
+
+def _permuted(
+    levels: Sequence[BatchLevel], perm: Sequence[tuple[int, int]], leaf: torch.Tensor
+) -> Any:
+    """What the examples send each other; by several axes, out of all examples' values."""
+    if len(levels) == 1:
+        return physical.Permute(levels[0], perm).of(leaf)
+    for level in reversed(levels):
+        leaf = physical.Gather(level, 0).of(leaf)
+    senders = {receiver: sender for sender, receiver in perm}
+    size = math.prod(level.batch_size for level in levels)
+    found = leaf.flatten(0, len(levels) - 1)
+    chosen = torch.tensor([senders.get(i, size) for i in range(size)], device=leaf.device)
+    found = torch.cat([found, torch.zeros_like(found[:1])]).index_select(0, chosen)
+    return found[_index_along(levels, leaf.device)]
 
 
 def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None) -> torch.Tensor:
@@ -288,10 +319,15 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
     """
     on = None if device is None else torch.device(device)
     levels = [physical.level_named(name, "axis_index", alone=True) for name in _names(axis_name)]
+    return _index_along(levels, on)
+
+
+def _index_along(levels: Sequence[BatchLevel], device: torch.device | None) -> torch.Tensor:
+    """Each example's number among those of several axes."""
     first, *others = levels
-    found: torch.Tensor = physical.index(first, on)
+    found: torch.Tensor = physical.index(first, device)
     for level in others:
-        found = found * physical.size(level) + physical.index(level, on)
+        found = found * physical.size(level) + physical.index(level, device)
     return found
 
 
@@ -325,7 +361,7 @@ def _levels(names: Any, what: str) -> list[BatchLevel]:
 
 
 def _names(names: Any) -> tuple[Any, ...]:
-    return names if isinstance(names, tuple) else (names,)
+    return tuple(names) if isinstance(names, tuple | list) else (names,)
 
 
 def _itself(number: Any) -> Any:
@@ -362,13 +398,20 @@ def _axis(what: str, leaf: torch.Tensor, axis: int, new: int) -> int:
     return axis % rank
 
 
-def _split(what: str, leaf: torch.Tensor, at: int, level: BatchLevel, tiled: bool) -> torch.Tensor:
-    """The tensor with a dim of the axis' size at ``at``."""
-    size, wanted = leaf.shape[at], level.batch_size
+def _split(
+    what: str, leaf: torch.Tensor, at: int, levels: Sequence[BatchLevel], tiled: bool
+) -> torch.Tensor:
+    """The tensor with dims of the axes' sizes at ``at``."""
+    sizes = [level.batch_size for level in levels]
+    size, wanted = leaf.shape[at], math.prod(sizes)
     if size % wanted if tiled else size != wanted:
         must = f"be a multiple of {wanted}" if tiled else f"be {wanted}"
+        names = " and ".join(repr(level.axis_name) for level in levels)
+        of = "the size of the axis" if len(levels) == 1 else "the product of the sizes of the axes"
         raise ValueError(
-            f"{what}: the size of dim {at} must {must}, the size of the axis "
-            f"{level.axis_name!r}, got a tensor of shape {tuple(leaf.shape)}."
+            f"{what}: the size of dim {at} must {must}, {of} {names}, got a tensor of shape "
+            f"{tuple(leaf.shape)}."
         )
-    return leaf.unflatten(at, (wanted, size // wanted)) if tiled else leaf
+    if tiled:
+        sizes.append(size // wanted)
+    return leaf if sizes == [size] else leaf.unflatten(at, sizes)
