@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from tsfunc.bridge.sizes import reshape_rules as reshape_rules  # registers its rules
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes.elsewhere import Elsewhere

@@ -1,0 +1,85 @@
+"""Other shapes of the same elements: what is asked is that they are as many, and nothing else.
+
+That a size which is left out goes evenly is checked by the operator itself when the program runs.
+
+torch's rules for fake tensors go through the dims of both shapes one by one, merging and splitting
+them until they agree, and ask at each step which of two sizes is the larger one and what it is a
+multiple of. Of a tensor whose elements lie in order every shape is a view, whatever these answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.sizes.shape_rules import (
+    has_symbols_in,
+    is_of_data,
+    known,
+    new_like,
+    shape_rule,
+    view_like,
+)
+from tsfunc.bridge.tracers.questions import unasked
+
+
+@shape_rule("reshape", "view", "_unsafe_view")
+def reshape_of(x: Any, shape: Sequence[Any]) -> Any:
+    """A view of a tensor whose elements lie in order; NotImplemented of any other."""
+    found = _filled_in(x, shape)
+    if found is None or not _is_in_order(x):
+        return NotImplemented
+    return view_like(x, found, _in_order(found))
+
+
+@shape_rule("view_copy", "_reshape_copy")
+def reshape_copy_of(x: Any, shape: Sequence[Any]) -> Any:
+    found = _filled_in(x, shape)
+    return NotImplemented if found is None else new_like(x, found)
+
+
+def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
+    """A shape with the size that is left out; None where it is torch's to say what is wrong."""
+    if not has_symbols_in([*x.shape, *shape]):
+        return None
+    if any(isinstance(size, torch.SymInt) and is_of_data(size) for size in (*x.shape, *shape)):
+        return None
+    left_out = [i for i, size in enumerate(shape) if type(size) is int and size == -1]
+    given = [size for i, size in enumerate(shape) if i not in left_out]
+    if len(left_out) > 1 or not all(_holds(size >= 0) for size in given):
+        return None
+    count, rest = math.prod(x.shape), math.prod(given)
+    if not left_out:
+        return list(shape) if _holds(count == rest) else None
+    with unasked(x.fake_mode):
+        if not (rest > 0 and count % rest == 0):
+            return None
+    found = list(shape)
+    found[left_out[0]] = count // rest
+    return found
+
+
+def _holds(fact: Any) -> bool:
+    """Whether something holds, which is asked where it is not known."""
+    return known(fact) or bool(fact)
+
+
+def _is_in_order(x: Any) -> bool:
+    """Whether it is known that elements lie in memory as they are counted, without gaps."""
+    step: Any = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not (known(size == 1) or known(stride == step)):
+            return False
+        step = step * size
+    return True
+
+
+def _in_order(shape: Sequence[Any]) -> list[Any]:
+    strides: list[Any] = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        size = shape[dim]
+        strides[dim - 1] = strides[dim] * (max(size, 1) if isinstance(size, int) else size)
+    return strides
