@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tsfunc import (
+    checkpoint,
     cond,
     fori_loop,
     grad,
@@ -165,3 +166,62 @@ def test_programs_of_jacobians_of_choices_that_differ(derivative: Any, name: str
     x = torch.tensor([[0.5, -1.5], [0.3, 1.2]], dtype=torch.float64)
     expected = torch.stack([derivative(choosing)(row) for row in x])
     torch.testing.assert_close(specialize(vmap(derivative(choosing)))(x), expected)
+
+
+def test_loops_of_two_vmaps_in_each_other_run_on_the_lanes_that_are_left_of_both() -> None:
+    """The lanes of the inner vmap are taken of those that the outer one's loop has left."""
+    w = torch.tensor([0.5, -0.25, 1.5], dtype=torch.float64)
+
+    def loops(x: torch.Tensor, until: Any) -> Any:
+        def turn(state: Any) -> Any:
+            n, c = state
+            inner = until(
+                lambda s: s[0] < n + (x > 0).sum(), lambda s: (s[0] + 1, s[1] * w + x), (n * 0, c)
+            )
+            return n + 1, inner[1].sin()
+
+        return until(lambda s: s[0] < 2 + (x > 0.3).sum(), turn, (torch.tensor(0), x))[1]
+
+    def plain(going: Any, body: Any, carry: Any) -> Any:
+        while going(carry):
+            carry = body(carry)
+        return carry
+
+    x = torch.randn(3, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([torch.stack([loops(row, plain) for row in rows]) for rows in x])
+    twice = vmap(vmap(lambda x: loops(x, while_loop)))
+    torch.testing.assert_close(twice(x), expected)
+    torch.testing.assert_close(specialize(twice)(x), expected)
+    slopes = [[torch.func.grad(lambda x: loops(x, plain).sum())(r) for r in rows] for rows in x]
+    found = vmap(vmap(grad(lambda x: loops(x, while_loop).sum())))(x)
+    torch.testing.assert_close(found, torch.stack([torch.stack(rows) for rows in slopes]))
+
+
+_ROWS = torch.tensor([[0.3, 1.0, -2.0], [0.1, 0.2, 0.5], [-1.0, 0.4, 0.2]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda f: checkpoint(f),
+        lambda f: lambda x: scan(lambda c, _: (f(c), None), x, length=2)[0],
+        lambda f: lambda x: while_loop(lambda c: c.sum() < 3, lambda c: f(c) + 1, x),
+        lambda f: lambda x: cond(x.sum() > 0, lambda: f(x), lambda: x),
+        lambda f: checkpoint(lambda x: fori_loop(0, 2, lambda i, c: f(c + i), x)),
+    ],
+    ids=["checkpoint", "scan", "while_loop", "cond", "a loop in a checkpoint"],
+)
+def test_a_vmap_in_a_traced_body_may_choose_by_example(around: Any) -> None:
+    def branches(x: torch.Tensor) -> Any:
+        return vmap(lambda r: cond((r * x).sum() > 0, lambda: r * x, lambda: x.sin()))(_ROWS).sum(0)
+
+    def loops(x: torch.Tensor) -> Any:
+        grown = lambda r: while_loop(lambda c: c.sum() < x.sum(), lambda c: c + r**2 + 0.1, r * x)  # noqa: E731
+        return vmap(grown)(_ROWS).sum(0)
+
+    x = torch.tensor([0.7, -0.2, 0.4], dtype=torch.float64)
+    for f in (around(branches), around(loops)):
+        torch.testing.assert_close(specialize(f)(x), f(x))
+        per_example = vmap(grad(lambda x, f=f: f(x).sum()))
+        xs = torch.stack([x, x / 2, -x])
+        torch.testing.assert_close(specialize(per_example)(xs), per_example(xs))

@@ -125,8 +125,15 @@ class BodyLevel(TraceLevel, StandIn):
         return self.into(value)
 
     def into(self, value: Any) -> Any:
-        """What stands inside of the body for a tensor; others than tensors are as they are."""
-        if not isinstance(value, torch.Tensor) or _traced_level(value) is self:
+        """What stands inside of the body for a tensor; others than tensors are as they are.
+
+        Of a body that is traced inside of this one, whose code calls kernels of levels that were
+        entered in this one, values come that are of that body alone.
+        """
+        if not isinstance(value, torch.Tensor):
+            return value
+        level = _traced_level(value)
+        if level is self or (isinstance(level, BodyLevel) and level.within(self)):
             return value
         known = self.taken.get(id(value))
         if known is None:

@@ -80,13 +80,28 @@ class LaneLevel(BatchLevel, StandIn):
         return self.whole
 
     def index_in(self, level: BatchLevel) -> torch.Tensor:
-        """The lanes' numbers among the examples of a level that they come from."""
+        """The lanes' numbers among the examples of a level that they come from.
+
+        Where they differ among the examples of a vmap outside, of which only some lanes may be
+        left by now, they are these lanes' numbers.
+        """
         known = self._composed.get(id(level))
-        if known is None:
-            assert isinstance(self.parent, LaneLevel)
-            known = self.parent.index_in(level).index_select(0, self.index)
-            self._composed[id(level)] = known
-        return known
+        if known is not None:
+            return known if type(known) is torch.Tensor else self._seen_outside(known)
+        assert isinstance(self.parent, LaneLevel)
+        parents, index = self.parent.index_in(level), self.index
+        if type(parents) is torch.Tensor and type(index) is torch.Tensor:
+            known = self._composed[id(level)] = parents.index_select(0, index)
+            return known
+        with self.restored():
+            found: torch.Tensor = seen_here(parents).index_select(0, seen_here(index))
+            return found
+
+    def _seen_outside(self, value: torch.Tensor) -> torch.Tensor:
+        """A value of outside of the level, as levels in the places of those outside have it."""
+        with self.restored():
+            found: torch.Tensor = seen_here(value)
+            return found
 
     @property
     def numbers(self) -> torch.Tensor | None:
