@@ -176,6 +176,14 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
     "one or a number": (
         lambda x: x.expand(3, 5), {"x": [3, "b"]}, (r(3, 5),), {"x": [3, Dim("b", one_of=(1, 5))]},
     ),
+    "one or a number, twice": (
+        lambda x: x + torch.ones(3, 5), {"x": ["a", "b"]}, (r(3, 5),),
+        {"x": [Dim("a", one_of=(1, 3)), Dim("b", one_of=(1, 5))]},
+    ),
+    "what is one size is one or a number": (
+        lambda x, y: x + y + torch.ones(5), {"x": ["a"], "y": ["b"]}, (r(5), r(5)),
+        {"x": [Dim("a", one_of=(1, 5))], "y": ["a"]},
+    ),
     "a product": (
         lambda x, y: x + y.flatten(), {"x": ["n"], "y": ["m", "k"]}, (r(6), r(3, 2)),
         {"x": ["k * m"]},
@@ -193,6 +201,47 @@ def test_sizes_that_an_operator_takes_only_where_they_are_equal(name: str) -> No
     for parameter, shape in mended.items():
         assert offered[parameter].shape == Meta(shape).shape
     torch.testing.assert_close(specialize(func, offered)(*args), func(*args))
+
+
+PROMISES: dict[str, tuple[Any, ...]] = {
+    "least": ("a", Dim("b", min=4), lambda n: n >= 4, (5, 9), [Dim("a", min=4)]),
+    "most": ("a", Dim("b", max=9), lambda n: n < 10, (5, 9), [Dim("a", max=9)]),
+    "steps": ("a", Dim("b", multiple_of=4), lambda n: n % 4 == 0, (8, 12),
+              [Dim("a", multiple_of=4)]),
+    "steps of both": (
+        Dim("a", multiple_of=6), Dim("b", multiple_of=4), lambda n: n % 4 == 0, (12, 24),
+        [Dim("a", multiple_of=12)],
+    ),
+    "some numbers": (Dim("a", max=99), Dim("b", one_of=(8, 12)), lambda n: n > 7, (12, 8),
+                     [Dim("a", one_of=(8, 12))]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_what_a_dim_promises_is_promised_by_the_one_that_it_is_equal_to(name: str) -> None:
+    """The function relies on it, and that it does is in no fact: it was promised."""
+    a, b, promised, sizes, mended = PROMISES[name]
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return x + y if promised(y.shape[0]) else x
+
+    _, offered = refused(f, {"x": Meta([a]), "y": Meta([b])}, r(sizes[0]), r(sizes[0]))
+    assert offered["x"].shape == Meta(mended).shape and offered["y"].shape == Meta(["a"]).shape
+    g = specialize(f, offered)
+    for size in sizes:
+        x, y = r(size), r(size)
+        torch.testing.assert_close(g(x, y), f(x, y))
+
+
+def test_what_a_dim_promises_is_promised_by_a_product() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return x.flatten() + y if y.shape[0] > 10 else x
+
+    _, offered = refused(f, {"x": Meta(["a", "b"]), "y": Meta([Dim("c", min=11)])}, r(4, 3), r(12))
+    g = specialize(f, offered)
+    for a, b in ((4, 3), (5, 4)):
+        x, y = r(a, b), r(a * b)
+        torch.testing.assert_close(g(x, y), f(x, y))
 
 
 @pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])

@@ -55,6 +55,22 @@ def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:
     return bool(fact.subs({symbol: sizes[str(symbol)] for symbol in fact.free_symbols}))
 
 
+def promises_of(dim: Dim) -> list[Any]:
+    """What a dim promises of its size, as facts."""
+    from sympy import Eq, Ge, Le, Or, Symbol
+    from torch.utils._sympy.functions import Mod
+
+    size = Symbol(dim.name)
+    if dim.one_of is not None:
+        return [Or(*(Eq(size, number) for number in dim.one_of))]
+    found = [] if dim.min is None else [Ge(size, dim.min)]
+    if dim.max is not None:
+        found.append(Le(size, dim.max))
+    if dim.multiple_of is not None:
+        found.append(Eq(Mod(size, dim.multiple_of), 0))
+    return found
+
+
 def _few_sizes(dim: Dim) -> Sequence[int] | None:
     """The sizes that a dim allows, if they are few."""
     low = smallest(dim)

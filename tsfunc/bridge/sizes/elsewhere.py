@@ -22,6 +22,8 @@ import torch
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tsfunc.bridge.sizes.equalities import keeping, or_one, required
+
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TRIES = 8  # other sizes that are tried
 ENOUGH = 2  # of these that must be taken
@@ -75,6 +77,16 @@ class Elsewhere:
         known = env.var_to_val if known is None else known
         self.here = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
         self.fixed: list[Any] = []  # symbols that stay what they are
+        self.needed: list[Any] = []  # equalities that the operator needs, which others keep too
+
+    def keep_needed(self, asked: Sequence[Any]) -> None:
+        """Has other sizes keep the equalities that the operator needs of those it asked for."""
+        self.needed = required(asked, self.here, self.takes)
+
+    def ask_needed(self) -> None:
+        """Has the trace rely on these equalities."""
+        for fact in self.needed:
+            self.env.evaluate_expr(or_one(fact, self.here, self.takes))
 
     def fix_refused(self) -> bool:
         """Leaves as they are the symbols of which the operator takes no other size; if any are."""
@@ -115,7 +127,8 @@ class Elsewhere:
 
     def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
         kept = {symbol: self.here[symbol] for symbol in self.fixed}
-        return {symbol: self._within(symbol, size) for symbol, size in {**sizes, **kept}.items()}
+        within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **kept}.items()}
+        return keeping(self.needed, within)
 
     def _least(self, symbol: Any) -> float:
         """The least number that a symbol may be."""

@@ -41,6 +41,31 @@ def required(asked: Sequence[Any], here: _Sizes, takes: Callable[[_Sizes], bool]
     return found
 
 
+def or_one(fact: Any, here: _Sizes, takes: Callable[[_Sizes], bool]) -> Any:
+    """That a size is a number; or 1, where the operator takes that as well and broadcasts it.
+
+    Args:
+        fact: an equality that the operator needs.
+        here, takes: as of :func:`required`.
+    """
+    from sympy import Eq, Or
+
+    symbol, number = _solved(fact)
+    if symbol is None or not number.is_Integer or not takes({**here, symbol: 1}):
+        return fact
+    return Or(fact, Eq(symbol, 1))
+
+
+def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
+    """Sizes of which some equalities hold, as far as these say what a symbol is."""
+    kept = dict(sizes)
+    for _ in facts:  # each may change what another has read
+        for symbol, value in map(_solved, facts):
+            if symbol is not None and value.free_symbols <= kept.keys():
+                kept[symbol] = int(value.xreplace(kept))
+    return kept
+
+
 def _equalities(asked: Sequence[Any], here: _Sizes) -> list[Any]:
     """Equalities of sizes that hold, as parts of what was asked."""
     from sympy import And, Eq, Ne
@@ -84,11 +109,7 @@ def _breaking(fact: Any, kept: Sequence[Any], here: _Sizes) -> Iterator[dict[Any
     found = 0
     for _ in range(_DRAWS):
         sizes = {symbol: drawn.randrange(2, 2 * size + 8) for symbol, size in here.items()}
-        for _ in kept:  # each may change what another has read
-            for other in kept:
-                symbol, value = _solved(other)
-                if symbol is not None:
-                    sizes[symbol] = int(value.xreplace(sizes))
+        sizes = keeping(kept, sizes)
         if (
             _least_side((fact, *kept), sizes) >= 2
             and not fact.xreplace(sizes)

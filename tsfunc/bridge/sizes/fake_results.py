@@ -35,7 +35,6 @@ from tsfunc.bridge.sizes import reshape_rules as reshape_rules  # registers its 
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes.elsewhere import Elsewhere
-from tsfunc.bridge.sizes.equalities import required
 from tsfunc.bridge.sizes.results_by_example import found_by_example
 from tsfunc.bridge.sizes.shape_rules import SHAPE_RULES
 from tsfunc.bridge.tracers.questions import set_aside
@@ -88,12 +87,12 @@ def results_of(
     if not asked:
         return results
     elsewhere = Elsewhere(env, call, args, kwargs)
+    elsewhere.keep_needed(asked)
     if not elsewhere.agrees(results):
         wrong.add(id(call))
         results = found_by_example(elsewhere, fake)
     if results is not None:
-        for fact in required(asked, next(elsewhere.sizes()), elsewhere.takes):
-            env.evaluate_expr(fact)
+        elsewhere.ask_needed()
         return results
     with _kept(fake, False):
         return call(*args, **kwargs)

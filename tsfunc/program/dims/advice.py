@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tsfunc.bridge.sizes.bounds import holds
+from tsfunc.bridge.sizes.bounds import holds, promises_of
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.program.dims.solutions import bounded, equated, ordered, spelled
 from tsfunc.types import Dim
@@ -48,18 +49,16 @@ def _mended(
 
 
 def _rank(fact: Any) -> int:
-    """Dims that are one of some numbers come first, then those that are others.
+    """Dims that are numbers come first, then those that are others.
 
     Of what is left some are bounded, and then put in order.
     """
-    from sympy import Eq, Or
+    from sympy import Eq
 
     if len(fact.free_symbols) > 1:
-        return 2 if isinstance(fact, Eq) else 4
-    if isinstance(fact, Or):
-        return 0
+        return 1 if isinstance(fact, Eq) else 3
     is_number = isinstance(fact, Eq) and (fact.lhs.is_Symbol or fact.rhs.is_Symbol)
-    return 1 if is_number else 3
+    return 0 if is_number else 2
 
 
 class _Mending:
@@ -92,6 +91,22 @@ class _Mending:
         self._bound(*said.others)
         self.sizes.update(said.sizes)
         self._solve(said.name, said.value)
+        for promise in promises_of(self.dims[said.name]):  # others promise it from now on
+            if not self.take(promise) and not self._take_above_call(promise):
+                self.take_or_open(promise)
+        return True
+
+    def _take_above_call(self, fact: Any) -> bool:
+        """Has a fact hold by the sizes of the call, which no others are smaller than."""
+        fact = self._in_terms_of_others(fact)
+        about = {str(symbol): self.dims[str(symbol)] for symbol in fact.free_symbols}
+        raised = {
+            name: dataclasses.replace(dim, min=max(dim.min or 0, self.sizes.get(name, 0)))
+            for name, dim in about.items()
+        }
+        if not holds(fact, raised):
+            return False
+        self._bound(*raised.values())
         return True
 
     def _take_bounds(self, fact: Any, name: str) -> bool:
