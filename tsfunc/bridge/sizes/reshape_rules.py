@@ -1,6 +1,7 @@
 """Other shapes of the same elements: what is asked is that they are as many, and nothing else.
 
-That a size which is left out goes evenly is checked by the operator itself when the program runs.
+That a size which is left out goes evenly is asked where a descriptor can say so, of one dim
+(``multiple_of``), and checked by the operator itself when the program runs where none can.
 
 torch's rules for fake tensors go through the dims of both shapes one by one, merging and splitting
 them until they agree, and ask at each step which of two sizes is the larger one and what it is a
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.sizes.elsewhere import symbols_among
 from tsfunc.bridge.sizes.shape_rules import (
     has_symbols_in,
     is_of_data,
@@ -57,6 +59,8 @@ def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
     with unasked(x.fake_mode):
         if not (rest > 0 and count % rest == 0):
             return None
+    if known(rest > 0) and len(symbols_among([count % rest])) == 1:
+        _holds(count % rest == 0)
     found = list(shape)
     found[left_out[0]] = count // rest
     return found
