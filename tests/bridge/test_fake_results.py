@@ -187,3 +187,30 @@ class TestShapesThatAreWrittenDown:
             return y, y.shape[0]
 
         check(f, {"x": ["n", "m"]}, (r(4, 3),), (r(6, 5),))
+
+
+@pytest.mark.parametrize("indices", [torch.tril_indices, torch.triu_indices])
+@pytest.mark.parametrize("offset", [-2, -1, 0, 1, 3])
+def test_triangles(indices: Callable[..., Tensor], offset: int) -> None:
+    """There are as many places in a triangle as the sizes say, of none too."""
+
+    def square(x: Tensor) -> Tensor:
+        return x[tuple(indices(x.shape[0], x.shape[0], offset))]
+
+    def oblong(x: Tensor) -> Tensor:
+        return indices(x.shape[0], x.shape[1], offset, dtype=torch.int32)
+
+    check(square, {"x": ["n", "n"]}, *((r(n, n),) for n in (5, 7, 4)))
+    check(oblong, {"x": ["n", "m"]}, *((r(*size),) for size in [(4, 6), (7, 3), (9, 4)]))
+    small = specialize(oblong, {"x": Meta(["n", "m"])})
+    for size in [(4, 6), (1, 5), (5, 1), (0, 4), (3, 0), (2, 2), (3, 2)]:
+        assert torch.equal(small(r(*size)), oblong(r(*size)))
+
+
+def test_pairs_are_as_many_as_their_triangle() -> None:
+    def f(x: Tensor) -> Tensor:
+        rows, columns = torch.triu_indices(x.shape[0], x.shape[0], 1)
+        pairs = (x[rows] - x[columns]).square().sum(-1)
+        return pairs * torch.arange(x.shape[0] * (x.shape[0] - 1) // 2)
+
+    check(f, {"x": ["n", 3]}, (r(6, 3),), (r(4, 3),), (r(9, 3),))

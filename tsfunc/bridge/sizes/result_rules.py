@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
 from tsfunc.bridge.tracers.operators import overload_of
+from tsfunc.bridge.tracers.questions import unasked_of
 from tsfunc.ops.dims import wrap as wrap_dim
 
 
@@ -96,6 +97,38 @@ def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
     for i in range(r):
         count = count * (most - i)
     return new_like(x, [count // math.factorial(r), r])
+
+
+@shape_rule("tril_indices")
+def _tril_indices(row: Any, col: Any, offset: Any = 0, **options: Any) -> Any:
+    """As many as there are places on a diagonal, and below it.
+
+    Row ``i`` has ``i + 1 + offset`` of them, but not under 0, nor over ``col``: the sum is one of
+    triangular numbers.
+    """
+    if all(isinstance(size, int) for size in (row, col, offset)):
+        return NotImplemented
+    count = (
+        _twice_triangular(row + offset) - _twice_triangular(offset)
+        - _twice_triangular(row + offset - col) + _twice_triangular(offset - col)
+    ) // 2  # fmt: skip
+    with unasked_of([count]):
+        dtype = options.get("dtype") or torch.int64
+        return torch.empty(2, count, dtype=dtype, device=options.get("device"))
+
+
+@shape_rule("triu_indices")
+def _triu_indices(row: Any, col: Any, offset: Any = 0, **options: Any) -> Any:
+    return _tril_indices(col, row, -offset, **options)
+
+
+def _twice_triangular(size: Any) -> Any:
+    """Twice 1 + 2 + ... + size; 0 of what is negative."""
+    if known(size <= 0):
+        return 0
+    if not known(size >= -1):
+        size = torch.sym_max(size, 0)
+    return size * (size + 1)
 
 
 @shape_rule("_chunk_cat")
