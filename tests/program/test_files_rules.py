@@ -6,6 +6,7 @@ Compared with the function itself, under each transform that asks a rule for som
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from tests.program.saved_functions import (
     ruled,
     solving,
 )
+from tsfunc import Dim, grad, hessian, jacfwd, jvp, load, specialize, vmap
 from tsfunc import MetaTensorType as Meta
-from tsfunc import grad, hessian, jacfwd, jvp, load, specialize, vmap
 from tsfunc.errors import UndefinedDerivativeError
 
 KEPT = Path(__file__).parent / "files"
@@ -328,6 +329,51 @@ def test_a_function_without_a_derivative(tmp_path: Path) -> None:
         grad(total(loaded))(X)
 
 
+@tsfunc.custom_vjp
+def choosing_vjp(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def by_sign(of: Tensor, x: Tensor) -> Any:
+    return tsfunc.cond(of.sum() > 0, lambda x: x * 3, lambda x: x * 5, x)
+
+
+choosing_vjp.defvjp(lambda x: (x * 2, x), lambda x, ct: (by_sign(x, ct),))
+
+
+@tsfunc.custom_jvp
+def choosing_jvp(x: Tensor) -> Tensor:
+    return x * 2
+
+
+choosing_jvp.defjvp(lambda primals, tangents: (primals[0] * 2, by_sign(primals[0], tangents[0])))
+
+
+@tsfunc.custom_vmap
+def choosing_vmap(x: Tensor) -> Tensor:
+    return x * 2
+
+
+choosing_vmap.def_vmap(lambda size, batched, x: (by_sign(x[0], x), True))
+
+
+class Choosing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return by_sign(ctx.saved_tensors[0], cotangents[0])
+
+
+CHOOSING: dict[str, Any] = {
+    "vjp": choosing_vjp, "jvp": choosing_jvp, "vmap": choosing_vmap,
+    "methods": functools.partial(applied, Choosing),
+}  # fmt: skip
+
+
 class TestRefusals:
     def test_a_rule_that_looks_at_data(self, tmp_path: Path) -> None:
         class Looking(torch.autograd.Function):
@@ -339,8 +385,28 @@ class TestRefusals:
             def backward(ctx: Any, *cotangents: Any) -> Any:
                 return cotangents[0] * 2 if cotangents[0].sum() > 0 else cotangents[0]
 
-        with pytest.raises(ValueError, match=r"hold Looking, of which backward can't be traced"):
-            saved(lambda x: applied(Looking, x), tmp_path, X)
+        def f(x: Tensor) -> Any:
+            return applied(Looking, x)
+
+        with pytest.raises(ValueError) as caught:
+            saved(f, tmp_path, X)
+        said = str(caught.value)
+        here = re.escape(__file__)
+        assert re.match(rf"save\(f\): a file can't hold Looking \(at {here}:\d+, in applied", said)
+        assert "of which backward can't be traced into a graph without Python: a traced" in said
+        assert re.search(rf"\(__bool__, at {here}:\d+, in backward: return cotangents", said)
+        assert "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands)" in said
+
+    @pytest.mark.parametrize("kind", ["vjp", "jvp", "vmap", "methods"])
+    def test_a_choice_by_data_that_is_written_as_one_is_saved(
+        self, kind: str, tmp_path: Path
+    ) -> None:
+        """As the error says: with ``cond`` in place of ``if``."""
+        f = CHOOSING[kind]
+        loaded = saved(lambda x: f(x), tmp_path, X, dims=N)
+        x = torch.stack([X, -X])
+        torch.testing.assert_close(vmap(loaded)(x), vmap(f)(x))
+        torch.testing.assert_close(vmap(grad(total(loaded)))(x), vmap(grad(total(f)))(x))
 
     def test_a_rule_without_end(self, tmp_path: Path) -> None:
         @functools.partial(tsfunc.custom_jvp, nondiff_argnums=(0,))
@@ -362,10 +428,46 @@ class TestRefusals:
             return x * 2
 
         f.defvjp(lambda x: (x * 2, x), lambda x, ct: (ct * (2 if x.shape[0] > 4 else 3),))
-        with pytest.raises(ValueError, match="f, of which the bwd rule can't be traced"):
+        with pytest.raises(ValueError, match="of which the bwd rule can't be traced") as caught:
             saved(lambda x: f(x), tmp_path, X, dims=N)
-        loaded = saved(lambda x: f(x), tmp_path, X)
-        torch.testing.assert_close(grad(total(loaded))(X), grad(total(f))(X))
+        assert re.search(
+            rf"  n > 4  \(at {re.escape(__file__)}:\d+, in <lambda>", str(caught.value)
+        )
+        offered = eval(str(caught.value).splitlines()[-1], {**vars(tsfunc), "torch": torch})
+        for loaded in (
+            saved(lambda x: f(x), tmp_path, X, dims=offered),
+            saved(lambda x: f(x), tmp_path, X),
+        ):
+            torch.testing.assert_close(grad(total(loaded))(X), grad(total(f))(X))
+
+    def test_a_rule_of_two_descriptors_has_the_bounds_of_each(self, tmp_path: Path) -> None:
+        @tsfunc.custom_vjp
+        def f(x: Tensor) -> Tensor:
+            return x * 2
+
+        f.defvjp(lambda x: (x * 2, x), lambda x, ct: (ct * (2 if x.shape[0] > 4 else 3),))
+        made = specialize(
+            lambda x: f(x),
+            [{"x": Meta([Dim("n", max=4)])}, {"x": Meta([Dim("n", min=5)])}],
+        )
+        inputs = [torch.randn(n) for n in (3, 4, 5, 9)]
+        for x in inputs:
+            made(x)
+        made.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        for x in inputs:
+            torch.testing.assert_close(grad(total(loaded))(x), grad(total(f))(x))
+
+    def test_a_rule_of_batches_that_asks_for_their_size(self, tmp_path: Path) -> None:
+        @tsfunc.custom_vmap
+        def f(x: Tensor) -> Tensor:
+            return x * 2
+
+        f.def_vmap(lambda size, batched, x: (x * (2 if size > 4 else 3), True))
+        with pytest.raises(ValueError, match="of which the rule for a batch can't") as caught:
+            saved(lambda x: f(x), tmp_path, X, dims=N)
+        assert "  batch <= 4  (at " in str(caught.value)
+        assert "descriptors promise it" not in str(caught.value)
 
     def test_a_generator_among_the_arguments(self, tmp_path: Path) -> None:
         def f(x: Tensor, source: torch.Generator) -> Tensor:

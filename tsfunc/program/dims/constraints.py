@@ -97,7 +97,7 @@ def _refusal(
     return ConstraintViolation(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function asks for more than they promise:\n{lines}"
-        f"{advice(unmet, dims, sizes, described)}"
+        f"{advice(unmet, dims, sizes, described) if described else ''}"
         f"{_rewritten(unmet)}"
     )
 

@@ -126,6 +126,8 @@ class CalleeWriter:
     Args:
         bounds: the named dims.
         encode: writes a part.
+        sizes: of the named dims, in the call that was traced.
+        described: the descriptors of the program, by parameter, for errors.
 
     Attributes:
         bounds: the named dims of the graph that is being written.
@@ -134,8 +136,15 @@ class CalleeWriter:
             such rules of their own: there would be no end to batches of batches.
     """
 
-    def __init__(self, bounds: Mapping[str, Dim], encode: Callable[[Part], Any]) -> None:
+    def __init__(
+        self,
+        bounds: Mapping[str, Dim],
+        encode: Callable[[Part], Any],
+        sizes: Mapping[str, int],
+        described: Mapping[str, Any],
+    ) -> None:
         self.bounds = bounds
+        self.sizes, self.described = sizes, described
         self.entries: list[Any] = []
         self.batched = False
         self._encode = encode

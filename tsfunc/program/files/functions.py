@@ -128,11 +128,11 @@ def function_bytes(function: SavedFunction) -> bytes:
             **({"state": state.cells(tensors)} if len(state) else {}),
         }
     except NoFileForm as error:
-        raise Unsaved(
-            f"save({function.name}): a file can't hold {error}. Pass tensors, numbers, strings and "
-            f"containers of these; what the function has from its surroundings is part of its "
-            f"programs."
-        ) from None
+        why = error.why or (
+            ". Pass tensors, numbers, strings and containers of these; what the function has from "
+            "its surroundings is part of its programs."
+        )
+        raise Unsaved(f"save({function.name}): a file can't hold {error}{why}") from None
     records, memory = tensors.written()
     all_entries = {
         "function.json": json_bytes(head),
@@ -152,11 +152,12 @@ def _write_programs(
     entries: dict[str, bytes],
 ) -> dict[Program, int]:
     """Writes the programs, those that do the same once; the number of each."""
-    bounds = {name: dim for answer in function.answers for name, dim in answer.form.bounds.items()}
+    bounds = {answer.program: answer.form.bounds for answer in function.answers}
     numbers: dict[Program, int] = {}
     written: dict[bytes, int] = {}
     for program in dict.fromkeys(answer.program for answer in function.answers):
-        encoded = encode_program(program, bounds, tensors, state)
+        only = function.descriptors[0] if len(function.descriptors) == 1 else None
+        encoded = encode_program(program, bounds[program], tensors, state, only)
         number = written.setdefault(json_bytes(what_it_does(encoded)), len(written))
         numbers[program] = number
         if f"programs/{number}.json" not in entries:

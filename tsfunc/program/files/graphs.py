@@ -28,6 +28,7 @@ from tsfunc.bridge.sizes.size_forms import form_of_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.schemas import name_of
+from tsfunc.dispatch.places import source_of
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
 from tsfunc.program.files.control import (
     DecodeGraph,
@@ -123,8 +124,14 @@ def encode_graph(
         try:
             nodes.append({**_encode_node(node, outside, names, callees), **_facts(node, names)})
         except NoFileForm as error:
-            raise NoFileForm(f"{error}, in {node.format_node()}") from None
+            raise error.within(_where(node)) from None
     return {"nodes": nodes, "outputs": outputs}
+
+
+def _where(node: torch.fx.Node) -> str:
+    """The user's line that a node is of."""
+    place = node.meta.get("place")
+    return f" (at {place}{source_of(place, ': ')})" if place is not None else f" ({node.name})"
 
 
 def _facts(node: torch.fx.Node, names: Mapping[Any, str] | None) -> dict[str, Any]:

@@ -34,16 +34,28 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import CallForm, Watched
 from tsfunc.program.guarding.guards import variables_of
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, parse_descriptor
+from tsfunc.types.descriptors import Descriptor
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.facts import fact_code
 
 
 def encode_program(
-    program: Program, bounds: Mapping[str, Dim], tensors: TensorWriter, state: StateWriter
+    program: Program,
+    bounds: Mapping[str, Dim],
+    tensors: TensorWriter,
+    state: StateWriter,
+    described: Mapping[str, Descriptor] | None,
 ) -> Any:
     """A program as JSON.
+
+    Args:
+        program: what is written.
+        bounds: its named dims.
+        tensors: takes the tensors that it has from outside.
+        state: takes what it assigns to.
+        described: the descriptors of the function, for errors; None: those of the program.
 
     Raises:
         NoFileForm: it has something that a file can't hold.
@@ -64,7 +76,11 @@ def encode_program(
     # A number that has turned out to be the size of an input has that one's name.
     numbers = [each for each in _numbers_of(program.graph) if each[0] not in names]
     count = len(program.form.leaves) if program.form is not None else len(program.inputs)
-    callees = CalleeWriter(bounds, lambda part: _encode_part(part, tensors, state, callees))
+    sizes = {} if program.form is None else sizes_of_call(program.form.inputs)
+    callees = CalleeWriter(
+        bounds, lambda part: _encode_part(part, tensors, state, callees), sizes,
+        described if described is not None else program.descriptors,
+    )  # fmt: skip
     outside = Outside(lifted, tensors.generator)
     named = {**names, **{symbol: name for symbol, name, _ in numbers}}
     graph = encode_graph(program.graph, outside, named, callees, in_cells)

@@ -37,7 +37,20 @@ _DEVICE = re.compile(r"[a-z]{1,20}(?::[0-9]{1,4})?")
 
 
 class NoFileForm(Exception):
-    """A value that a file can't hold."""
+    """A value that a file can't hold.
+
+    Args:
+        what: the value, in words.
+        why: what there is to say after that; else which values files have.
+    """
+
+    def __init__(self, what: str, why: str = "") -> None:
+        super().__init__(what)
+        self.why = why
+
+    def within(self, where: str) -> NoFileForm:
+        """The same, with where it is."""
+        return NoFileForm(f"{self}{where}", self.why)
 
 
 def encode(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,20 +13,25 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.trace.tracing import SYMBOLIC
-from tsfunc.errors import DescriptorError, UndefinedDerivativeError
+from tsfunc.errors import (
+    ConstraintViolation,
+    DescriptorError,
+    TsfuncError,
+    UndefinedDerivativeError,
+)
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.files.callees import Part
 from tsfunc.program.files.values import NoFileForm
 from tsfunc.program.graphs.lowering import sizes_for
+from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import placeholder
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
-from tsfunc.transforms.control.callees import (
-    Batched,
-)
+from tsfunc.transforms.control.callees import Batched
 from tsfunc.transforms.control.functions import OperandType, PythonCallee
 from tsfunc.transforms.custom_rules import Call
 from tsfunc.transforms.equations import TENSOR
 from tsfunc.types import Dim, DimExpr, DimForm
+from tsfunc.types.descriptors import Descriptor
 from tsfunc.types.dims import parse_dim
 
 Values = Sequence[Any]
@@ -44,6 +49,12 @@ class Number:
 class Tracing:
     """Traces the parts of one function.
 
+    Args:
+        callee: the function.
+        bounds: the named dims of the program that calls it.
+        sizes: of these, in the call that was traced.
+        described: the descriptors of the program, by parameter, for errors.
+
     Attributes:
         callee: the function.
         name: what errors call it.
@@ -53,8 +64,15 @@ class Tracing:
 
     names: Names
 
-    def __init__(self, callee: PythonCallee, bounds: Mapping[str, Dim]) -> None:
+    def __init__(
+        self,
+        callee: PythonCallee,
+        bounds: Mapping[str, Dim],
+        sizes: Mapping[str, int],
+        described: Mapping[str, Descriptor],
+    ) -> None:
         self.callee, self.bounds = callee, bounds
+        self.sizes, self.described = sizes, described
         first = callee.leaves[0] if callee.leaves else None
         self.name: str = first.rule.name if isinstance(first, Call) else callee.name
         self.operands: list[OperandType | Number] = [
@@ -82,25 +100,8 @@ class Tracing:
         """
         self.names = names = Names(self.bounds)
         dims = {i: names.dims(x) for i, x in enumerate(given) if isinstance(x, OperandType)}
-        bounds = names.used
-        sizes = sizes_for(bounds)
-        inputs: list[InputSpec] = []
-        scalars: list[ScalarSpec] = []
-        flat: list[Any] = []
-        numbers: dict[int, DimForm] = {}
-        for i, x in enumerate(given):
-            if isinstance(x, Number):
-                known = names.number(x.text)
-                flat.append(_NUMBER)
-                if known is None:
-                    scalars.append(ScalarSpec(i, f"k{i}", _NUMBER))
-                else:
-                    numbers[i] = known
-                continue
-            spec = InputSpec(i, f"x{i}", _example(x, dims[i], sizes), dims[i])
-            inputs.append(spec)
-            flat.append(spec.example)
-        inputs = [*inputs[last:], *inputs[:last]]
+        found = [names.number(x.text) if isinstance(x, Number) else None for x in given]
+        numbers = {i: form for i, form in enumerate(found) if form is not None}
 
         def run(*values: Any) -> Any:
             known = [
@@ -108,30 +109,61 @@ class Tracing:
             ]
             return [x if isinstance(x, torch.Tensor) else None for x in func(known)]
 
-        tree = pytrees.structure_of((tuple(flat), {}))
-        request = TraceRequest(
-            f"save({self.name})", self.name, run, flat, tree, inputs, bounds, scalars
-        )
-        try:
+        def traced(sizes: Mapping[str, int]) -> Program:
+            flat: list[Any] = [_NUMBER] * len(given)
+            inputs: list[InputSpec] = []
+            for i, x in enumerate(given):
+                if isinstance(x, OperandType):
+                    flat[i] = _example(x, dims[i], sizes)
+                    inputs.append(InputSpec(i, f"x{i}", flat[i], dims[i]))
+            inputs = [*inputs[last:], *inputs[:last]]
+            scalars = [
+                ScalarSpec(i, f"k{i}", _NUMBER)
+                for i, x in enumerate(given)
+                if isinstance(x, Number) and i not in numbers
+            ]
+            tree = pytrees.structure_of((tuple(flat), {}))
+            request = TraceRequest(
+                f"save({self.name})", self.name, run, flat, tree, inputs, names.used, scalars,
+                described=self.described,
+            )  # fmt: skip
             with torch.enable_grad():
-                program = capture(request)
+                return capture(request)
+
+        sizes = sizes_for(names.used)
+        try:
+            try:
+                program = traced(sizes)
+            except ConstraintViolation:  # people know the sizes of the call
+                program = traced({**sizes, **self._sizes_of_call(names.used)})
         except (NoFileForm, UndefinedDerivativeError):
             raise
         except Exception as error:
-            said = str(error).splitlines()
-            raise self.refusal(what, f"{type(error).__name__}: {said[0] if said else ''}") from None
+            raise self.refusal(what, self._words_of(error)) from None
         if program.conditions or program.raised or program.updates:
             raise self.refusal(what, "it does not do the same for all sizes and numbers")
         if program.asked or program.attributes:
             asked = ", ".join([*(each.fact for each in program.asked), *program.attributes])
             raise self.refusal(what, f"it asks for more of tensors than types and sizes: {asked}")
         used = _without_unused(program.graph, program.inputs)
-        return Part(what, program.graph, used, program.lifted, bounds, program.run)
+        return Part(what, program.graph, used, program.lifted, names.used, program.run)
+
+    def _sizes_of_call(self, names: Iterable[str]) -> dict[str, int]:
+        """The sizes of the call for some dims, but for 0 and 1: NOTE [sizes 0 and 1]."""
+        return {name: self.sizes[name] for name in names if self.sizes.get(name, 0) > 1}
 
     def refusal(self, what: str, why: str) -> NoFileForm:
-        return NoFileForm(
-            f"{self.name}, of which {what} can't be traced into a graph without Python ({why})"
-        )
+        text = f", of which {what} can't be traced into a graph without Python: {why}"
+        return NoFileForm(self.name, text)
+
+    def _words_of(self, error: Exception) -> str:
+        """What an error of ours says, without whose it is; the first line of another one."""
+        text = str(error)
+        if not isinstance(error, TsfuncError):
+            return f"{type(error).__name__}: {text.partition(chr(10))[0]}"
+        for called in ("save", "specialize"):
+            text = text.removeprefix(f"{called}({self.name}): ")
+        return text.rstrip()
 
 
 class Names:
@@ -273,7 +305,9 @@ def batches_of(tracing: Tracing, rule: BatchRule, own: int) -> list[Batched]:
     size = "batch"
     while size in tracing.bounds:
         size += "_"
-    tracing = Tracing(tracing.callee, {**tracing.bounds, size: Dim(size, min=2)})
+    # Descriptors say nothing of the size of a batch.
+    bounds = {**tracing.bounds, size: Dim(size, min=2)}
+    tracing = Tracing(tracing.callee, bounds, tracing.sizes, {})
     choices = list(itertools.product((False, True), repeat=own))[1:]
     if own > _FEW:
         choices = [choice for choice in choices if sum(choice) in (1, own)]

@@ -12,14 +12,11 @@ some are missing when the program runs, zeros stand for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from tsfunc.program.files.callees import TracedCallee
+from tsfunc.program.files.callees import CalleeWriter, TracedCallee
 from tsfunc.transforms.control.callee_methods import Methods
-from tsfunc.transforms.control.callee_parts import (
-    Tracing,
-)
+from tsfunc.transforms.control.callee_parts import Tracing
 from tsfunc.transforms.control.callee_rules import solution, with_jvp, with_vjp, with_vmap
 from tsfunc.transforms.control.functions import PythonCallee
 from tsfunc.transforms.custom_jvp import custom_jvp
@@ -27,30 +24,29 @@ from tsfunc.transforms.custom_rules import Call
 from tsfunc.transforms.custom_vjp import custom_vjp
 from tsfunc.transforms.custom_vmap import custom_vmap
 from tsfunc.transforms.equations import Solved
-from tsfunc.types import Dim
 
 
-def traced_callee(callee: PythonCallee, bounds: Mapping[str, Dim], batched: bool) -> TracedCallee:
+def traced_callee(callee: PythonCallee, callees: CalleeWriter) -> TracedCallee:
     """A function of the user's as graphs.
 
     Args:
         callee: the function.
-        bounds: the named dims of the program that calls it.
-        batched: whether its rule for batches is wanted.
+        callees: the functions of the program that calls it.
 
     Raises:
         NoFileForm: some of it can't be traced.
     """
-    function = callee.function
+    function, batched = callee.function, not callees.batched
+    tracing = Tracing(callee, callees.bounds, callees.sizes, callees.described)
     if function is custom_vjp.kind:
-        return with_vjp(Tracing(callee, bounds))
+        return with_vjp(tracing)
     if function is custom_jvp.kind:
-        return with_jvp(Tracing(callee, bounds))
+        return with_jvp(tracing)
     if function is custom_vmap.kind:
-        return with_vmap(Tracing(callee, bounds), batched)
+        return with_vmap(tracing, batched)
     if function is Solved:
-        return solution(Tracing(callee, bounds))
-    return Methods(Tracing(callee, bounds)).traced(batched)
+        return solution(tracing)
+    return Methods(tracing).traced(batched)
 
 
 def key_of(callee: PythonCallee) -> Any:

@@ -47,7 +47,7 @@ def encode_call(op: FunctionCall, graph: EncodeGraph) -> dict[str, Any]:
         assert isinstance(callee, PythonCallee)
         number = callees.number(
             key_of(callee), callee,
-            lambda: traced_callee(callee, callees.bounds, not callees.batched),
+            lambda: traced_callee(callee, callees),
         )  # fmt: skip
     maps = [
         {
