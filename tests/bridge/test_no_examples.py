@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tsfunc import grad, vmap
+from tsfunc import grad, jvp, vmap
 
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "fft": (torch.fft.fft, [(4,)]),
@@ -37,6 +37,17 @@ def test_the_results_are_empty(call: str, at: int) -> None:
 
 def test_gradients() -> None:
     assert vmap(grad(lambda x: torch.fft.fft(x).abs().sum()))(torch.rand(0, 4)).shape == (0, 4)
+
+
+def test_tangents_of_what_views_a_result() -> None:
+    """The tangent lies in memory as the result does, also where neither has elements."""
+
+    def f(x: Tensor) -> Tensor:
+        tangent: Tensor = jvp(torch.linalg.cond, (x,), (torch.ones_like(x),))[1]
+        return tangent
+
+    assert vmap(f)(torch.rand(0, 2, 5, 5)).shape == (0, 2)
+    assert vmap(f, -1)(torch.rand(2, 5, 5, 0)).shape == (0, 2)
 
 
 def test_gradients_of_batch_norm() -> None:

@@ -79,6 +79,8 @@ OWN_VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "take_along_dim": lambda x: torch.take_along_dim(x, torch.tensor([3, 0, 7])),
     "its method": lambda x: x.take_along_dim(torch.tensor([[3], [0]])),
     "its gradient": tsfunc.grad(lambda x: x.take_along_dim(torch.tensor([3])).sin().sum()),
+    "its indices": lambda x: torch.take_along_dim(torch.arange(30.0), x.abs().long()),
+    "its result": lambda x: torch.take_along_dim(x, x.abs().long(), out=torch.empty(0)),
     "along a dim": lambda x: torch.take_along_dim(x, torch.zeros(1, 5, dtype=torch.long), 0),
     "native_group_norm": lambda x: torch.native_group_norm(x, None, None, 4, 5, 1, 5, 1e-3),
     "its tangent": lambda x: tsfunc.jvp(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tsfunc.ops  # noqa: F401  (declares rows)
+import tsfunc
 from tests.ops.harness import check
 
 aten = torch.ops.aten
@@ -51,3 +51,20 @@ def test_output_padding() -> None:
     assert check(aten.convolution.default, x, w, rand(4), *rest)
     grad = rand(*aten.convolution(x, w, None, *rest).shape)
     assert check(aten.convolution_backward.default, grad, x, w, [4], *rest, [True] * 3)
+
+
+@pytest.mark.parametrize("dims", [(None, 0), (0, 0), (1, -1)])
+def test_complex_weights_of_each_example(dims: tuple[int | None, int]) -> None:
+    """torch's kernels take no complex numbers, its functions put real convolutions together."""
+    for spatial, conv in ((1, torch.conv1d), (2, torch.conv2d), (3, torch.conv3d)):
+        x = torch.complex(rand(2, 4, *[5] * spatial), rand(2, 4, *[5] * spatial))
+        w = torch.complex(rand(3, 6, 4, *[3] * spatial), rand(3, 6, 4, *[3] * spatial))
+        xs = [x] * 3 if dims[0] is None else [x, x.flip(0), x * 1j]
+
+        def f(x: torch.Tensor, w: torch.Tensor, conv: object = conv) -> torch.Tensor:
+            out: torch.Tensor = conv(x, w, None, 2, 1)  # type: ignore[operator]
+            return out
+
+        batch = x if dims[0] is None else torch.stack(xs, dims[0])
+        mine = tsfunc.vmap(f, dims)(batch, w.movedim(0, dims[1]))
+        torch.testing.assert_close(mine, torch.stack([f(a, b) for a, b in zip(xs, w, strict=True)]))

@@ -181,7 +181,20 @@ def convolution_backward(
     return tuple(out for out, _ in results), tuple(at for _, at in results)
 
 
-_plain = torch.ops.aten.convolution.default
+_WHOLE = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
+
+
+def _plain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any,
+    transposed: bool, output_padding: Any, groups: int,
+) -> Tensor:  # fmt: skip
+    """A convolution, not transposed; torch's kernels have no complex one, its functions have."""
+    if x.is_complex():
+        return _WHOLE[x.dim() - 2](x, weight, bias, stride, padding, dilation, groups)
+    out: Tensor = torch.ops.aten.convolution.default(
+        x, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+    )
+    return out
 
 
 def _amounts(value: Any, spatial: int) -> list[Any]:

@@ -211,9 +211,11 @@ def wrap(
         # By position, which is parsed in less time: no memory format.
         shape = value.shape
         if bdim == 0:
-            # With the batch outermost in a contiguous value, the examples are contiguous too.
+            # With the batch outermost in a contiguous value, the examples are contiguous too; of
+            # no examples torch says so whatever the strides are.
+            plain = shape[0] and value.is_contiguous() and not offset
             shape = shape[1:]
-            strides = None if value.is_contiguous() and not offset else value.stride()[1:]
+            strides = None if plain else value.stride()[1:]
         else:
             shape = shape[:bdim] + shape[bdim + 1 :]
             strides = value.stride()
@@ -240,7 +242,10 @@ def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: A
         layout, dtype, device = value.layout, _dtype_of(value), _device_of(value)
         strides: Any = None
         if layout is _strided and not (
-            not bdim and offset is None and _Tensor.is_contiguous(value)
+            not bdim
+            and offset is None
+            and (bdim is None or shape[0] != 0)
+            and _Tensor.is_contiguous(value)
         ):
             strides = _Tensor.stride(value)
     if bdim is not None:

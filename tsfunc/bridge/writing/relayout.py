@@ -185,12 +185,12 @@ def _take_along_dim(
 ) -> Any:
     """Without a dim: of the elements in one row."""
 
-    def call(x: Any, indices: Any, dim: int | None = None) -> Any:
-        if dim is not None or not isinstance(x, BatchTracer):
+    def call(input: Any, indices: Any, dim: int | None = None, **rest: Any) -> Any:
+        if dim is not None or not any(isinstance(x, BatchTracer) for x in (input, indices)):
             return NotImplemented
-        return func(x.reshape(-1), indices.reshape(-1), 0)
+        return func(input.reshape(-1), indices.reshape(-1), 0, **rest)
 
-    return NotImplemented if "out" in kwargs or "input" in kwargs else call(*args, **kwargs)
+    return call(*args, **kwargs)
 
 
 METHODS[torch.Tensor.view] = METHODS[torch.Tensor.view_as] = _viewing
