@@ -13,6 +13,7 @@ from tsfunc.program.passes.blocks import remove_unused_of_blocks
 from tsfunc.program.passes.common import merge_common
 from tsfunc.program.passes.dead import remove_dead
 from tsfunc.program.passes.folding import fold_constants
+from tsfunc.program.passes.layouts import free_layouts
 from tsfunc.program.passes.noops import remove_noops
 
 
@@ -54,6 +55,7 @@ def simplify(
 
 
 _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
+    free_layouts,
     remove_noops,
     merge_common,
     fold_constants,
@@ -64,6 +66,7 @@ _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
 
 __all__ = [
     "fold_constants",
+    "free_layouts",
     "merge_common",
     "remove_dead",
     "remove_noops",
