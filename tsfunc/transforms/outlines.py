@@ -9,7 +9,7 @@ import torch
 from optree import PyTreeSpec
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import BodyLevel, current_trace, in_body
+from tsfunc.bridge.control.bodies import Apart, BodyLevel, current_trace, in_body
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DescriptorError
 from tsfunc.program import Program, capture
@@ -54,7 +54,7 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     trace = current_trace()
     if trace is not None:
         # A graph of its own in the place of the trace's takes what the function calls.
-        body = BodyLevel(trace)
+        body = BodyLevel(trace, Apart())
         with in_body(body):
             args, kwargs = pytrees.unflatten(tree, [body.into(leaf) for leaf in examples])
             return pytrees.tree_map(_type_of, func(*args, **kwargs))

@@ -163,6 +163,19 @@ def test_it_may_differ_at_either_of_two_vmaps(f: Any) -> None:
     torch.testing.assert_close(by_columns, expected)
 
 
+def test_a_choice_in_a_loop_may_differ_at_both_of_two_vmaps() -> None:
+    def f(x: torch.Tensor, n: torch.Tensor) -> Any:
+        def step(i: Any, y: torch.Tensor) -> Any:
+            return cond(y.sum() > 0, lambda: y * x - 1, lambda: y + x.cos())
+
+        return fori_loop(0, n, step, x)
+
+    x, _ = _inputs([0, 0, 0, 0])
+    rows, n = torch.stack([x, x + 0.5]), torch.tensor([[0, 3, 1, 2], [2, 2, 5, 0]])
+    expected = torch.stack([_every(f, *row) for row in zip(rows, n, strict=True)])
+    torch.testing.assert_close(vmap(vmap(f))(rows, n), expected)
+
+
 def test_a_tensor_kept_from_a_step_before_is_that_of_the_lanes_that_are_left() -> None:
     def f(n: torch.Tensor) -> Any:
         last = [n * 0]

@@ -20,6 +20,10 @@ class NeedsAll(BaseException):
         self.level = level
 
 
+class NotApart(NeedsAll):
+    """Internal: a body can't be traced without a level (NOTE [levels set apart] in ``bodies``)."""
+
+
 class Attempt:
     """Context manager: random numbers drawn in the block can be made undrawn.
 

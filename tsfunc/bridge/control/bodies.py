@@ -9,11 +9,17 @@ around the inputs.
 
 Where such a level, or the trace's own, records autograd, the body's inputs are cut from its graph:
 the whole operator becomes one node of it: NOTE [control flow in programs] in ``control_flow``.
+
+NOTE [levels set apart]
+Where the examples of a vmap inside of the trace choose each for itself, the body is traced for one
+example: the vmap's level is *set apart*, a :class:`SetApart` in its place, and a tensor that is
+batched there becomes an input without that dim. The call is one for a batch of calls then, whose
+operands have these dims in front, and runs lanes when the program runs (NOTE [lanes] in ``lanes``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +28,7 @@ import torch
 import torch.fx
 from torch.overrides import TorchFunctionMode
 
+from tsfunc.bridge.control.attempts import NotApart
 from tsfunc.bridge.control.taking_over import takes_over
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, is_traced, traced_as
@@ -65,6 +72,84 @@ def peeled(value: Any) -> tuple[Any, Wrapping]:
     return value, Wrapping(tuple(layers))
 
 
+class SetApart(TracerLevel, StandIn):
+    """What is active in the place of a vmap that the code which runs knows nothing of.
+
+    NOTE [levels set apart]. It keeps the depths of the levels inside, and has no tensors.
+    """
+
+    __slots__ = ("parent",)
+
+    def __init__(self, parent: BatchLevel) -> None:
+        self.stand_in_for(parent)
+        self.parent = parent
+        self._kernel_states = {}
+
+    @property
+    def alive(self) -> bool:  # type: ignore[override]
+        return self.parent.alive
+
+    @property
+    def root(self) -> TracerLevel:
+        return self.parent.root
+
+    def into(self, value: Any) -> Any:
+        return value
+
+
+class Apart:
+    """The vmaps that the bodies of one call are traced without: NOTE [levels set apart].
+
+    Attributes:
+        levels: the vmaps, by depth.
+    """
+
+    def __init__(self, levels: Iterable[BatchLevel] = ()) -> None:
+        self.levels = {level.depth: level for level in levels}
+        self._arranged: dict[int, tuple[Any, Any]] = {}
+
+    def wrapping(self, layers: dict[int, Layer]) -> Wrapping:
+        """The layout of a tensor that needs these layers: the dims of the vmaps first of all."""
+        found: list[Layer] = []
+        before = 0  # dims of vmaps that are set apart, of levels further in
+        for depth, layer in sorted(layers.items(), reverse=True):
+            own = depth in self.levels
+            if layer.bdim is not None:
+                layer = Layer(layer.level, 0 if own else before)
+                before += own
+            found.append(layer)
+        return Wrapping(tuple(found))
+
+    def around_result(self, wrapping: Wrapping) -> Wrapping:
+        """The layout of a call's result, of which a body returns one without the vmaps' dims."""
+        layers = {layer.level.depth: layer for layer in wrapping.layers}
+        return self.wrapping(layers | {d: Layer(x, 0) for d, x in self.levels.items()})
+
+    def flags(self, wrapping: Wrapping) -> list[bool]:
+        """For each of the vmaps, the outermost first, whether a tensor is batched there."""
+        depths = {layer.level.depth for layer in wrapping.layers if layer.bdim is not None}
+        return [depth in depths for depth in sorted(self.levels)]
+
+    def without(self, wrapping: Wrapping) -> Wrapping:
+        """The tracers around an input of a body."""
+        return Wrapping(
+            tuple(
+                layer if layer.bdim is None else Layer(layer.level, 0)
+                for layer in wrapping.layers
+                if layer.level.depth not in self.levels
+            )
+        )
+
+    def arranged(self, value: Any, levels: Sequence[Level]) -> Any:
+        """A tensor laid out as a call takes it, the same one for all bodies."""
+        known = self._arranged.get(id(value))
+        if known is None:
+            made = arranged(value, self.wrapping(needed_layers(value, levels)))
+            known = self._arranged[id(value)] = value, made
+            self._arranged.setdefault(id(made), (made, made))
+        return known[1]
+
+
 class BodyLevel(TraceLevel, StandIn):
     """A trace's level while a body of control flow is traced.
 
@@ -76,11 +161,13 @@ class BodyLevel(TraceLevel, StandIn):
         around: the levels that are active where the body is called.
         surroundings: the dispatch state there.
         numbers: the symbolic numbers from outside, whose inputs come after these.
+        apart: the vmaps that are set apart.
     """
 
     __slots__ = (
         "_numbers",
         "_own_numbers",
+        "apart",
         "around",
         "inputs",
         "numbers",
@@ -89,9 +176,10 @@ class BodyLevel(TraceLevel, StandIn):
         "taken",
     )
 
-    def __init__(self, parent: TraceLevel) -> None:
+    def __init__(self, parent: TraceLevel, apart: Apart) -> None:
         self.stand_in_for(parent)
         self.parent = parent
+        self.apart = apart
         self.surroundings = tls.state
         self.around = tls.state.levels
         self.graph = torch.fx.Graph()
@@ -146,7 +234,10 @@ class BodyLevel(TraceLevel, StandIn):
     ) -> Any:
         """A new input of the body's graph, for a tensor from outside, or what is like one."""
         outer = self.outside(value)
-        if _any_recorded(outer):
+        if self.apart.levels:
+            with self._surroundings():
+                outer = self.apart.arranged(outer, self.around)
+        elif _any_recorded(outer):
             with self._surroundings():
                 outer = arranged(outer, wrapped_in(needed_layers(outer, self.around)))
         inner, wrapping = peeled(outer)
@@ -154,9 +245,17 @@ class BodyLevel(TraceLevel, StandIn):
             return outer  # nothing of it is traced: a constant of a level inside
         node = self.graph.placeholder(f"x{len(self.inputs)}")
         self.inputs.append(outer)
-        return wrapping.around(
-            traced_as(inner.value if like is None else like, node, self, inner.tracks)
-        )
+        like = inner.value if like is None else like
+        if any(self.apart.flags(wrapping)):
+            like = self._one_of(like, sum(self.apart.flags(wrapping)))
+        return self.apart.without(wrapping).around(traced_as(like, node, self, inner.tracks))
+
+    def _one_of(self, value: torch.Tensor, dims: int) -> torch.Tensor:
+        """What looks as a value does at one example of the vmaps that are set apart."""
+        if value.layout is not torch.strided:
+            raise NotApart(next(iter(self.apart.levels.values())).origin.whole)
+        with unasked(self.fake):
+            return self.fake_like(value, value.shape[dims:], value.stride()[dims:])
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -165,14 +264,16 @@ class BodyLevel(TraceLevel, StandIn):
         lanes = [
             level for level in tls.state.levels if level is not outside.get(level.depth, level)
         ]
-        if not any(isinstance(level, BatchLevel) for level in lanes):
+        if not any(isinstance(level, BatchLevel | SetApart) for level in lanes):
             yield
             return
 
         def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
             return tuple(
                 [
-                    outside.get(level.depth, level) if isinstance(level, BatchLevel) else level
+                    outside.get(level.depth, level)
+                    if isinstance(level, BatchLevel | SetApart)
+                    else level
                     for level in levels
                 ]
             )
@@ -202,7 +303,8 @@ class BodyLevel(TraceLevel, StandIn):
         own = isinstance(inner, TraceTracer) and inner.dispatch_level.root is self.root
         if isinstance(value, Tracer) and not own and not is_traced(value):
             return self.parent.lift(value)  # of a level outside of the trace
-        if not isinstance(inner, TraceTracer) and (not wrapping.layers or _any_recorded(value)):
+        traced = isinstance(inner, TraceTracer)
+        if not traced and (self.apart.levels or not wrapping.layers or _any_recorded(value)):
             return wrapping.around(self.parent.lift(inner))
         return value
 
@@ -331,11 +433,23 @@ class _InBody(TorchFunctionMode):
 def in_body(level: BodyLevel) -> Iterator[None]:
     """What the block calls is recorded in the body's graph."""
     state = tls.state
-    levels = tuple(level if other is level.parent else other for other in state.levels)
+    places = {id(other): SetApart(other) for other in level.apart.levels.values()}
+
+    def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
+        return tuple([places.get(id(other), other) for other in levels])
+
+    first = min(level.apart.levels, default=0)
+    inside = [other for other in state.levels if places and other.depth > first]
+    levels = tuple(level if other is level.parent else other for other in seen(state.levels))
     inner = state.with_levels(levels)
     level.bodies.append(level)
     try:
-        with using(inner), _InBody(level), level.symbols.in_body(level.graph, level.sizes):
+        with (
+            capturing(inside, seen),
+            using(inner),
+            _InBody(level),
+            level.symbols.in_body(level.graph, level.sizes),
+        ):
             yield
     finally:
         level.bodies.pop()

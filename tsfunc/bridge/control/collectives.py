@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.control.attempts import NeedsAll
+from tsfunc.bridge.control.attempts import NeedsAll, NotApart
+from tsfunc.bridge.control.bodies import SetApart
 from tsfunc.bridge.control.lanes import LaneLevel
 from tsfunc.bridge.grad.linear_maps import LinearMap, at_level, batched_value, linear, rebuilt
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
@@ -38,6 +39,8 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> BatchLevel:
             if isinstance(level.origin, LaneLevel) and not alone:
                 raise NeedsAll(level.origin.whole)
             return level
+        if isinstance(level, SetApart) and level.parent.axis_name == name and name is not None:
+            raise NotApart(level.parent.origin.whole)
     bound = [level.axis_name for level in tls.state.levels if isinstance(level, BatchLevel)]
     names = ", ".join(repr(known) for known in bound if known is not None) or "none"
     raise UnboundAxisError(
@@ -49,8 +52,11 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> BatchLevel:
 
 def is_bound(name: Any) -> bool:
     """Whether an active vmap has that name."""
-    levels = tls.state.levels
-    return any(isinstance(level, BatchLevel) and level.axis_name == name for level in levels)
+    for level in tls.state.levels:
+        vmapped = level.parent if isinstance(level, SetApart) else level
+        if isinstance(vmapped, BatchLevel) and vmapped.axis_name == name:
+            return True
+    return False
 
 
 def named_axes(within: TracerLevel) -> list[BatchLevel]:

@@ -122,6 +122,23 @@ class ControlFlow:
         found: Callable[..., Any] = writer.module(self, operands)
         return found
 
+    def torch_form_of_batch(
+        self, writer: Any, ones: Sequence[Any], batched: Sequence[bool]
+    ) -> Callable[..., Any]:
+        """As :meth:`torch_form`, for a batch of calls: see :meth:`mapped`.
+
+        Args:
+            writer: makes modules.
+            ones: nodes like what a single call is called with.
+            batched: which operands have a dim in front; all results have one.
+
+        Raises:
+            NoTorchOperator: torch has none.
+        """
+        dims = [0 if each else None for each in batched]
+        dims += [None] * (len(ones) - len(dims))
+        return torch.vmap(self.torch_form(writer, ones), tuple(dims), randomness="same")
+
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
         """The operator without what nobody uses; None for one of which that is not known.
 

@@ -12,7 +12,7 @@ import torch
 from tsfunc.bridge.tracers.attributes import OF_TYPES
 from tsfunc.bridge.tracers.hot_calls import MadeTracer
 from tsfunc.bridge.tracers.tracer import METHODS, Tracer, seen_here
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import Level, tls
 
 if TYPE_CHECKING:
     from tsfunc.bridge.control.lanes import LaneLevel
@@ -72,12 +72,8 @@ class TakingOver:
         if not takes_over(func):
             return None
         if args and isinstance(args[0], Tracer) and _writes(func) and lanes.replaces(args[0]):
-            raise RuntimeError(
-                f"{self.what}: the body writes in place ({func.__name__}) into a tensor that it "
-                f"closes over, of shape {tuple(args[0].shape)}, which only some of the examples "
-                f"of {lanes.whole.name} are to see. Pass it in as an operand, write into a "
-                f"clone of it, and return that."
-            )
+            shape = tuple(args[0].shape)
+            raise RuntimeError(refused_write(self.what, func.__name__, shape, lanes.whole))
         taken = [self._taken(arg) for arg in args]
         named = {name: self._taken(arg) for name, arg in kwargs.items()} if kwargs else kwargs
         same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
@@ -97,6 +93,22 @@ class TakingOver:
             items = [self._taken(item) for item in value]
             return value if all(map(is_, items, value)) else type(value)(items)
         return value
+
+
+def refused_write(what: str, by: str, shape: tuple[Any, ...], level: Level) -> str:
+    """What is said of a write into a tensor that a body closes over.
+
+    Args:
+        what: the operator.
+        by: what writes.
+        shape: of the tensor.
+        level: the vmap.
+    """
+    return (
+        f"{what}: the body writes in place ({by}) into a tensor that it closes over, of shape "
+        f"{shape}, which only some of the examples of {level.name} are to see. Pass it in as an "
+        f"operand, write into a clone of it, and return that."
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import (
+    Apart,
     BodyLevel,
     Layer,
     Wrapping,
@@ -43,8 +44,11 @@ class TracedBody:
         spec: the structure of that.
     """
 
-    def __init__(self, trace: TraceLevel, func: Callable[..., Any], inputs: Sequence[Any]) -> None:
-        self.level = BodyLevel(trace)
+    def __init__(
+        self, trace: TraceLevel, func: Callable[..., Any], inputs: Sequence[Any],
+        apart: Apart | None = None,
+    ) -> None:  # fmt: skip
+        self.level = BodyLevel(trace, apart or Apart())
         arguments = [self.level.argument(x) for x in inputs]
         with in_body(self.level):
             out = func(*arguments)
@@ -68,7 +72,11 @@ class TracedBody:
 
     def batched(self) -> list[dict[int, Layer]]:
         """For each result the layers that it can't do without, by depth."""
-        return [needed_layers(leaf) for leaf in self.leaves]
+        apart = self.level.apart.levels
+        return [
+            {depth: layer for depth, layer in needed_layers(leaf).items() if depth not in apart}
+            for leaf in self.leaves
+        ]
 
     def end(self, wrappings: Sequence[Wrapping | None]) -> list[Result | None]:
         """Lays the results out as they are wanted, and ends the graph with them.

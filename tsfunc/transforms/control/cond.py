@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.attempts import Attempt, NeedsAll
+from tsfunc.bridge.control.attempts import Attempt, NeedsAll, NotApart
+from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.gathering import Merge, retag
 from tsfunc.bridge.control.lanes import guarded_lanes, lanes_of, run_in
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
@@ -210,19 +212,26 @@ class _Call:
         if isinstance(choice, int):
             return self.branches[choice](*self.operands)
         if isinstance(choice, Traced):
-            return record_switch(
-                self.what, choice.value, self.branches, self.names, self.operands, self.batching
-            )
+            return self.record(choice.value)
         if self.batching == "select":
             return self.select(choice)
         if choice.is_of_none:  # any branch tells what the results are
             return in_tensors(self.branches[0](*self.operands))
+        if not choice.known and current_trace() is not None:
+            with suppress(NotApart):
+                return self.record(wrap(choice.values, 0, choice.level))
         with Attempt(choice.level) as attempt:
             try:
                 return self.by_lanes(choice) if choice.known else self.unseen(choice)
             except NeedsAll as error:
                 attempt.give_up(error)
         return self.select(choice)
+
+    def record(self, index: torch.Tensor) -> Any:
+        """As one node of the program that is being traced."""
+        return record_switch(
+            self.what, index, self.branches, self.names, self.operands, self.batching
+        )
 
     def by_user(self, value: Any) -> Any:
         """The call of a predicate or an index, with a look at the branches that are not taken."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
-from tsfunc.bridge.control.control_flow import ControlFlow, NoTorchOperator, random_state
+from tsfunc.bridge.control.control_flow import (
+    ControlFlow,
+    Narrowed,
+    NoTorchOperator,
+    random_state,
+)
 from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.choice import read
+from tsfunc.transforms.control.whole_batches import flattened
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
@@ -85,10 +91,31 @@ class Mapped(Operator):
         return found
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
-        dims = [0 if batched else None for batched in self.batched]
-        dims += [None] * (len(operands) - len(dims))
-        ones = [one_of(x, dim) for x, dim in zip(operands, dims, strict=True)]
-        return torch.vmap(self.op.torch_form(writer, ones), tuple(dims), randomness="same")
+        return self.op.torch_form_of_batch(writer, self._ones(operands), self.batched)
+
+    def torch_form_of_batch(
+        self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]
+    ) -> Callable[..., Any]:
+        either = [a or b for a, b in zip(batched, self.batched, strict=True)]
+        form = self.op.torch_form_of_batch(writer, self._ones(ones), either)
+        return flattened(form, batched, self.batched)
+
+    def _ones(self, operands: Sequence[Any]) -> list[Any]:
+        """Nodes like what a single call is called with."""
+        tensors = zip(operands, self.batched, strict=False)
+        ones = [one_of(x, 0 if batched else None) for x, batched in tensors]
+        return [*ones, *operands[len(self.batched) :]]
+
+    def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
+        found = self.op.narrowed(count, used)
+        if found is None:
+            return None
+        tensors = [i for i in found.operands if i < len(self.batched)]
+        assert isinstance(found.op, Operator)
+        batched = [self.batched[i] for i in tensors]
+        if not any(batched):  # which would not say how many calls there are
+            return None
+        return Narrowed(Mapped(found.op, batched), found.operands, found.results)
 
 
 class Replayed(Operator):

@@ -15,7 +15,7 @@ from typing import Any, Final
 import optree
 import torch
 
-from tsfunc.bridge.control.attempts import Attempt, NeedsAll
+from tsfunc.bridge.control.attempts import Attempt, NeedsAll, NotApart
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.gathering import Merge, retag
 from tsfunc.bridge.control.lanes import (
@@ -240,7 +240,7 @@ class Loop:
                 left = None if limit is None else limit - steps
                 return self.each_its_own(carry, value, choice, left)
             if isinstance(choice, Traced):
-                return self.record(carry), True
+                return self.record(carry, choice.value), True
             if not choice:
                 return carry, True
             if steps == limit:
@@ -249,7 +249,7 @@ class Loop:
                 # Known of this step, and not of those to come. A body that needs the numbers of
                 # its carry as Python has them is called for each.
                 with suppress(DataDependentError):
-                    return self.record(carry), True
+                    return self.record(carry, False), True
             sure = self.sure(carry) if limit is None and not traced else 1
             carry = self.steps(carry, sure)
             steps += sure
@@ -265,6 +265,9 @@ class Loop:
         level = choice.level
         if choice.is_of_none:
             return in_tensors(carry), True
+        if not choice.known and current_trace() is not None:
+            with suppress(NotApart):
+                return self.recorded(carry, wrap(choice.values, 0, level)), True
         with Attempt(level) as attempt:
             try:
                 if choice.known:
@@ -371,15 +374,22 @@ class Loop:
         outer = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
         return outer.whole((carry, values_at(value, level)))[0]
 
-    def record(self, carry: Any) -> Any:
+    def record(self, carry: Any, value: Any) -> Any:
         """As one node of the program that is being traced."""
+        try:
+            return self.recorded(carry, value)
+        except NotApart:
+            return self.recorded(carry, None)
+
+    def recorded(self, carry: Any, value: Any) -> Any:
+        """The same; without a first condition the examples of a vmap are not run apart."""
 
         def apart(carry: Any, value: Any, level: BatchLevel) -> Any:
             choice = ByExample(level, values_at(value, level), False)
             return self.each_its_own(carry, value, choice, None)[0]
 
         return record_while(
-            self.what, self.cond_fun, self.body_fun, carry, apart, self.checkpoint, _ADVICE
+            self.what, self.cond_fun, self.body_fun, carry, value, apart, self.checkpoint, _ADVICE
         )
 
     def and_condition(self, carry: Any) -> Any:

@@ -20,6 +20,7 @@ from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.derived import Operator
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
 from tsfunc.transforms.control.prefixes import prefixes
+from tsfunc.transforms.control.whole_batches import Batch
 from tsfunc.transforms.outlines import eval_shape
 from tsfunc.transforms.vmap import vmap
 
@@ -58,6 +59,13 @@ class Switch(Operator):
         if self.name == "cond":
             return self._chosen(writer, writer.truth(index), (1, 0), rest)
         return self._from(writer, 0, index, rest)
+
+    def torch_form_of_batch(
+        self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]
+    ) -> Callable[..., Any]:
+        if not batched[0]:
+            return super().torch_form_of_batch(writer, ones, batched)
+        return Batch(writer, batched).choice(self.bodies)
 
     def _chosen(
         self, writer: Writer, truth: Any, which: tuple[int, int], rest: Sequence[Any]
@@ -126,6 +134,12 @@ class While(Operator):
         carry, rest = tuple(operands[: self.carried]), tuple(operands[self.carried :])
         node = writer.call(torch.ops.higher_order.while_loop, *blocks, carry, rest)
         return writer.items(node, self.carried)
+
+    def torch_form_of_batch(
+        self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]
+    ) -> Callable[..., Any]:
+        condition, body = self.bodies
+        return Batch(writer, batched).loop(condition, body, self.carried)
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         condition, body = self.bodies

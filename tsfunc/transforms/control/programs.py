@@ -13,6 +13,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import (
+    Apart,
     Layer,
     Wrapping,
     arranged,
@@ -29,6 +30,7 @@ from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.control.arguments import Batching
+from tsfunc.transforms.control.by_example import call_of, vmaps_of
 from tsfunc.transforms.control.operators import (
     AssociativeScan,
     Checkpoint,
@@ -51,12 +53,21 @@ def record_switch(
     what: str, index: Any, branches: Sequence[Callable[..., Any]], names: Sequence[str],
     operands: Any, batching: Batching,
 ) -> Any:  # fmt: skip
-    """Records a choice between branches; what the branch that is taken returns."""
+    """Records a choice between branches; what the branch that is taken returns.
+
+    Raises:
+        NotApart: the choice differs from example to example of a vmap that can't be set apart.
+    """
     trace = _trace()
-    inner, _ = peeled(seen_here(index))
+    index = seen_here(index)
+    apart = Apart(vmaps_of(index))
+    if apart.levels:
+        chosen = arranged(index, apart.wrapping(needed_layers(index)))
+    else:
+        chosen, _ = peeled(index)
     bodies = []
     for branch in branches:
-        bodies.append(TracedBody(trace, lambda branch=branch: branch(*_seen(operands)), ()))
+        bodies.append(TracedBody(trace, lambda branch=branch: branch(*_seen(operands)), (), apart))
     for name, body in zip(names[1:], bodies[1:], strict=True):
         check_branches(
             what, (f"what {names[0]} returns", f"what {name} returns"), (bodies[0].out, body.out)
@@ -77,8 +88,8 @@ def record_switch(
         for name, body, own in zip(names, bodies, places, strict=True)
     ]
     op = Switch(what, made, batching)
-    found = call(op, trace, [inner, *tensors], numbers, [r for r in results if r is not None])
-    return filled(bodies[0], found)
+    known = [r for r in results if r is not None]
+    return filled(bodies[0], call_of(op, apart, trace, [chosen, *tensors], numbers, known))
 
 
 def _seen(operands: Any) -> Any:
@@ -130,8 +141,8 @@ class Carry:
         numbers: the leaves that are numbers, by their places.
     """
 
-    def __init__(self, trace: TraceLevel, init: Any) -> None:
-        self.trace = trace
+    def __init__(self, trace: TraceLevel, init: Any, apart: Apart | None = None) -> None:
+        self.trace, self.apart = trace, apart or Apart()
         leaves, self.spec = pytrees.flatten(init)
         self.numbers = {i: leaf for i, leaf in enumerate(leaves) if is_number(leaf)}
         self.leaves = [leaf if is_number(leaf) else as_traced(leaf, trace) for leaf in leaves]
@@ -193,9 +204,13 @@ class Carry:
 
     def wrappings(self) -> list[Wrapping | None]:
         return [
-            common([needs]) if isinstance(leaf, torch.Tensor) else None
+            self.apart.wrapping(needs) if isinstance(leaf, torch.Tensor) else None
             for leaf, needs in zip(self.leaves, self.needed, strict=True)
         ]
+
+    def wrappings_of_one(self) -> list[Wrapping | None]:
+        """The layouts for an example of the vmaps that the body is traced without."""
+        return [None if w is None else self.apart.without(w) for w in self.wrappings()]
 
 
 def along_first(x: Any) -> Any:
@@ -286,27 +301,46 @@ def record_scan(
 
 def record_while(
     what: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any,
-    unseen: Callable[[Any, Any, Any], Any], checkpoint: Checkpoint, advice: str,
+    choice: Any, unseen: Callable[[Any, Any, Any], Any], checkpoint: Checkpoint, advice: str,
 ) -> Any:  # fmt: skip
-    """Records a loop: one node, whatever the number of its steps."""
+    """Records a loop: one node, whatever the number of its steps.
+
+    Args:
+        what: how errors call it.
+        cond_fun: takes the carry, and says whether there is a step.
+        body_fun: takes the carry, and returns the next.
+        init: the first carry.
+        choice: what the condition says of that; None where no vmap is to be set apart.
+        unseen: makes a loop of a vmap whose conditions differ, where none is set apart: given the
+            carry, the condition and the vmap.
+        checkpoint: what reverse mode keeps of the steps.
+        advice: what errors say is to be done.
+
+    Raises:
+        NotApart: a vmap can't be set apart.
+    """
     names = ("the carry", "what the body returns")
     trace = _trace()
-    carry = Carry(trace, init)
+    carry = Carry(trace, init, Apart([] if choice is None else vmaps_of(choice)))
     while True:
         inputs = carry.inputs()
-        tree = carry.tree(inputs)
-        body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs)
+        apart = carry.apart
+        body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs, apart)
         check_carried(what, names, (carry.given(inputs), body.out), advice)
         if not carry.settled(body):
             continue
-        condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs)
+        condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs, apart)
         condition.settle([torch.bool] * len(condition.leaves))
-        needed = condition.batched()[0]
-        if any(layer.bdim is not None for layer in needed.values()):
-            return unseen(tree, cond_fun(tree), needed[max(needed)].level)
-        if not carry.widened(body.batched()):
+        differs = [x for x in condition.batched()[0].values() if x.bdim is not None]
+        if differs and choice is None:
+            tree = carry.tree(inputs)
+            return unseen(tree, cond_fun(tree), differs[-1].level)
+        if differs:  # as it may from the second step on, if the body batches what it carries
+            more = vmaps_of(condition.leaves[0])
+            carry.apart = Apart([*apart.levels.values(), *more])
+        elif not carry.widened(body.batched()):
             break
-    results = [r for r in body.end(carry.wrappings()) if r is not None]
+    results = [r for r in body.end(carry.wrappings_of_one()) if r is not None]
     condition.end([Wrapping()])
     tensors, numbers, places = operands_of([condition, body], len(inputs))
     made = [
@@ -314,7 +348,7 @@ def record_while(
         for name, traced, own in zip(("condition", "body"), (condition, body), places, strict=True)
     ]
     op = While(what, made, len(inputs), checkpoint)
-    return carry.tree(call(op, trace, [*inputs, *tensors], numbers, results))
+    return carry.tree(call_of(op, carry.apart, trace, [*inputs, *tensors], numbers, results))
 
 
 ELEMENTS = ("the elements", "what the function returns")
