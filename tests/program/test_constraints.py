@@ -41,6 +41,11 @@ ONE: dict[str, tuple[Callable[[int], Any], int, str]] = {
     "n != 3": (lambda n: n == 3, 7, "Dim('n', min=4)"),
     "3*n >= 20": (lambda n: 3 * n >= 20, 7, "Dim('n', min=7)"),
     "n // 2 > 3": (lambda n: n // 2 > 3, 9, "Dim('n', min=8)"),
+    "3*(n // 3) == n": (lambda n: n // 3 * 3 == n, 9, "Dim('n', multiple_of=3)"),
+    "n // 2 == (1 + n) // 2": (lambda n: n // 2 == (n + 1) // 2, 8, "Dim('n', multiple_of=2)"),
+    "n % 2 != 0": (lambda n: n % 2 == 0, 5, "'2 * extra + 1'"),
+    "n % 4 == 3": (lambda n: n % 4 == 3, 7, "'4 * extra + 3'"),
+    "2*(n // 2) != n": (lambda n: n // 2 * 2 == n, 9, "'2 * extra + 1'"),
 }
 
 
@@ -184,6 +189,28 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
         lambda x, y: x + y + torch.ones(5), {"x": ["a"], "y": ["b"]}, (r(5), r(5)),
         {"x": [Dim("a", one_of=(1, 5))], "y": ["a"]},
     ),
+    "groups": (
+        lambda x: F.group_norm(x, 4), {"x": ["b", "c", "h"]}, (r(3, 8, 3),),
+        {"x": ["b", Dim("c", multiple_of=4), "h"]},
+    ),
+    "every second, and halved": (
+        lambda x: F.max_pool1d(x, 2) + x[..., ::2], {"x": [1, "n"]}, (r(1, 8),),
+        {"x": [1, Dim("n", multiple_of=2)]},
+    ),
+    "parts of a size that is left out": (
+        lambda x: x.unflatten(0, (-1, 3)), {"x": ["n"]}, (r(9),),
+        {"x": [Dim("n", multiple_of=3)]},
+    ),
+    "smaller, and larger again": (
+        lambda x: F.interpolate(F.max_pool2d(F.max_pool2d(x, 2), 2), scale_factor=4) + x,
+        {"x": ["b", 3, "h", "w"]}, (r(2, 3, 16, 8),),
+        {"x": ["b", 3, Dim("h", multiple_of=4), Dim("w", multiple_of=4)]},
+    ),
+    "patches": (
+        lambda x: x.view(x.shape[0], 3, x.shape[2] // 4, 4, x.shape[3] // 4, 4),
+        {"x": ["b", 3, "h", "w"]}, (r(2, 3, 16, 8),),
+        {"x": ["b", 3, Dim("h", multiple_of=4), Dim("w", multiple_of=4)]},
+    ),
     "a product": (
         lambda x, y: x + y.flatten(), {"x": ["n"], "y": ["m", "k"]}, (r(6), r(3, 2)),
         {"x": ["k * m"]},
@@ -231,6 +258,36 @@ def test_what_a_dim_promises_is_promised_by_the_one_that_it_is_equal_to(name: st
     for size in sizes:
         x, y = r(size), r(size)
         torch.testing.assert_close(g(x, y), f(x, y))
+
+
+def test_a_dim_that_is_what_is_left_of_a_number() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x + 1 if x.shape[0] + x.shape[1] == 9 else x
+
+    _, offered = refused(f, {"x": Meta(["n", "m"])}, r(5, 4))
+    assert offered["x"].shape == Meta([Dim("n", max=7), "9 - n"]).shape
+    g = specialize(f, offered)
+    for n in (0, 1, 5, 2, 7):
+        x = r(n, 9 - n)
+        torch.testing.assert_close(g(x), f(x))
+
+
+def test_a_remainder_is_not_offered_with_bounds_that_no_shape_has() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x + 1 if x.shape[0] % 2 == 1 and x.shape[0] < 9 else x
+
+    _, offered = refused(f, {"x": Meta(["n"])}, r(5))
+    torch.testing.assert_close(specialize(f, offered)(torch.zeros(5)), torch.ones(5))
+
+
+def test_a_named_dim_as_a_key() -> None:
+    widths = {4: 1.0, 8: 2.0}
+    g = specialize(lambda x: x * widths[x.shape[0]], {"x": Meta(["n"])})
+    with pytest.raises(TypeError) as caught:
+        g(r(4))
+    assert "can't be a key of a dict" in str(caught.value) and __file__ in str(caught.value)
+    h = specialize(lambda x: x * widths[int(x.shape[0])], {"x": Meta([None])})
+    assert h(torch.ones(8)).equal(torch.full((8,), 2.0))
 
 
 def test_what_a_dim_promises_is_promised_by_a_product() -> None:

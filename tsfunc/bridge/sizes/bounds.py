@@ -36,7 +36,9 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
     if len(every) == len(names) and math.prod(map(len, every)) <= _MANY:
         combinations = itertools.product(*every)
         return all(holds_at(fact, dict(zip(names, each, strict=True))) for each in combinations)
-    return is_true(in_steps(fact, dims)) or _holds_by_bounds(fact, dims)
+    if is_true(in_steps(fact, dims)) or _holds_by_bounds(fact, dims):
+        return True
+    return len(names) == 1 and _holds_by_period(fact, dims[names[0]])
 
 
 def with_larger(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
@@ -155,6 +157,69 @@ def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
 
     found = fact.replace(Min, smallest_of).replace(Max, largest_of)
     return found if found == fact else _without_choices(found, dims)
+
+
+def _holds_by_period(fact: Any, dim: Dim) -> bool:
+    """Whether a fact about one size holds for all sizes, by those of two periods.
+
+    What is made of a size by ``+``, ``-``, and ``*``, ``//`` and ``%`` with numbers grows by the
+    same amount whenever the size grows by a period, which is a multiple of all that it is divided
+    by. So of sizes that are a period apart two tell the others.
+    """
+    from sympy import Eq, Ge, Gt, Le, Lt, Ne
+
+    if not isinstance(fact, Eq | Ne | Ge | Gt | Le | Lt):
+        return False
+    if isinstance(fact, Le | Lt):
+        fact = fact.reversed
+    difference = fact.lhs - fact.rhs
+    period = period_of(difference)
+    if period is None or period > _LONGEST_PERIOD:
+        return False
+    (symbol,) = fact.free_symbols
+    step = dim.multiple_of or 1
+    low = -(-smallest(dim) // step) * step
+
+    def at(size: int) -> int:
+        return int(difference.xreplace({symbol: size}))
+
+    for first in range(low, low + period * step, step):
+        here = at(first)
+        growth = at(first + period * step) - here
+        match fact:
+            case Eq():
+                always = here == 0 == growth
+            case Ne():
+                always = here != 0 and here * growth >= 0
+            case _:
+                always = here >= isinstance(fact, Gt) and growth >= 0
+        if not always:
+            return False
+    return True
+
+
+_LONGEST_PERIOD = 256
+
+
+def period_of(expr: Any) -> int | None:
+    """A number by which a size may grow so that an expression grows by the same amount each time.
+
+    None where there may be none: the expression has products of sizes, or other functions.
+    """
+    from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+    if expr.is_Symbol or expr.is_Integer:
+        return 1
+    if isinstance(expr, FloorDiv | Mod | PythonMod):
+        inner, by = expr.args
+        period = period_of(inner)
+        return period * int(by) if period is not None and by.is_Integer and by > 0 else None
+    if expr.is_Mul and sum(1 for each in expr.args if each.free_symbols) > 1:
+        return None
+    if not (expr.is_Add or expr.is_Mul):
+        return None
+    periods = [period_of(each) for each in expr.args]
+    return None if None in periods else math.lcm(*(each for each in periods if each is not None))
 
 
 def _is_largest(one: Any, sizes: Sequence[Any], dims: Mapping[str, Dim]) -> bool:

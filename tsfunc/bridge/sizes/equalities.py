@@ -31,7 +31,7 @@ def required(asked: Sequence[Any], here: _Sizes, takes: Callable[[_Sizes], bool]
         here: the sizes at which it did, by symbol.
         takes: whether the operator takes other sizes.
     """
-    facts = _independent(_equalities(asked, here))
+    facts = _independent(_equalities(asked, here), here)
     found = []
     for fact in facts:
         kept = [other for other in facts if other is not fact]
@@ -60,6 +60,8 @@ def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
     """Sizes of which some equalities hold, as far as these say what a symbol is."""
     kept = dict(sizes)
     for _ in facts:  # each may change what another has read
+        for symbol, by in filter(None, map(_multiple, facts)):
+            kept[symbol] = max(kept[symbol] - kept[symbol] % by, by)
         for symbol, value in map(_solved, facts):
             if symbol is not None and value.free_symbols <= kept.keys():
                 kept[symbol] = int(value.xreplace(kept))
@@ -79,13 +81,14 @@ def _equalities(asked: Sequence[Any], here: _Sizes) -> list[Any]:
     return list(found)
 
 
-def _independent(facts: Sequence[Any]) -> list[Any]:
-    """Those that do not follow from the ones before them."""
+def _independent(facts: Sequence[Any], here: _Sizes) -> list[Any]:
+    """Those that do not follow from the ones before them, as far as breaking them shows."""
     found: list[Any] = []
     known: dict[Any, Any] = {}
     for fact in facts:
         rest = fact.xreplace(known)
-        if is_true(rest):
+        unsolved = any(_solved(other)[0] is None for other in found)
+        if is_true(rest) or (unsolved and not any(_breaking(fact, found, here))):
             continue
         found.append(fact)
         symbol, other = _solved(rest)
@@ -101,6 +104,17 @@ def _solved(fact: Any) -> tuple[Any, Any]:
         if symbol.is_Symbol and symbol not in other.free_symbols:
             return symbol, other
     return None, None
+
+
+def _multiple(fact: Any) -> tuple[Any, int] | None:
+    """A symbol and the number that it is a multiple of, where a fact says that."""
+    from torch.utils._sympy.functions import Mod, PythonMod
+
+    if isinstance(fact.lhs, Mod | PythonMod) and fact.rhs == 0:
+        symbol, by = fact.lhs.args
+        if symbol.is_Symbol and by.is_Integer:
+            return symbol, int(by)
+    return None
 
 
 def _breaking(fact: Any, kept: Sequence[Any], here: _Sizes) -> Iterator[dict[Any, int]]:

@@ -63,3 +63,28 @@ def moduli(expr: Any) -> list[int]:
 
     pairs = [each.args for each in expr.atoms(Mod)]
     return [int(by) for value, by in pairs if value.is_Symbol and by.is_number]
+
+
+def divisions(expr: Any) -> list[tuple[str, int]]:
+    """The symbols that an expression divides by a number, with that number."""
+    from torch.utils._sympy.functions import FloorDiv, Mod
+
+    pairs = [each.args for each in expr.atoms(FloorDiv, Mod)]
+    found = {(str(value), int(by)) for value, by in pairs if value.is_Symbol and by.is_Integer}
+    return sorted(pair for pair in found if pair[1] > 1)
+
+
+def exact(expr: Any) -> Any:
+    """An expression with whole numbers where a float that is whole multiplies a size.
+
+    ``int(2.0 * float(n))`` is ``2 * n`` for all sizes: floats have whole numbers up to 2 ** 53.
+    """
+    from torch.utils._sympy.functions import ToFloat, TruncToInt
+
+    def whole(inner: Any) -> Any:
+        factor, rest = inner.as_coeff_Mul()
+        if isinstance(rest, ToFloat) and float(factor).is_integer():
+            return int(factor) * rest.args[0]
+        return TruncToInt(inner)
+
+    return expr.replace(TruncToInt, whole)

@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tsfunc.bridge.sizes.facts import facts_of_its_own
 from tsfunc.bridge.sizes.number_nodes import divided, number_node
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
-from tsfunc.bridge.sizes.size_texts import code_text, python_text
+from tsfunc.bridge.sizes.size_texts import code_text, exact, python_text
 from tsfunc.bridge.sizes.symbolic_numbers import KINDS
 from tsfunc.dispatch.places import Place
 from tsfunc.errors import FailedCheckError
@@ -260,7 +260,7 @@ class Symbols:
             return []
         names = self._as_dims()
         return [
-            Need(self.spell(guard.expr), guard.expr.xreplace(names), place, by_user)
+            Need(self.spell(exact(guard.expr)), exact(guard.expr).xreplace(names), place, by_user)
             for guard, (place, by_user, is_check) in zip(
                 self._env.guards, self._env.asked, strict=True
             )

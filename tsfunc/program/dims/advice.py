@@ -6,9 +6,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tsfunc.bridge.sizes.bounds import holds, promises_of
+from tsfunc.bridge.sizes.bounds import holds, promises_of, with_larger
 from tsfunc.bridge.sizes.symbols import Need
-from tsfunc.program.dims.solutions import bounded, equated, ordered, spelled
+from tsfunc.program.dims.solutions import (
+    Solution,
+    bounded,
+    equated,
+    leaving_remainder,
+    ordered,
+    spelled,
+    stepped,
+)
 from tsfunc.types import Dim
 from tsfunc.types.descriptors import Descriptor
 from tsfunc.types.dims import DimSpec
@@ -41,10 +49,13 @@ def _mended(
     needs: Sequence[Need], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> dict[str, DimSpec]:
     """For each dim of which something was asked, one that promises it; None: an open one."""
-    mending = _Mending(dims, sizes)
     facts = sorted(dict.fromkeys(need.expr for need in needs), key=_rank)
-    for fact in [fact for fact in facts if not mending.take(fact)]:
-        mending.take_or_open(fact)  # more is known by now
+    for with_new in (True, False):
+        mending = _Mending(dims, sizes, with_new)
+        for fact in [fact for fact in facts if not mending.take(fact)]:
+            mending.take_or_open(fact)  # more is known by now
+        if mending.can_be_said():
+            break
     return mending.result()
 
 
@@ -64,7 +75,8 @@ def _rank(fact: Any) -> int:
 class _Mending:
     """What dims become so that facts hold, one fact after the other."""
 
-    def __init__(self, dims: Mapping[str, Dim], sizes: Mapping[str, int]) -> None:
+    def __init__(self, dims: Mapping[str, Dim], sizes: Mapping[str, int], with_new: bool) -> None:
+        self.given, self.with_new = dims, with_new  # whether there may be new names
         self.dims, self.sizes = dict(dims), dict(sizes)
         self.bounded: dict[str, Dim] = {}
         self.solved: dict[str, Any] = {}  # those that are said in terms of others, or fixed
@@ -84,17 +96,40 @@ class _Mending:
         if len(names) == 1:
             return self._take_bounds(fact, names[0])
         said = equated(fact, names, self.dims, self.sizes)
-        if said is None:
+        steps = None if said is not None else stepped(fact, names, self.dims, self.sizes)
+        if steps is not None:
+            self._bound(*steps)
+            return True
+        if said is None and self.with_new:
             said = ordered(fact, names, self.dims, self.sizes)
-        if said is None:
-            return False
+        return said is not None and self._take_solution(said)
+
+    def _take_solution(self, said: Solution) -> bool:
+        """Has a dim be what it is of others, which promise from now on what it did."""
         self._bound(*said.others)
         self.sizes.update(said.sizes)
         self._solve(said.name, said.value)
-        for promise in promises_of(self.dims[said.name]):  # others promise it from now on
+        for promise in (*self._is_size(said.value), *promises_of(self.dims[said.name])):
             if not self.take(promise) and not self._take_above_call(promise):
                 self.take_or_open(promise)
         return True
+
+    def _is_size(self, value: Any) -> list[Any]:
+        """That an expression is no negative number; where others are to be small, nor 0 or 1.
+
+        Which programs are made for sizes at the edge (NOTE [sizes at the edge]) is told of those
+        that are small where others are.
+        """
+        from sympy import Ge
+
+        names = [str(symbol) for symbol in value.free_symbols]
+        size, fact = (
+            int(value.subs({name: self.sizes.get(name, 0) for name in names})),
+            Ge(value, 0),
+        )
+        if with_larger(fact, {name: self.dims[name] for name in names}) is None:
+            return [Ge(value, min(size, 2))]
+        return [fact]
 
     def _take_above_call(self, fact: Any) -> bool:
         """Has a fact hold by the sizes of the call, which no others are smaller than."""
@@ -112,7 +147,13 @@ class _Mending:
     def _take_bounds(self, fact: Any, name: str) -> bool:
         from sympy import Integer
 
-        mended = bounded(fact, self.dims[name], self.sizes.get(name, 0))
+        dim, size = self.dims[name], self.sizes.get(name, 0)
+        mended = bounded(fact, dim, size)
+        is_range = isinstance(mended, Dim) and (mended.max is None or mended.max == dim.max)
+        if self.with_new and not is_range:
+            said = leaving_remainder(fact, dim, size, {*self.dims, *self.sizes})
+            if said is not None:
+                return self._take_solution(said)
         if isinstance(mended, Dim) and mended.max is not None and mended.min == mended.max:
             mended = mended.max
         if isinstance(mended, Dim):
@@ -137,6 +178,11 @@ class _Mending:
         for each, known in self.solved.items():
             self.solved[each] = known.xreplace({Symbol(name): value})
         self.solved[name] = value
+
+    def can_be_said(self) -> bool:
+        """Whether no name has bounds that is new, and so in no shape by itself."""
+        return not any(dim.is_bounded for name, dim in self.bounded.items()
+                       if name not in self.given)  # fmt: skip
 
     def result(self) -> dict[str, DimSpec]:
         found: dict[str, DimSpec] = {**self.bounded, **dict.fromkeys(self.opened)}

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tsfunc.bridge.sizes.bounds import choices, holds, holds_at, smallest, with_larger
-from tsfunc.bridge.sizes.size_texts import moduli, python_text
+from tsfunc.bridge.sizes.bounds import (
+    choices,
+    holds,
+    holds_at,
+    period_of,
+    smallest,
+    with_larger,
+)
+from tsfunc.bridge.sizes.size_texts import divisions, moduli, python_text
 from tsfunc.errors import DescriptorError
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.dims import DimSpec
@@ -76,10 +83,10 @@ def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Di
     def at(n: int) -> bool:
         return holds_at(fact, {name: n})
 
-    if isinstance(fact, eq):
-        yield from [Dim(name, multiple_of=step) for step in moduli(fact)]
-        if not at(size + 1) and not at(size - 1) and not moduli(fact):
-            yield size
+    if isinstance(fact, eq) or moduli(fact):
+        yield from [Dim(name, multiple_of=step) for step in _steps(fact) if size % step == 0]
+    if isinstance(fact, eq) and not at(size + 1) and not at(size - 1) and not moduli(fact):
+        yield size
     if isinstance(fact, Or):  # broadcast, to a number: 1, or that number
         numbers = [int(number) for number in fact.atoms(Integer) if number >= 0]
         yield Dim(name, one_of=tuple(n for n in {*numbers, size} if at(n)))
@@ -90,6 +97,50 @@ def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Di
         yield Dim(name, min=size)
         yield Dim(name, max=size)
     yield size
+
+
+def _steps(fact: Any) -> list[int]:
+    """The numbers of which a fact may ask a size to be a multiple, the smallest first."""
+    from sympy.core.relational import Relational
+
+    period = period_of(fact.lhs - fact.rhs) if isinstance(fact, Relational) else None
+    if period is None or period > _MANY:
+        return moduli(fact)
+    return [step for step in range(2, period + 1) if period % step == 0]
+
+
+def stepped(
+    fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
+) -> Sequence[Dim] | None:
+    """Several dims as multiples of what they are divided by: ``h`` and ``w`` in patches of 4."""
+    found = {name: dims[name] for name in names}
+    for name, step in divisions(fact):
+        try:
+            found[name] = found[name].meet(Dim(name, multiple_of=step))
+        except DescriptorError:
+            return None
+    fits = all(dim.admits(sizes[name]) for name, dim in found.items())
+    return list(found.values()) if fits and holds(fact, found) else None
+
+
+def leaving_remainder(fact: Any, dim: Dim, size: int, taken: Container[str]) -> Solution | None:
+    """A dim that leaves the remainder which it does in the call: ``2 * extra + 1``.
+
+    Args:
+        fact: about it alone.
+        dim: the dim.
+        size: its size in the call.
+        taken: names of dims.
+    """
+    from sympy import Symbol
+
+    extra = next(name for name in _extra_names() if name not in taken)
+    for step in _steps(fact):
+        value = step * Symbol(extra) + size % step
+        said = fact.xreplace(dict.fromkeys(fact.free_symbols, value))
+        if size % step and holds(said, {extra: Dim(extra)}):
+            return Solution(dim.name, value, [Dim(extra)], {extra: size // step})
+    return None
 
 
 def _boundary(holds: Callable[[int], bool], inside: int, limit: int) -> int:
@@ -142,7 +193,7 @@ def ordered(
     surplus = _surplus(fact, sizes)
     if surplus is None or not holds_at(surplus >= 0, sizes):
         return None
-    extra = next(name for name in _extra_names() if name not in dims and name not in sizes)
+    extra = next(name for name in _extra_names() if name not in {*dims, *sizes})
     known = {**dims, extra: Dim(extra)}
     for name in names:
         least = Symbol(name) - surplus

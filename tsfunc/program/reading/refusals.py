@@ -18,6 +18,8 @@ from tsfunc.program.passes.aliases import written
 from tsfunc.program.passes.effects import writes
 from tsfunc.types.signatures import signature_of
 
+_UNHASHABLE = "unhashable type: non-nested Sym"  # torch's own words, of its symbolic numbers
+
 
 def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
     """Puts an error of torch's about sizes in the user's names.
@@ -34,6 +36,14 @@ def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
             f"{place}{source_of(place, ': ')}\nIf it always holds say so before, with "
             f"torch._check({asked}): the program then checks it when it runs. {ways_out()}"
         ) from None
+    if isinstance(error, TypeError) and _UNHASHABLE in text:
+        place = place_of(error)
+        text = (
+            f"{what}: a named dim, or a number among the arguments that stays open, can't be a key "
+            f"of a dict, an element of a set or an argument of lru_cache "
+            f"(at {place}{source_of(place, ': ')})\nint(...) of it can, which ties the program to "
+            f"this number: describe the size as None, or the number by its value."
+        )
     if len(error.args) == 1 and isinstance(error.args[0], str) and text != error.args[0]:
         error.args = (text,)
 
