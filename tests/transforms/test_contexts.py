@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,51 @@ def test_autocast_gives_the_types_of_the_loop(dtype: torch.dtype) -> None:
     same(vmap(under(autocast, func))(x), want)
     same(under(autocast, vmap(func))(x), want)
     same(under(autocast, vmap(func, in_dims=1))(x.T), want)
+
+
+LISTED: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    # Cast to the lower type, as a whole or by what they call; left alone; cast to the higher one.
+    "conv2d": (nnf.conv2d, ((2, 5, 5), (4, 2, 3, 3))),
+    "conv_transpose1d": (nnf.conv_transpose1d, ((2, 5), (2, 4, 3))),
+    "prelu": (nnf.prelu, ((2, 4), (1,))),
+    "einsum": (lambda x, y: torch.einsum("ij,jk->ik", x, y), ((3, 4), (4, 2))),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, 1), ((3, 4), (4, 2))),
+    "vecdot": (torch.linalg.vecdot, ((3, 4), (3, 4))),
+    "cov": (lambda x: torch.cov(x), ((3, 4),)),
+    "mv": (torch.mv, ((3, 4), (4,))),
+    "dot": (torch.dot, ((4,), (4,))),
+    "cdist": (torch.cdist, ((3, 4), (2, 4))),
+    "cross_entropy": (lambda x, y: nnf.cross_entropy(x, y.softmax(-1)), ((3, 4), (3, 4))),
+    "off": (lambda x, y: _exactly(torch.matmul, x, y), ((3, 4), (4, 2))),
+}
+
+
+def _exactly(func: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return func(*args)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_autocast_casts_what_it_has_on_its_list(name: str) -> None:
+    """And not what rules call in its place."""
+    func, shapes = LISTED[name]
+    args = [torch.linspace(-1, 1, 3 * math.prod(s)).view(3, *s).sin() for s in shapes]
+    inside = under(lambda: torch.autocast("cpu", dtype=torch.bfloat16), func)
+    want = torch.stack([inside(*example) for example in zip(*args, strict=True)])
+    for mine in (vmap(inside)(*args), under_autocast(vmap(func))(*args)):
+        assert mine.dtype is want.dtype
+        same(mine, want, rtol=2e-2, atol=2e-2)
+    twice = [torch.stack([x, x.flip(0)]) for x in args]
+    assert vmap(vmap(inside))(*twice).dtype is want.dtype
+    one = [args[0], *(x[0] for x in args[1:])]
+    beside = vmap(inside, in_dims=(0, *(None for _ in args[1:])))(*one)
+    assert beside.dtype is want.dtype
+    gradient = vmap(grad(lambda *a: inside(*a).float().sum()))(*args)
+    assert gradient.dtype is torch.float32
+
+
+def under_autocast(func: Function) -> Function:
+    return under(lambda: torch.autocast("cpu", dtype=torch.bfloat16), func)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

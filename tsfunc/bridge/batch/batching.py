@@ -14,6 +14,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, 
 from tsfunc.bridge.tracers.hot_calls import MadeTracer
 from tsfunc.bridge.tracers.operators import TorchOperator, functional_form
 from tsfunc.bridge.tracers.parts import is_outside
+from tsfunc.bridge.tracers.torch_state import is_cast, is_casting, without_casting
 from tsfunc.bridge.tracers.tracer import METHODS, innermost_level, into_torch
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
@@ -73,6 +74,21 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if not any_batched and not (isinstance(op, TorchOperator) and op.ruled):
         note("once")
         return rewrap(op, level, args, kwargs, op.native(*values, **kwargs), None)  # type: ignore[misc]
+    if is_casting() and isinstance(op, TorchOperator) and (not op.composite or is_cast(op.name)):
+        with without_casting():  # NOTE [autocast and rules]
+            return _by_rule(op, level, args, kwargs, values, dims)
+    return _by_rule(op, level, args, kwargs, values, dims)
+
+
+def _by_rule(
+    op: Operator,
+    level: BatchLevel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    values: list[Any],
+    dims: list[Any],
+) -> Any:
+    """By the operator's row, or as it goes without one."""
     row = op.row if isinstance(op, TorchOperator) else None
     if row is not None and row.rule is not None:
         if isinstance(op, TorchOperator) and op.inplace:

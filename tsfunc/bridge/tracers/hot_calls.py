@@ -24,7 +24,12 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, 
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.parts import composite_parts, is_outside, lifting_factories
-from tsfunc.bridge.tracers.torch_state import any_autocast, below_autograd, in_dispatch_modes
+from tsfunc.bridge.tracers.torch_state import (
+    any_autocast,
+    below_autograd,
+    in_dispatch_modes,
+    is_casting,
+)
 from tsfunc.bridge.tracers.tracer import (
     FOR_NUMBERS,
     METHODS,
@@ -231,6 +236,8 @@ def hot_call(
         return NotImplemented
     if level.autograd:
         return _recorded(func, level, args, kwargs, values)
+    if any_autocast():
+        return NotImplemented  # its kernels come first: NOTE [autocast and rules]
     state = tls.state
     if state.taking_over is not None:
         found = state.taking_over(func, args, kwargs)
@@ -309,11 +316,9 @@ def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         if in_dispatch_modes() or maybe_functorch_level() is not None:
             return NotImplemented
         form = forms[kinds] = _new_form(func, args, kwargs)
-    if form is None:
+    if form is None or any_autocast():  # whose kernels come first: NOTE [autocast and rules]
         return NotImplemented
     op = form.op
-    if any_autocast() and not op.composite:
-        return NotImplemented  # autocast's own kernels come first; those of parts do anyway
     found = form.arguments(args, kwargs)
     if found is None:
         return NotImplemented
@@ -404,6 +409,8 @@ def _hot_dispatch(
         level = alike[0]
     if not level.alive or level._restores:
         return NotImplemented
+    if op.composite and is_casting():
+        return NotImplemented  # the guard of the level heeds it: NOTE [autocast and rules]
     state = tls.state
     if not state.plain or not state.mask & level.bits:
         return NotImplemented

@@ -15,11 +15,13 @@ fails by name when one goes):
 - ``_set_grad_enabled``: the function behind ``torch.set_grad_enabled``, as graphs call it;
 - ``_is_any_autocast_enabled``: whether autocast is on, for whichever device, and
   ``_DisableAutocast``, which excludes its keys for a block;
+- ``_dispatch_has_kernel_for_dispatch_key``: whether an operator has a kernel for a key;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch._C import (
     DispatchKeySet,
     _current_graph_task_id,
     _DisableAutocast,
+    _dispatch_has_kernel_for_dispatch_key,
     _dispatch_keyset_full_after,
     _dispatch_tls_is_dispatch_key_excluded,
     _dispatch_tls_local_exclude_set,
@@ -58,8 +61,70 @@ _FACTORY_KEY: Any = _parse_dispatch_key(FACTORY_KEY_NAME)
 _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 
 
+# NOTE [autocast and rules]
+# Autocast is a matter of the call. Its kernels are C++'s, come before any tracer's, and cast what
+# operators on torch's list of them are given; so what arrives at door 2 has been cast. What a rule
+# calls in place of an operator must not be cast once more: ``mv`` is left as it is, ``matmul`` is
+# not. Only what a composite would call itself is cast, where autocast was on at door 1, which
+# leaves word here: at door 2 C++ has it off. Levels capture none.
+_AUTOCAST = tuple(key for name, key in TorchKey.__members__.items() if name.startswith("Autocast"))
+
+
+class _Casting(threading.local):
+    """``exclude``: the exclude set at door 1 where autocast is on, None where it is off."""
+
+    exclude: Any = None
+
+
+_casting = _Casting()
+
+
+def is_casting() -> bool:
+    """Whether autocast is on for this call, or was at door 1."""
+    return _casting.exclude is not None or _is_any_autocast_enabled()
+
+
+class autocast_of_the_call:
+    """Context manager: leaves word of autocast for door 2."""
+
+    __slots__ = ("previous",)
+
+    def __enter__(self) -> None:
+        self.previous = _casting.exclude
+        on = _is_any_autocast_enabled()
+        _casting.exclude = _dispatch_tls_local_exclude_set() if on else None
+
+    def __exit__(self, *error: object) -> None:
+        _casting.exclude = self.previous
+
+
+class without_casting:
+    """Context manager: nothing is cast, nor are the parts of composites."""
+
+    __slots__ = ("guard", "previous")
+
+    def __enter__(self) -> None:
+        self.previous = _casting.exclude
+        self.guard = _DisableAutocast()
+        self.guard.__enter__()
+        _casting.exclude = None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        _casting.exclude = self.previous
+        self.guard.__exit__(kind, error, trace)
+
+
+def is_cast(name: str) -> bool:
+    """Whether autocast, as it is for this call, has a kernel of its own for an operator."""
+    exclude = _casting.exclude or _dispatch_tls_local_exclude_set()
+    return any(
+        not exclude.has(key) and _dispatch_has_kernel_for_dispatch_key(name, key.name)
+        for key in _AUTOCAST
+    )
+
+
 class TorchState:
-    """What a level captures of torch's thread-local state.
+    """What a level captures of torch's thread-local state, less autocast.
 
     ``quiet`` is more than 0 while a backward pass runs, over the graph of a level further out,
     whose results nobody will differentiate: what it computes is not to be recorded there.
@@ -71,6 +136,8 @@ class TorchState:
     def __init__(self) -> None:
         self.include = _dispatch_tls_local_include_set()
         self.exclude = _dispatch_tls_local_exclude_set()
+        for key in _AUTOCAST:
+            self.exclude = self.exclude.add(key)
         self.grad_mode = torch.is_grad_enabled()
         self.quiet = 0
         self.guards: list[Any] = []
@@ -84,6 +151,14 @@ def _in_inference_mode(include: Any, exclude: Any) -> tuple[Any, Any]:
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
         exclude = exclude.add(getattr(TorchKey, key))
     return include.remove(TorchKey.ADInplaceOrView), exclude
+
+
+def _with_autocast(exclude: Any) -> Any:
+    """The set with autocast as it is for this call."""
+    for key in _AUTOCAST:
+        if not _casting.exclude.has(key):
+            exclude = exclude.remove(key)
+    return exclude
 
 
 class RestoredTorchState:
@@ -105,6 +180,8 @@ class RestoredTorchState:
         include, exclude = state.include, state.exclude
         if not now and torch.is_inference_mode_enabled():
             include, exclude = _in_inference_mode(include, exclude)
+        if _casting.exclude is not None:
+            exclude = _with_autocast(exclude)
         self.guard = _ForceDispatchKeyGuard(include, exclude)
         self.guard.__enter__()
         want = state.grad_mode and (now or (not state.quiet and _current_graph_task_id() != -1))

@@ -39,7 +39,10 @@ from tsfunc.bridge.tracers.questions import unasked_of
 from tsfunc.bridge.tracers.torch_state import (
     RestoredTorchState,
     TorchState,
+    any_autocast,
+    autocast_of_the_call,
     below_autograd,
+    is_casting,
     without_autograd,
 )
 from tsfunc.dispatch import DispatchKey, Level, messages
@@ -396,6 +399,15 @@ def into_torch(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The way from door 1 into torch, past this check once, and past autograd if it can be."""
+    if is_casting():
+        with autocast_of_the_call():
+            return _into_torch(func, types, args, kwargs)
+    return _into_torch(func, types, args, kwargs)
+
+
+def _into_torch(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     if isinstance(func, _C_TYPES):
         level = innermost_level((*args, *kwargs.values()))
         if level is not None:
@@ -406,7 +418,7 @@ def into_torch(
                 return hop(func, types, args, kwargs)
             _prepare_write(func, args, kwargs)
             if not level.autograd or torch.is_inference_mode_enabled():
-                if isinstance(func, OpOverload) and not kwargs:
+                if isinstance(func, OpOverload) and not kwargs and not any_autocast():
                     # A dispatch mode that calls it is past autograd; what is inside is not.
                     return operator_of(func).call(args, kwargs, below_autograd())
                 if torch.is_grad_enabled() or forward_ad._current_level >= 0:
