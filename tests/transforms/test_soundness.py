@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tsfunc import specialize, vmap
+from tsfunc import grad, psum, scan, specialize, vmap
 from tsfunc.errors import ClosureError, DataDependentError, EscapedTracerError, TypeCheckError
 
 SCALE: Any = 2.0
@@ -576,3 +576,41 @@ def test_recurrent_networks(name: str) -> None:
     with torch.no_grad():
         net.weight_ih_l0.mul_(2)
     torch.testing.assert_close(s(x), net(x))
+
+
+_DATA = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def _of_all_data(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    return lambda x: vmap(f)(_DATA) + x
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        _of_all_data(lambda row: row.sin()),
+        _of_all_data(lambda row: row.sort(0).values),
+        _of_all_data(grad(lambda row: (row.sin() ** 2).sum())),
+        _of_all_data(vmap(lambda entry: entry * 2)),
+        lambda x: vmap(lambda column: column.triu() + x, in_dims=1)(_DATA.expand(3, 3, 4)),
+        lambda x: vmap(lambda row: row * x, chunk_size=2)(_DATA),
+        lambda x: vmap(lambda row: row.sin() * x, data_dependent="split")(_DATA),
+        lambda x: scan(lambda c, _: (c, vmap(lambda row: row.sin())(_DATA)), x, length=2)[1],
+        lambda x: vmap(lambda i: vmap(lambda row: row * i)(_DATA))(x.expand(2)),
+        lambda x: vmap(lambda i: psum(_DATA, "i") * i, axis_name="i")(x.expand(2)),
+    ],
+    ids=[
+        "a hot rule", "a rule", "gradients", "two vmaps", "another dim", "chunks", "split",
+        "a body", "in a vmap", "psum",
+    ],
+)  # fmt: skip
+def test_a_batch_from_outside_is_read_at_every_call(f: Any) -> None:
+    program = specialize(f)
+    x = torch.tensor(1.5)
+    before = _DATA.clone()
+    try:
+        for _ in range(2):
+            torch.testing.assert_close(program(x), f(x))
+            _DATA.mul_(-2)
+    finally:
+        _DATA.copy_(before)

@@ -15,6 +15,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch import hot
+from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import out_of_inference
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
@@ -23,6 +24,7 @@ from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.hot_calls import HOT
 from tsfunc.bridge.tracers.tracer import MARKED
 from tsfunc.bridge.writing.marked import settle_all
+from tsfunc.dispatch.state import tls
 from tsfunc.transforms.chunks import (
     Models,
     check_chunks,
@@ -175,6 +177,8 @@ def vmap(
             run = functools.partial(_run_part, spec, None, tree, kwargs)
             sizes_of = functools.partial(sizes_of_group, spec, flat)
             return run_parts(spec, *match_sources(spec, flat, dims), sizes_of, run)
+        if tls.state.levels:
+            flat = _in_trace(flat, at)
         sizes = None
         if chunks is not None:
             rest = () if by_name else kwargs
@@ -226,6 +230,20 @@ def _refuse_own_arguments(spec: Spec) -> None:
             f"{spec.call()}: {' and '.join(used)} can't be served inside of a transform of "
             f"torch.func, whose own vmap runs there. Use tsfunc's transform around it too."
         )
+
+
+def _in_trace(flat: Sequence[Any], at: Sequence[int | None]) -> Sequence[Any]:
+    """The inputs, where they are traced: of what is mapped, tensors from outside are lifted.
+
+    What calls are given is lifted as they are made, but those of a batched tensor see its tracer.
+    """
+    trace = current_trace()
+    if trace is None:
+        return flat
+    return [
+        value if dim is None else trace.lifted_here(value)
+        for value, dim in zip(flat, at, strict=True)
+    ]
 
 
 def _run_part(

@@ -195,3 +195,31 @@ def test_a_loop_over_a_range_of_floats_has_gradients_by_its_bounds() -> None:
         expected = tsfunc.grad(lambda x: x * x * (x + 1))(X)
         torch.testing.assert_close(wrap(tsfunc.grad(f))(X), expected)
     assert fori_loop(0.0, 2.5, lambda i, c: c + i, 0.0) == 3
+
+
+def test_what_has_a_default_is_no_operand() -> None:
+    """Functions made in a loop have what they close over as defaults."""
+    scaled = [lambda pair, i=i: (pair[0] + pair[1]) * i for i in (1, 10)]
+    both = [X, Y]
+    assert switch(torch.tensor(1), scaled, both) == 50
+    assert cond(torch.tensor(True), *scaled, both) == 5
+    assert vmap(lambda i: switch(i, scaled, both))(torch.tensor([1, 0])).tolist() == [50, 5]
+    found = while_loop(
+        lambda pair, n=3: pair[0] < n, lambda pair, by=2: (pair[0] + 1, pair[1] * by), (0, Y)
+    )
+    assert found[1] == 16
+    assert cond(torch.tensor(True), lambda *both: both[0] - both[1], torch.add, both) == 1
+    compiled = torch.compile(lambda p: cond(p, *scaled, both), backend="eager", fullgraph=True)
+    assert compiled(torch.tensor(False)) == 50
+
+
+def test_the_dim_of_an_associative_scan_in_torchs_place() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    expected = x.flip(1).cumsum(1).flip(1)
+    for run in (lambda f: f, specialize):
+        f = run(lambda x: associative_scan(torch.add, x, 1, reverse=True))
+        torch.testing.assert_close(f(x), expected)
+        f = run(lambda x: associative_scan(torch.add, x, 1, True))
+        torch.testing.assert_close(f(x), expected)
+        f = run(lambda x: associative_scan(torch.add, x, -1, reverse=False, combine_mode="generic"))
+        torch.testing.assert_close(f(x), x.cumsum(1))

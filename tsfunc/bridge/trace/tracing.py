@@ -143,6 +143,17 @@ class TraceLevel(TracerLevel):
             self.lifted[id(value)] = known
         return known[1]
 
+    def lifted_here(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor as the traced code is to see it: one from outside is lifted."""
+        if is_traced(value) or self._is_of_functorch(value):
+            return value
+        return self.lift(value)
+
+    def _is_of_functorch(self, value: torch.Tensor) -> bool:
+        """Whether a tensor is of a transform of torch.func inside of the trace."""
+        depth = _functorch.maybe_get_level(value)
+        return depth == _ENDED or depth > self.functorch_depth
+
 
 class TraceTracer(Tracer):
     """A tensor of which only shape, type and device are known."""
@@ -480,17 +491,10 @@ class Lifting(TorchFunctionMode):
 
     def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if is_traced(value) or self._is_of_functorch(value):
-                return value
-            return self.level.lift(value)
+            return self.level.lifted_here(value)
         if type(value) in (list, tuple):
             return type(value)(self._lifted(item) for item in value)
         return value
-
-    def _is_of_functorch(self, value: torch.Tensor) -> bool:
-        """Whether a tensor is of a transform of torch.func inside of the trace."""
-        depth = _functorch.maybe_get_level(value)
-        return depth == _ENDED or depth > self.level.functorch_depth
 
 
 _ENDED = -2  # the depth of what a transform that has ended has wrapped: cotangents are pulled there

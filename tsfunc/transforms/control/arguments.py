@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Final, Literal, ParamSpec, TypeVar, get_args
 
 Batching = Literal["lanes", "select"]
 P = ParamSpec("P")
@@ -52,14 +52,34 @@ def operands_of(operands: tuple[Any, ...], func: Callable[..., Any]) -> tuple[An
 
 
 def takes(func: Callable[..., Any], count: int) -> bool | None:
-    """Whether a function can be called with that many positional arguments, None for unknown."""
+    """Whether a function is one of that many positional arguments, None for unknown.
+
+    What has a default is none of them, beside others that have none: ``lambda x, i=i: ...`` is a
+    function of ``x``.
+    """
     try:
-        inspect.signature(func).bind(*[None] * count)
-    except TypeError:
-        return False
+        signature = inspect.signature(func)
     except ValueError:  # no signature
         return None
-    return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return True
+    needed = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.default is inspect.Parameter.empty and parameter.kind in _POSITIONAL
+    ]
+    return len(needed) in (0, count)
+
+
+_POSITIONAL: Final = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 
 
 def takes_entries(func: Callable[..., Any], carry: Any) -> bool:

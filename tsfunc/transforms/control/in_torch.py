@@ -166,5 +166,8 @@ def _takes(func: Any, count: int) -> bool | None:
     code = getattr(func, "__code__", None)
     if code is None:
         return None
-    most, optional = code.co_argcount, len(func.__defaults__ or ())
-    return most - optional <= count and (count <= most or bool(code.co_flags & 0x04))
+    most: int = code.co_argcount
+    needed = most - len(func.__defaults__ or ())
+    if code.co_flags & 0x04:
+        return needed <= count
+    return count <= most and needed in (0, count)

@@ -6,8 +6,9 @@ derivatives these are the loops that they look like, on batched values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import optree
 import torch
@@ -29,6 +30,8 @@ from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan
 from tsfunc.transforms.outlines import eval_shape
 from tsfunc.transforms.vmap import vmap
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _ONE_TYPE = "They must have one type."
 _ADVICE = (
     "The carry keeps its structure, types and shapes from step to step: convert what the function "
@@ -200,6 +203,19 @@ def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = Non
     return scan(lambda carry, x: (carry, f(x, *args)), None, xs)[1]
 
 
+def _dim_third(func: Callable[P, R]) -> Callable[P, R]:
+    """Lets ``associative_scan`` take torch's third argument, the dim, with ``reverse`` by name."""
+
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) == 3 and "reverse" in kwargs:
+            kwargs["dim"], args = args[2], args[:2]  # type: ignore[assignment]
+        return func(*args, **kwargs)
+
+    return call
+
+
+@_dim_third
 @also_called(combine_fn="fn", xs="elems")
 def associative_scan(
     fn: Callable[[Any, Any], Any],
@@ -237,8 +253,8 @@ def associative_scan(
         tensor([ 1,  2,  6, 24])
 
     As ``jax.lax.associative_scan``: Blelloch, "Prefix sums and their applications" (1990).
-    ``torch``'s order is taken too, with the dim in the third place and ``reverse`` in the fourth,
-    and so are its names ``combine_fn`` and ``xs``.
+    ``torch``'s order is taken too, with the dim in the third place and ``reverse`` in the fourth or
+    by name, and so are its names ``combine_fn`` and ``xs``.
     """
     check_callable("associative_scan", fn=fn)
     if combine_mode not in (None, "pointwise", "generic"):
