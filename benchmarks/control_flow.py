@@ -63,42 +63,51 @@ def slope(f: Callable[[Tensor, Tensor], Tensor]) -> Any:
 def of_many_examples(counts: Tensor, width: int) -> Iterator[Case]:
     x = torch.randn(len(counts), width)
     numbers = counts.tolist()
+    programs = [tsfunc.specialize(tsfunc.vmap(f)) for f in (counted, conditional)]
     what = f"{len(counts)} examples of {width} numbers, 1 to {STEPS} steps"
     yield Case(
         f"vmap of fori_loop, {what}",
         {
             ALONE: lambda: one_by_one(x, numbers),
             OURS: lambda: tsfunc.vmap(counted)(x, counts),
+            SPECIALIZED: lambda: programs[0](x, counts),
         },
         base=ALONE,
-        goals={OURS: 2.0},
+        goals={OURS: 2.0, SPECIALIZED: 2.0},
     )
     yield Case(
         f"vmap of while_loop, {what}",
         {
             ALONE: lambda: each(in_python, x, counts),
             OURS: lambda: tsfunc.vmap(conditional)(x, counts),
+            SPECIALIZED: lambda: programs[1](x, counts),
             "tsfunc, of a plain while": lambda: tsfunc.vmap(in_python, data_dependent="split")(
                 x, counts
             ),
         },
         base=ALONE,
-        goals={OURS: 2.0},
+        goals={OURS: 2.0, SPECIALIZED: 2.0},
     )
 
 
 def of_gradients(counts: Tensor, width: int) -> Case:
     x = torch.randn(len(counts), width)
     total = slope(tsfunc.vmap(conditional))
+    program = tsfunc.specialize(tsfunc.vmap(slope(conditional)))
     return Case(
         f"gradients of while_loop, {len(counts)} examples of {width} numbers, 1 to {STEPS} steps",
         {
             ALONE: lambda: each(slope(in_python), x, counts),
             "tsfunc, vmap of grad": lambda: tsfunc.vmap(slope(conditional))(x, counts),
             "tsfunc, grad of vmap": lambda: total(x, counts),
+            "tsfunc, vmap of grad specialized": lambda: program(x, counts),
         },
         base=ALONE,
-        goals={"tsfunc, vmap of grad": 2.0, "tsfunc, grad of vmap": 2.0},
+        goals={
+            "tsfunc, vmap of grad": 2.0,
+            "tsfunc, grad of vmap": 2.0,
+            "tsfunc, vmap of grad specialized": 2.0,
+        },
     )
 
 

@@ -78,7 +78,8 @@ def _batched_by_the_body(x: torch.Tensor, n: torch.Tensor) -> Any:
     return while_loop(lambda y: y.sum() < 3, lambda y: y + x.exp().sum() / 9, start) * x
 
 
-BODIES = [_counted, _until, _in_place, _chosen, _nested, _batched_by_the_body]
+LONGER = pytest.param(_nested, marks=pytest.mark.slow)
+BODIES = [_counted, _until, _in_place, _chosen, LONGER, _batched_by_the_body]
 EACH = pytest.mark.parametrize("f", BODIES)
 COUNTS = [[3, 0, 5, 1, 3], [4], [0, 0]]
 
@@ -122,6 +123,13 @@ def test_it_may_differ_at_either_of_two_vmaps(f: Any) -> None:
     torch.testing.assert_close(specialize(by_rows)(n, x), expected)
     by_columns = vmap(lambda row, n: vmap(lambda k: f(row, k))(n), (0, None), 1)
     torch.testing.assert_close(specialize(by_columns)(x, n), expected)
+    # Weights of the inner examples alone, and of the outer ones alone, beside those of both.
+    wide = torch.linspace(-1, 1, 12 << 17, dtype=torch.float64).reshape(4, 3, -1)
+    spread = vmap(lambda k, x, n: vmap(lambda row, m: f(row[:, 0], k + 0 * m))(x, n), (0, None, 0))
+    many = torch.zeros(3, 4, dtype=torch.int64)
+    strided = wide[:, :, 0]
+    expected = torch.stack([_every(f, strided, torch.full((4,), int(k))) for k in n])
+    torch.testing.assert_close(specialize(spread)(n, wide, many), expected)
     both = vmap(vmap(f))
     each = torch.stack([x, x + 0.5]), torch.tensor([[0, 3, 1, 2], [2, 2, 5, 0]])
     found = torch.stack([_every(f, *rows) for rows in zip(*each, strict=True)])
@@ -225,7 +233,7 @@ def test_files_keep_it(f: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(tsfunc.load(tmp_path / "f.tsf")(x, n), expected)
 
 
-@pytest.mark.parametrize("f", [_until, _chosen, _nested, _in_place])
+@pytest.mark.parametrize("f", [_until, _chosen, LONGER, _in_place])
 def test_torch_has_the_whole_batch(f: Callable[..., Any]) -> None:
     """Its operators are for one choice: NOTE [choices that can't be looked at] in ``cond``."""
     program = specialize(vmap(f))

@@ -5,10 +5,12 @@ example to example of a vmap, each branch runs on the examples that take it: NOT
 ``bridge/control/lanes``.
 
 NOTE [choices that can't be looked at]
-The choice of a vmap's examples may itself be a batch of an outer vmap, or be traced. Then a branch
-runs on all examples, but those that do not take it are given the tensors of one that does: no
-branch ever sees values that are not meant for it, so none fails, and none puts a NaN into a
-gradient. Whether a branch is taken at all is a choice of the level outside, and decided there.
+The choice of a vmap's examples may itself be a batch of an outer vmap. Or it is traced, and the
+vmap can't be set apart (NOTE [levels set apart] in ``bridge/control/bodies``), as for branches that
+draw random numbers. Then a branch runs on all examples, but those that do not take it are given the
+tensors of one that does: no branch ever sees values that are not meant for it, so none fails, and
+none puts a NaN into a gradient. Whether a branch is taken at all is a choice of the level outside,
+and decided there.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import Attempt, NeedsAll, NotApart
 from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.gathering import Merge, retag
 from tsfunc.bridge.control.lanes import guarded_lanes, lanes_of, run_in
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.transforms.control import in_torch
+from tsfunc.transforms.control import batched, in_torch
 from tsfunc.transforms.control.arguments import (
     Batching,
     also_called,
@@ -70,9 +73,10 @@ def cond(
             and these get their gradients.
         args: the operands, any pytrees.
         batching: under vmap, where the choice differs from example to example: "lanes" runs each
-            branch on the examples that take it; "select" runs both on all and selects, which is
-            quicker for branches of an operator or two that never fail. So are branches run that
-            exchange values with the other examples, by a collective.
+            branch on the examples that take it, in programs too; "select" runs both on all and
+            selects, which is quicker for branches of an operator or two. Those must never fail
+            and have derivatives that are finite everywhere. So are branches run that exchange
+            values with the other examples, by a collective.
         kwargs: ``operand=``, JAX's name for a single operand, or ``operands=``, torch's for a
             tuple of them.
 
@@ -189,7 +193,7 @@ def switch(
 @run_by(Switch)
 def _run(op: Switch, index: Any, *operands: Any) -> Any:
     """What a program does for a call that was traced."""
-    call = _Call(op.name, op.bodies, op.names, (index, *operands), op.batching)
+    call = _OfProgram(op.name, op.bodies, op.names, (index, *operands), op.batching)
     return call.of(_index_of(index, op.name, len(op.bodies) - 1))
 
 
@@ -299,6 +303,16 @@ class _Call:
                 (f"what {self.names[taken[0]]} returns", f"what {self.names[i]} returns"),
                 (outs[0], out),
             )
+
+
+class _OfProgram(_Call):
+    """A call of a program, whose branches are graphs."""
+
+    branches: tuple[Body, ...]
+
+    def by_lanes(self, choice: ByExample) -> Any:
+        found = batched.choice(self.branches, self.operands, choice)
+        return super().by_lanes(choice) if found is None else found
 
 
 def _same(found: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,9 +22,15 @@ from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
 
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_ROOM: Final = 1 << 20  # so many numbers may be copied to have one batch in the place of two
+
 
 class Operator(ControlFlow):
     """Control flow of a program; its derivatives are operators of a program too."""
+
+    # Whether a batch of calls runs each on what its own choice asks for.
+    by_lanes = False
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
         return Pullback(self, count, by, of)
@@ -82,8 +88,14 @@ class Mapped(Operator):
     def __init__(self, of_op: Operator, batched: Sequence[bool]) -> None:
         super().__init__(f"{of_op.name}_mapped", of_op.bodies)
         self.op, self.batched = of_op, tuple(batched)
+        self.by_lanes = of_op.by_lanes
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        if self.by_lanes and isinstance(self.op, Mapped) and self._is_cheap_as_one(operands):
+            # Lanes of one batch of all examples: those of the inner one could not be looked at.
+            inner = self.op
+            either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
+            return flattened(Mapped(inner.op, either), self.batched, inner.batched)(*operands)
         dims = [0 if batched else None for batched in self.batched]
         dims += [None] * (len(operands) - len(dims))
         every = vmap(self.op, in_dims=tuple(dims), randomness="same")
@@ -92,6 +104,18 @@ class Mapped(Operator):
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
         return self.op.torch_form_of_batch(writer, self._ones(operands), self.batched)
+
+    def _is_cheap_as_one(self, operands: Sequence[Any]) -> bool:
+        """Whether tensors that one of two vmaps batches take no more room by far for both."""
+        assert isinstance(self.op, Mapped)
+        pairs = list(zip(operands, self.batched, self.op.batched, strict=False))
+        if not all(type(x) in _PLAIN for x, _, _ in pairs):
+            return False
+        rows = next(x.shape[0] for x, a, _ in pairs if a)
+        columns = next(x.shape[int(a)] for x, a, b in pairs if b)
+        both: int = sum(x.numel() for x, a, b in pairs if a and b)
+        more: int = sum(x.numel() * (columns if a else rows) for x, a, b in pairs if a is not b)
+        return more <= 4 * both + _ROOM
 
     def torch_form_of_batch(
         self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]

@@ -17,6 +17,7 @@ import torch
 
 from tsfunc.bridge.control.attempts import Attempt, NeedsAll, NotApart
 from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.gathering import Merge, retag
 from tsfunc.bridge.control.lanes import (
     LaneLevel,
@@ -30,7 +31,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
-from tsfunc.transforms.control import in_torch
+from tsfunc.transforms.control import batched, in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import (
     ByExample,
@@ -440,17 +441,33 @@ class _Counted(Loop):
         return left if isinstance(left, int) else 1
 
 
+class _OfProgram(Loop):
+    """A loop of a program, whose bodies are graphs."""
+
+    bodies: tuple[Body, Body]
+    rest: tuple[Any, ...]
+
+    def by_lanes(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
+        if limit is None:
+            operands = (*carry, *self.rest)
+            found = batched.loop(*self.bodies, len(carry), operands, choice)
+            if found is not None:
+                return found, True
+        return super().by_lanes(carry, choice, limit)
+
+
 @run_by(While)
 def _run(op: While, *operands: Any) -> Any:
     """What a program does for a loop that was traced."""
     condition, body = op.bodies
     rest = operands[op.carried :]
-    loop = Loop(
+    loop = _OfProgram(
         op.name,
         lambda carry: condition(*carry, *rest)[0],
         lambda carry: body(*carry, *rest),
         op.checkpoint,
     )
+    loop.bodies, loop.rest = (condition, body), rest
     return loop.whole(operands[: op.carried])
 
 

@@ -35,6 +35,8 @@ class Switch(Operator):
         batching: the call's.
     """
 
+    by_lanes = True
+
     def __init__(self, name: str, bodies: Sequence[Body], batching: Batching) -> None:
         super().__init__(name, bodies)
         self.batching: Batching = batching
@@ -109,6 +111,8 @@ class While(Operator):
         carried: how many tensors the carry has.
         checkpoint: the call's.
     """
+
+    by_lanes = True
 
     def __init__(
         self, name: str, bodies: Sequence[Body], carried: int, checkpoint: Checkpoint
