@@ -313,3 +313,27 @@ def test_native_dropout_in_evaluation() -> None:
     x = torch.randn(4, 3)
     (out, mask), at = rule_of("native_dropout")(Level(4), [0, None, None], (x, 0.5, False), {})
     assert torch.equal(out, x) and bool(mask.all()) and at == 0
+
+
+def test_new_tells_a_size_from_data() -> None:
+    x = torch.arange(3.0).view(3, 1)
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.new(torch.Size([4])).zero_() + x, x.new((4, 5)) + x, x.new(2, 3).zero_() + x
+
+    for mine, want in zip(tsfunc.vmap(f)(x), zip(*map(f, x), strict=True), strict=True):
+        assert torch.equal(mine, torch.stack(want))
+    tsfunc.vmap(tsfunc.grad(lambda x: f(x)[0].sum()))(x)
+
+
+@pytest.mark.parametrize("randomness", ["different", "split"])
+def test_multinomial_counts_of_each_example(randomness: str) -> None:
+    probs = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.2, 0.3, 0.5]])
+
+    def draw(p: torch.Tensor) -> torch.Tensor:
+        counts: torch.Tensor = torch.distributions.Multinomial(5, p).sample()
+        return counts
+
+    drawn = tsfunc.vmap(draw, randomness=randomness)(probs)
+    assert drawn.shape == (3, 3) and torch.equal(drawn.sum(1), torch.full((3,), 5.0))
+    assert torch.equal(drawn[:2], 5 * probs[:2])

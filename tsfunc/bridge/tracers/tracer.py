@@ -450,7 +450,7 @@ def _lift(value: Any, level: TracerLevel) -> Any:
         if value.requires_grad or (level.forward and value.dtype in _DIFFERENTIABLE):
             return level.lift(value)
         return value
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):  # as ``new`` asks
         lifted = [_lift(item, level) for item in value]
         return lifted if isinstance(value, list) else tuple(lifted)
     return value
@@ -468,7 +468,7 @@ def _lift_recorded(value: Any, level: TracerLevel) -> Any:
                 forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
             )
         return level.lift(value) if recorded else value
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         lifted = [_lift_recorded(item, level) for item in value]
         return lifted if isinstance(value, list) else tuple(lifted)
     return value
