@@ -78,8 +78,26 @@ def _batched_by_the_body(x: torch.Tensor, n: torch.Tensor) -> Any:
     return while_loop(lambda y: y.sum() < 3, lambda y: y + x.exp().sum() / 9, start) * x
 
 
+def _differentiating(x: torch.Tensor, n: torch.Tensor) -> Any:
+    """By what the body is given, and by what it closes over."""
+
+    def step(i: Any, y: torch.Tensor) -> Any:
+        own = grad(lambda y: (y * x).sin().sum())(y)
+        return y - own + grad(lambda x: (y * x).cos().sum())(x)
+
+    return fori_loop(0, n, step, x)
+
+
+def _pushing(x: torch.Tensor, n: torch.Tensor) -> Any:
+    def step(i: Any, y: torch.Tensor) -> Any:
+        return jvp(lambda y, x: (y * x).sin(), (y, x), (x, y))[1] + vmap(lambda a: a * y)(x).sum(0)
+
+    return fori_loop(0, n, step, x)
+
+
 LONGER = pytest.param(_nested, marks=pytest.mark.slow)
 BODIES = [_counted, _until, _in_place, _chosen, LONGER, _batched_by_the_body]
+BODIES += [_differentiating, _pushing]
 EACH = pytest.mark.parametrize("f", BODIES)
 COUNTS = [[3, 0, 5, 1, 3], [4], [0, 0]]
 

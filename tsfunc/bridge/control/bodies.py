@@ -36,6 +36,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.questions import unasked
 from tsfunc.bridge.tracers.tracer import StandIn, Tracer, TracerLevel, seen_here
+from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import Level, capturing, tls, using
 
 
@@ -72,17 +73,19 @@ def peeled(value: Any) -> tuple[Any, Wrapping]:
     return value, Wrapping(tuple(layers))
 
 
-class SetApart(TracerLevel, StandIn):
+class SetApart(Level, StandIn):
     """What is active in the place of a vmap that the code which runs knows nothing of.
 
     NOTE [levels set apart]. It keeps the depths of the levels inside, and has no tensors.
     """
 
     __slots__ = ("parent",)
+    hides = True
 
     def __init__(self, parent: BatchLevel) -> None:
         self.stand_in_for(parent)
         self.parent = parent
+        self.key = DispatchKey.Trace  # what is drawn is drawn by the body
         self._kernel_states = {}
 
     @property

@@ -505,7 +505,7 @@ def is_traced(value: Any) -> bool:
     if not isinstance(value, Tracer):
         return False
     root = value.dispatch_level.root
-    return any(isinstance(level, TracerLevel) and level.root is root for level in current_levels())
+    return any(getattr(level, "root", None) is root for level in current_levels())
 
 
 def tracing_here() -> bool:

@@ -104,11 +104,16 @@ class TracerLevel(Level):
 
 
 class StandIn:
-    """A level in the place of another one, whose tensors it takes in (``lanes``, ``bodies``)."""
+    """A level in the place of another one, whose tensors it takes in (``lanes``, ``bodies``).
+
+    Attributes:
+        hides: whether what it stands for is to be met nowhere, not even by looks at a tensor.
+    """
 
     __slots__ = ()
+    hides = False
 
-    def stand_in_for(self, level: TracerLevel) -> None:
+    def stand_in_for(self, level: Level) -> None:
         """Has all that the level has; what is to be its own it sets after that."""
         own: type = type(self)
         other: type = type(level)
@@ -159,7 +164,10 @@ def seen_here(value: Any) -> Any:
 
 def all_seen_here(values: list[Any]) -> list[Any]:
     """What a transform is given, where it goes on with that in other ways than by calls."""
-    return values if tls.state.taking_over is None else [seen_here(value) for value in values]
+    state = tls.state
+    if state.taking_over is None and not any(getattr(x, "hides", False) for x in state.levels):
+        return values
+    return [seen_here(value) for value in values]
 
 
 # Classes of tracers with a record, and what sees their calls first (``marked``).
