@@ -25,6 +25,8 @@ Each is also the built-in exception that a caller of torch.func would catch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tsfunc import rage
 
 
@@ -57,7 +59,16 @@ class DescriptorViolation(TsfuncError, ValueError):
 
 
 class ConstraintViolation(TsfuncError, ValueError):
-    """Tracing relied on a fact about a named dim that its descriptor does not state."""
+    """Tracing relied on a fact about a named dim that its descriptor does not state.
+
+    Args:
+        message: what the error says.
+        mended: for each dim of which more was asked the dim that promises it, as it is offered.
+    """
+
+    def __init__(self, message: str = "", mended: Mapping[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.mended = dict(mended or {})
 
 
 class ClosureError(TsfuncError, RuntimeError):

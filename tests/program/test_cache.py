@@ -170,6 +170,29 @@ class TestWidening:
         assert len(calls) == 4 and f.cache_info().programs == 4
         assert [str(dim) for dim in f.descriptors["args"][0].shape] == ["n>=2", "3"]
 
+    def test_sizes_with_other_answers_have_a_program_of_their_own(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.shape[0] > 9 else x * 3
+
+        run, calls = counted(f)
+        g = specialize(run)
+        for n in (*range(2, 30), 6, 25, 2):
+            x = torch.randn(n, 3)
+            torch.testing.assert_close(g(x), f(x))
+        assert g.cache_info().programs == 5
+        assert len(calls) <= 10  # a trace that finds out, and one that is bounded
+        shapes = {str(p.descriptors["args"][0].shape[0]) for p in g.programs}
+        assert {"2<=n<=9", "n>=10"} <= shapes
+
+    def test_sizes_that_leave_the_same_remainder_have_one_program(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return x.view(4, -1) if x.shape[0] % 4 == 0 else x
+
+        g = specialize(f)
+        for n in range(8, 80, 4):
+            assert g(torch.ones(n)).shape == (4, n // 4)
+        assert g.cache_info().programs == 4
+
     def test_it_can_be_turned_off(self) -> None:
         f = specialize(lambda x: x + 1, auto_widen=False)
         for n in range(2, 9):
@@ -203,7 +226,7 @@ class TestWidening:
 
     def test_a_function_that_needs_the_number(self) -> None:
         def course(x: Tensor) -> Tensor:
-            return x * 2 if x.shape[0] > 6 else x
+            return x * int(x.shape[0])
 
         run, calls = counted(course)
         f = specialize(run)

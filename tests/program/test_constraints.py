@@ -290,6 +290,36 @@ def test_a_named_dim_as_a_key() -> None:
     assert h(torch.ones(8)).equal(torch.full((8,), 2.0))
 
 
+TEXTS: dict[str, Callable[[Tensor], Any]] = {
+    "a size": lambda x: f"{x.shape[0]}",
+    "a key": lambda x: {f"size {x.shape[0]}": x},
+    "a shape": lambda x: (x, str(x.shape)),
+    "a number of data": lambda x: f"{x.sum().item()}",
+    "a tensor": lambda x: f"{x[0]}",
+    "digits": lambda x: f"{x[0]:.2f}",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_that_spell_what_a_trace_has_are_not_returned(name: str) -> None:
+    """They have a symbol's name in them, which is right for no call."""
+    with pytest.raises(DataDependentError):
+        specialize(TEXTS[name], {"x": Meta(["n"])})(torch.ones(3))
+
+
+def test_texts_of_what_is_known_are_returned() -> None:
+    f = lambda x: {f"size {x.shape[1]}": x, "dtype": str(x.dtype)}  # noqa: E731
+    g = specialize(f, {"x": Meta(["n", 2])})
+    x = torch.ones(3, 2)
+    assert g(x)["size 2"].equal(x) and g(x)["dtype"] == "torch.float32"
+
+
+def test_a_named_dim_has_no_digits() -> None:
+    with pytest.raises(TypeError) as caught:
+        specialize(lambda x: f"{x.shape[0]:03d}", {"x": Meta(["n"])})(torch.ones(3))
+    assert "has no digits" in str(caught.value) and __file__ in str(caught.value)
+
+
 def test_what_a_dim_promises_is_promised_by_a_product() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return x.flatten() + y if y.shape[0] > 10 else x

@@ -8,6 +8,7 @@ which takes half a second, so this file imports them where something is first sp
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 
@@ -63,6 +64,12 @@ def moduli(expr: Any) -> list[int]:
 
     pairs = [each.args for each in expr.atoms(Mod)]
     return [int(by) for value, by in pairs if value.is_Symbol and by.is_number]
+
+
+def has_name(text: str, symbol: Any) -> bool:
+    """Whether a text has the name of a symbol, as a part of a word too if the name is long."""
+    name = str(symbol)
+    return bool(re.search(rf"{name}(?!\d)" if len(name) > 2 else rf"\b{name}\b", text))
 
 
 def divisions(expr: Any) -> list[tuple[str, int]]:

@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tsfunc.bridge.sizes.facts import facts_of_its_own
 from tsfunc.bridge.sizes.number_nodes import divided, number_node
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
-from tsfunc.bridge.sizes.size_texts import code_text, exact, python_text
+from tsfunc.bridge.sizes.size_texts import code_text, exact, has_name, python_text
 from tsfunc.bridge.sizes.symbolic_numbers import KINDS
 from tsfunc.dispatch.places import Place
 from tsfunc.errors import FailedCheckError
@@ -372,6 +372,10 @@ class Symbols:
             asked = self._answers[symbol]
             expr = expr.xreplace({Not(asked): Not(answer), asked: answer})
         return expr
+
+    def spelled_in(self, text: str) -> str | None:
+        """What a text spells by its symbol; None if there is nothing."""
+        return next((name for each, name in self._names.items() if has_name(text, each)), None)
 
     def spell_size(self, size: Any) -> str:
         """A size in the user's names."""

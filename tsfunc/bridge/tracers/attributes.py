@@ -56,6 +56,13 @@ def _read(
     return value.read(func.__name__)
 
 
+def _format(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """As `_show` where nothing is said of how; digits are for numbers, so they need data."""
+    return (_read if args[1] else _show)(func, types, args, kwargs)
+
+
 def _without_door_1(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -128,6 +135,7 @@ METHODS[_T.unflatten] = _without_door_1
 for _func in (_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg):
     METHODS[_func] = of_the_value
 METHODS[_T.__repr__] = _show
+METHODS[_T.__format__] = _format
 METHODS[_T.requires_grad_] = _require_grad
 METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
 

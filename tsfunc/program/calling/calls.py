@@ -38,7 +38,7 @@ from tsfunc.program.guarding.inputs import (
 from tsfunc.program.guarding.reasons import UNSEEN, facts_of_call, passed_text, reason_for
 from tsfunc.program.guarding.same_tensors import ToldApart
 from tsfunc.program.guarding.untyped import any_arguments
-from tsfunc.program.guarding.widening import size_names, varying_sizes, widen
+from tsfunc.program.guarding.widening import size_names, varying_sizes, widened
 from tsfunc.program.reading.entering import key_orders, opening_lines
 from tsfunc.program.reading.holding import Closure, is_instance
 from tsfunc.program.reading.instances import Instances, KeepsTensors
@@ -219,12 +219,9 @@ class FirstCall:
         varying = varying_sizes(self.facts(inputs), cache.history, sizes)
         if not varying or varying in cache.fixed:
             return None
-        try:
-            found = self.trace(*widen(inputs, bounds, [where[name] for name in varying]))
-            if not any(condition.dims for condition in found[0].program.conditions):
-                return found
-        except Exception:  # the function needs the number: the trace without a symbol will tell
-            pass
+        found = widened(self.trace, inputs, bounds, [where[name] for name in varying])
+        if found and not any(condition.dims for condition in found[0].program.conditions):
+            return found
         cache.fixed.add(varying)
         return None
 

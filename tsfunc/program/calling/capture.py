@@ -37,7 +37,12 @@ from tsfunc.program.passes import simplify
 from tsfunc.program.reading.collecting import collecting_seldom
 from tsfunc.program.reading.holding import Place
 from tsfunc.program.reading.instances import Instances
-from tsfunc.program.reading.refusals import check_containers, check_frozen, explain_sizes
+from tsfunc.program.reading.refusals import (
+    check_containers,
+    check_frozen,
+    check_texts,
+    explain_sizes,
+)
 from tsfunc.program.reading.results import with_objects_apart
 from tsfunc.program.reading.updates import Update
 from tsfunc.types import Dim
@@ -216,6 +221,7 @@ class _Trace:
         level.questions.refuse_assigned()
         apart = with_objects_apart(request.what, without_stand_ins(out), self.instances.held.again)
         leaves, out_tree = pytrees.flatten(apart)
+        check_texts(request.what, leaves, out_tree, symbols)
         results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
         level.graph.output(tuple(results))
         symbols.record_in(None, {})

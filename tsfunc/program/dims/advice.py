@@ -23,14 +23,8 @@ from tsfunc.types.dims import DimSpec
 from tsfunc.types.mending import as_python, with_dims
 
 
-def advice(
-    needs: Sequence[Need],
-    dims: Mapping[str, Dim],
-    sizes: Mapping[str, int],
-    described: Mapping[str, Descriptor],
-) -> str:
-    """The descriptors for which the facts hold, as Python."""
-    mended = _mended(needs, dims, sizes)
+def advice(mended: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -> str:
+    """The descriptors for which the facts hold, as Python; some dims are as they are mended."""
     items = ", ".join(
         f"{parameter!r}: {as_python(with_dims(descriptor, mended))}"
         for parameter, descriptor in described.items()
@@ -45,7 +39,7 @@ def advice(
     return f"These descriptors promise it:\n  {{{items}}}{also}"
 
 
-def _mended(
+def mended_dims(
     needs: Sequence[Need], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> dict[str, DimSpec]:
     """For each dim of which something was asked, one that promises it; None: an open one."""

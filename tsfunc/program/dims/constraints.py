@@ -14,7 +14,7 @@ from tsfunc.bridge.sizes.size_texts import python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation
-from tsfunc.program.dims.advice import advice
+from tsfunc.program.dims.advice import advice, mended_dims
 from tsfunc.program.dims.edges import AtTheEdge, away_from, names_at_edge
 from tsfunc.program.dims.rewrites import rewrites_of
 from tsfunc.types import Dim
@@ -94,11 +94,13 @@ def _refusal(
         f"  {need.fact}  (at {need.place}{source_of(need.place, '; ')})\n"
         for need in dict.fromkeys(unmet)
     )
+    mended = mended_dims(unmet, dims, sizes)
     return ConstraintViolation(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function asks for more than they promise:\n{lines}"
-        f"{advice(unmet, dims, sizes, described) if described else ''}"
-        f"{_rewritten(unmet)}"
+        f"{advice(mended, described) if described else ''}"
+        f"{_rewritten(unmet)}",
+        mended,
     )
 
 

@@ -18,7 +18,38 @@ from tsfunc.program.passes.aliases import written
 from tsfunc.program.passes.effects import writes
 from tsfunc.types.signatures import signature_of
 
-_UNHASHABLE = "unhashable type: non-nested Sym"  # torch's own words, of its symbolic numbers
+
+def check_texts(
+    what: str, leaves: Sequence[Any], tree: optree.PyTreeSpec, symbols: Symbols
+) -> None:
+    """Refuses results with a text, or a key, that spells what a trace has in a value's place.
+
+    Raises:
+        DataDependentError: there is one.
+    """
+    keys = (entry for path in tree.paths() for entry in path)
+    for text in (*leaves, *keys):
+        if not isinstance(text, str):
+            continue
+        spelled = "a tensor" if _TRACER in text else symbols.spelled_in(text)
+        if spelled is not None:
+            raise DataDependentError(
+                f"{what}: the function returns the text {text!r}, in which {spelled} is spelled as "
+                f"the trace has it, and not as this call does. Return the number or the tensor "
+                f"itself, and write the text outside of the function; or make it one number with "
+                f"int(...), where the descriptors leave it open or fix it."
+            )
+
+
+_TRACER = "TraceTracer(%"  # how a tensor is spelled in a trace
+
+# What torch says of its symbolic numbers, and what can't be done with them.
+_NO_SYMBOLS = {
+    "unhashable type: non-nested Sym": (
+        "can't be a key of a dict, an element of a set or an argument of lru_cache"
+    ),
+    "unsupported format string passed to Sym": "has no digits to write",
+}
 
 
 def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
@@ -36,14 +67,14 @@ def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
             f"{place}{source_of(place, ': ')}\nIf it always holds say so before, with "
             f"torch._check({asked}): the program then checks it when it runs. {ways_out()}"
         ) from None
-    if isinstance(error, TypeError) and _UNHASHABLE in text:
-        place = place_of(error)
-        text = (
-            f"{what}: a named dim, or a number among the arguments that stays open, can't be a key "
-            f"of a dict, an element of a set or an argument of lru_cache "
-            f"(at {place}{source_of(place, ': ')})\nint(...) of it can, which ties the program to "
-            f"this number: describe the size as None, or the number by its value."
-        )
+    for theirs, ours in _NO_SYMBOLS.items() if isinstance(error, TypeError) else ():
+        if theirs in text:
+            place = place_of(error)
+            text = (
+                f"{what}: a named dim, or a number that stays open, {ours} "
+                f"(at {place}{source_of(place, ': ')})\nint(...) of it does, and ties the program "
+                f"to one number: describe the size as None, or the number by its value."
+            )
     if len(error.args) == 1 and isinstance(error.args[0], str) and text != error.args[0]:
         error.args = (text,)
 
