@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tsfunc
 from tests.transforms.support import Api, as_torch_func, same
+from tsfunc import jvp, linearize, scan, specialize, vmap
 
 X = torch.arange(12.0).view(3, 4).sin()
 Y = X.cos()
@@ -324,3 +325,52 @@ def test_views_of_tangents_in_programs_one_after_the_other() -> None:
 
     for _ in range(2):
         torch.testing.assert_close(tsfunc.specialize(f)(xs), 3 * xs.cos())
+
+
+def _along_ones(f: Any, part: int = 1) -> Any:
+    return lambda x: jvp(f, (x,), (torch.ones_like(x),))[part]
+
+
+_APART: dict[str, tuple[Any, Any]] = {
+    "nothing of the inner": (
+        _along_ones(lambda x: _along_ones(lambda z: x.sin())(x)), torch.zeros_like,
+    ),
+    "its own value": (_along_ones(lambda x: _along_ones(lambda z: x.sin(), 0)(x)), torch.cos),
+    "a product": (_along_ones(lambda x: x * _along_ones(lambda z: x * z)(x)), lambda x: 2 * x),
+    "the auxiliary result": (
+        _along_ones(lambda x: jvp(lambda z: (z, x.sin()), (x,), (x,), has_aux=True)[2]), torch.cos,
+    ),
+    "three": (
+        _along_ones(
+            lambda x: _along_ones(lambda y: y * _along_ones(lambda z: x.sin() + y)(y))(x)
+        ),
+        torch.zeros_like,
+    ),
+    "a loop": (
+        _along_ones(
+            lambda x: _along_ones(lambda z: scan(lambda c, _: (c * x, None), x, length=2)[0])(x)
+        ),
+        torch.zeros_like,
+    ),
+    "linearize": (
+        lambda x: linearize(lambda x: x * _along_ones(lambda z: x * z)(x), x)[1](torch.ones(3)),
+        lambda x: 2 * x,
+    ),
+    "in a vmap": (
+        vmap(_along_ones(lambda x: x * _along_ones(lambda z: x.sin() + z)(x))),
+        torch.ones_like,
+    ),
+    "around a vmap": (
+        _along_ones(vmap(lambda x: _along_ones(lambda z: x.sin() * z, 0)(x))),
+        lambda x: x.cos() * x + x.sin(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _APART)
+@pytest.mark.parametrize("run", [lambda f: f, specialize], ids=["eager", "specialize"])
+def test_a_jvp_takes_no_tangent_of_one_around_it_for_its_own(name: str, run: Any) -> None:
+    """Perturbation confusion: Siskind and Pearlmutter, "Nesting forward-mode AD" (2008)."""
+    f, expected = _APART[name]
+    x = torch.tensor([0.3, -1.0, 2.0])
+    torch.testing.assert_close(run(f)(x), expected(x))

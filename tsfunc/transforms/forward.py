@@ -21,7 +21,7 @@ from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
-from tsfunc.bridge.tracers.tracer import TracerLevel, all_seen_here
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, all_seen_here
 from tsfunc.transforms.arguments import (
     flatten_output,
     level_of,
@@ -174,7 +174,7 @@ def _push(
         refuse_unseen(leaves, level)
         values, pushed = [], []
         for leaf in leaves:
-            value, tangent = autograd.unpack_dual(leaf)
+            value, tangent = _apart(leaf, level)
             if tangent is None:
                 if strict:
                     raise RuntimeError(
@@ -185,13 +185,28 @@ def _push(
             values.append(value)
             pushed.append(tangent)
         if has_aux:
-            aux = pytrees.tree_map(_primal, aux)
+            aux = pytrees.tree_map(lambda x: _primal(x, level), aux)
     results = pytrees.unflatten(out_spec, values), pytrees.unflatten(out_spec, pushed)
     return (*results, aux) if has_aux else results
 
 
-def _primal(value: Any) -> Any:
-    return autograd.unpack_dual(value)[0] if isinstance(value, torch.Tensor) else value
+def _apart(
+    value: torch.Tensor, level: TracerLevel | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A primal and its tangent at a level, None where it has none there.
+
+    A value of levels outside depends on nothing of this one. The tangent that it may have is that
+    of a jvp around this one.
+    """
+    if level is not None and not (
+        isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth
+    ):
+        return value, None
+    return autograd.unpack_dual(value)
+
+
+def _primal(value: Any, level: TracerLevel | None) -> Any:
+    return _apart(value, level)[0] if isinstance(value, torch.Tensor) else value
 
 
 def _by_double_backward(

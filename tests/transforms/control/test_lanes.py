@@ -310,3 +310,22 @@ def test_no_examples_of_an_index() -> None:
     none = torch.ones(0, dtype=torch.int64)
     out = vmap(lambda i: switch(i, branches, torch.ones(3)))(none)
     assert out.shape == (0, 3)
+
+
+def test_derivatives_in_a_body_that_a_program_runs_on_lanes() -> None:
+    """The vmap's level is set apart while the body is traced; autograd is not recorded at it."""
+
+    def step(c: torch.Tensor) -> Any:
+        return c - 0.1 * grad(lambda y: (y.sin() * y).sum())(c)
+
+    def f(x: torch.Tensor) -> Any:
+        counted = while_loop(
+            lambda s: s[0] < (x > 0).sum(), lambda s: (s[0] + 1, step(s[1])), (torch.tensor(0), x)
+        )
+        return cond(x.sum() > 0, lambda: step(counted[1]), lambda: jvp(step, (x,), (x,))[1])
+
+    x = torch.tensor([[0.5, -1.0], [1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
+    expected = torch.stack([f(row) for row in x])
+    torch.testing.assert_close(specialize(vmap(f))(x), expected)
+    twice = x.expand(2, 3, 2)
+    torch.testing.assert_close(specialize(vmap(vmap(f)))(twice), expected.expand(2, 3, 2))

@@ -72,6 +72,9 @@ class TracerLevel(Level):
 
     __slots__ = ("autograd", "born", "forward", "functorch_depth", "serial", "torch_state")
 
+    # Whether any value is a tracer of it; none is of a level that stands for one alone.
+    has_tracers: ClassVar[bool] = True
+
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
         self.autograd = 0
@@ -523,6 +526,6 @@ def tracer_level_outside(level: TracerLevel) -> TracerLevel | None:
 
 def _innermost(levels: Sequence[Level]) -> TracerLevel | None:
     for level in reversed(levels):
-        if isinstance(level, TracerLevel):
+        if isinstance(level, TracerLevel) and level.has_tracers:
             return level
     return None
