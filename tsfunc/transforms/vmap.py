@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.hot_calls import HOT
-from tsfunc.bridge.tracers.tracer import MARKED
+from tsfunc.bridge.tracers.tracer import MARKED, seen_here
 from tsfunc.bridge.writing.marked import settle_all
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.chunks import (
@@ -241,7 +241,7 @@ def _in_trace(flat: Sequence[Any], at: Sequence[int | None]) -> Sequence[Any]:
     if trace is None:
         return flat
     return [
-        value if dim is None else trace.lifted_here(value)
+        value if dim is None else trace.lifted_here(seen_here(value))
         for value, dim in zip(flat, at, strict=True)
     ]
 

@@ -20,6 +20,7 @@ from tsfunc import (
     jvp,
     linearize,
     psum,
+    specialize,
     switch,
     vjp,
     vmap,
@@ -324,8 +325,12 @@ def test_derivatives_in_a_body_that_a_program_runs_on_lanes() -> None:
         )
         return cond(x.sum() > 0, lambda: step(counted[1]), lambda: jvp(step, (x,), (x,))[1])
 
+    def g(x: torch.Tensor) -> Any:
+        return cond(x.sum() > 0, lambda: vmap(lambda e: e * x.sum())(x), lambda: step(x))
+
     x = torch.tensor([[0.5, -1.0], [1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
     expected = torch.stack([f(row) for row in x])
     torch.testing.assert_close(specialize(vmap(f))(x), expected)
+    torch.testing.assert_close(specialize(vmap(g))(x), torch.stack([g(row) for row in x]))
     twice = x.expand(2, 3, 2)
     torch.testing.assert_close(specialize(vmap(vmap(f)))(twice), expected.expand(2, 3, 2))

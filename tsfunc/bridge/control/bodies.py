@@ -82,8 +82,6 @@ class SetApart(Level, StandIn):
     __slots__ = ("parent",)
     hides = True
 
-    has_tracers = False
-
     def __init__(self, parent: BatchLevel) -> None:
         self.stand_in_for(parent)
         self.parent = parent

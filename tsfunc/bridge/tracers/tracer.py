@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MemberDescriptorType
-from typing import Any, ClassVar, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch._C import (
@@ -71,9 +71,6 @@ class TracerLevel(Level):
     """
 
     __slots__ = ("autograd", "born", "forward", "functorch_depth", "serial", "torch_state")
-
-    # Whether any value is a tracer of it; none is of a level that stands for one alone.
-    has_tracers: ClassVar[bool] = True
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
@@ -526,6 +523,6 @@ def tracer_level_outside(level: TracerLevel) -> TracerLevel | None:
 
 def _innermost(levels: Sequence[Level]) -> TracerLevel | None:
     for level in reversed(levels):
-        if isinstance(level, TracerLevel) and level.has_tracers:
+        if isinstance(level, TracerLevel):
             return level
     return None
