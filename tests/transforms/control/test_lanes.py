@@ -17,6 +17,7 @@ from tsfunc import (
     fori_loop,
     grad,
     hvp,
+    jacfwd,
     jvp,
     linearize,
     psum,
@@ -329,8 +330,9 @@ def test_derivatives_in_a_body_that_a_program_runs_on_lanes() -> None:
         return cond(x.sum() > 0, lambda: vmap(lambda e: e * x.sum())(x), lambda: step(x))
 
     x = torch.tensor([[0.5, -1.0], [1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
-    expected = torch.stack([f(row) for row in x])
-    torch.testing.assert_close(specialize(vmap(f))(x), expected)
-    torch.testing.assert_close(specialize(vmap(g))(x), torch.stack([g(row) for row in x]))
-    twice = x.expand(2, 3, 2)
+    for h in (f, g, lambda x: cond(x.sum() > 0, lambda: x, lambda: jacfwd(torch.sin)(x)[0])):
+        expected = torch.stack([h(row) for row in x])
+        torch.testing.assert_close(specialize(vmap(h))(x), expected)
+        torch.testing.assert_close(vmap(specialize(h))(x), expected)
+    expected, twice = torch.stack([f(row) for row in x]), x.expand(2, 3, 2)
     torch.testing.assert_close(specialize(vmap(vmap(f)))(twice), expected.expand(2, 3, 2))

@@ -80,7 +80,6 @@ class SetApart(Level, StandIn):
     """
 
     __slots__ = ("parent",)
-    hides = True
 
     def __init__(self, parent: BatchLevel) -> None:
         self.stand_in_for(parent)

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MemberDescriptorType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import torch
 from torch._C import (
@@ -104,14 +104,9 @@ class TracerLevel(Level):
 
 
 class StandIn:
-    """A level in the place of another one, whose tensors it takes in (``lanes``, ``bodies``).
-
-    Attributes:
-        hides: whether what it stands for is to be met nowhere, not even by looks at a tensor.
-    """
+    """A level in the place of another one, whose tensors it takes in (``lanes``, ``bodies``)."""
 
     __slots__ = ()
-    hides = False
 
     def stand_in_for(self, level: Level) -> None:
         """Has all that the level has; what is to be its own it sets after that."""
@@ -164,8 +159,7 @@ def seen_here(value: Any) -> Any:
 
 def all_seen_here(values: list[Any]) -> list[Any]:
     """What a transform is given, where it goes on with that in other ways than by calls."""
-    state = tls.state
-    if state.taking_over is None and not any(getattr(x, "hides", False) for x in state.levels):
+    if not any(isinstance(level, StandIn) for level in tls.state.levels):
         return values
     return [seen_here(value) for value in values]
 
