@@ -491,3 +491,30 @@ def test_checkpoints_of_examples_that_run_by_themselves() -> None:
     x = torch.ones(5, 200) * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])[:, None]
     grads = drawing(tsfunc.grad(func))(x)
     assert set(grads.abs().unique().tolist()) == {0.0, 8.0}
+
+
+NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn": lambda x: torch.randn(0, 3, dtype=torch.complex64),
+    "rand_like": lambda x: torch.rand_like(x[:0]),
+    "randint": lambda x: torch.randint(0, 3, (0, 2)),
+    "exponential_": lambda x: torch.empty(0, 2).exponential_(),
+    "normal": lambda x: torch.normal(x[:0], 1.0),
+    "bernoulli": lambda x: torch.bernoulli(x[:0]),
+    "poisson": lambda x: torch.poisson(x[:0]),
+    "gamma": lambda x: torch._standard_gamma(x[:0]),
+    "multinomial": lambda x: torch.multinomial(x.expand(0, 4), 2),
+    "with replacement": lambda x: torch.multinomial(x.expand(0, 4), 2, replacement=True),
+    "dropout": lambda x: nnf.dropout(x[:0]),
+    "feature dropout": lambda x: nnf.feature_alpha_dropout(x.expand(1, 0, 4), training=True),
+    "rrelu": lambda x: nnf.rrelu(x[:0], training=True),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize("examples", [3, 0])
+def test_no_numbers_to_draw(name: str, examples: int) -> None:
+    f = NOTHING[name]
+    x = torch.full((examples, 4), 0.5)
+    one = f(torch.full((4,), 0.5))
+    drawn = drawing(f)(x)
+    assert drawn.shape == (examples, *one.shape) and drawn.dtype is one.dtype

@@ -111,6 +111,11 @@ _SAMPLERS: dict[str, Sampler] = {
 }  # fmt: skip
 
 
+def _in_shape(rows: Tensor, shape: Sequence[Any]) -> Tensor:
+    """Rows for the examples in the shape of one. They are counted: 0 elements do not tell."""
+    return rows.reshape(rows.shape[0], *shape)
+
+
 def _sampled(
     op: Any, level: BatchLevel, shape: Sequence[Any], dtype: torch.dtype, device: Any,
     params: Sequence[Any], kwargs: Mapping[str, Any],
@@ -125,10 +130,10 @@ def _sampled(
         if sampler is _normal:
             params = (0.0, math.sqrt(0.5))
         parts = sampler(op, draw, 2 * count, real, *params).to(real)
-        out = torch.view_as_complex(parts.reshape(-1, count, 2))
+        out = torch.view_as_complex(_in_shape(parts, (count, 2)))
     else:
         out = sampler(op, draw, count, dtype, *params).to(dtype)
-    return out.reshape(-1, *shape)
+    return _in_shape(out, shape)
 
 
 def sized(
@@ -181,7 +186,7 @@ def randint_like(
     shape = logical_shape(x, dims[0])
     draw = draw_for(level, x.device, kwargs)
     drawn = distributions.integers(draw, math.prod(shape), 0, high.to(torch.int64).unsqueeze(1))
-    return drawn.to(kwargs.get("dtype") or x.dtype).reshape(-1, *shape), 0
+    return _in_shape(drawn.to(kwargs.get("dtype") or x.dtype), shape), 0
 
 
 def _rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
@@ -216,7 +221,7 @@ def bernoulli(
     shape = logical_shape(args[0], dims[0])
     draw = draw_for(level, args[0].device, kwargs)
     drawn = distributions.below(draw, math.prod(shape), _rows(args[-1], dims[-1], shape))
-    return _without_gradient(drawn.to(args[0].dtype).reshape(-1, *shape), *args)
+    return _without_gradient(_in_shape(drawn.to(args[0].dtype), shape), *args)
 
 
 def normal(
@@ -230,7 +235,7 @@ def normal(
     if len(tensors) == 2:
         dtype = torch.promote_types(dtype, tensors[1].dtype)
     draw = draw_for(level, tensors[0].device, kwargs)
-    noise = distributions.normal(draw, math.prod(shape), dtype).reshape(-1, *shape)
+    noise = _in_shape(distributions.normal(draw, math.prod(shape), dtype), shape)
     (mean, std, noise), at = align(
         [x.detach() if isinstance(x, Tensor) else x for x in params] + [noise], [*where, 0]
     )
@@ -256,14 +261,14 @@ def multinomial(
     draw = draw_for(level, x.device, kwargs)
     if replacement:
         count: Any = math.prod(lead) * number
-        u = distributions.uniform(draw, count, torch.float64).reshape(-1, *lead, number)
+        u = _in_shape(distributions.uniform(draw, count, torch.float64), (*lead, number))
         sums = weights.cumsum(-1)
         sums = sums.expand(max(u.shape[0], sums.shape[0]), *sums.shape[1:]).contiguous()
         found = torch.searchsorted(sums, (u * sums[..., -1:]).contiguous(), right=True)
         last = kinds - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
         return torch.minimum(found, last), 0
     count = math.prod(lead) * kinds
-    waits = distributions.exponential(draw, count, torch.float64).reshape(-1, *lead, kinds)
+    waits = _in_shape(distributions.exponential(draw, count, torch.float64), (*lead, kinds))
     return (weights / waits).topk(number, -1).indices, 0
 
 
@@ -289,7 +294,7 @@ def drawn_from(
     shape, dtype = _broadcast_shape(args, dims), args[0].dtype
     draw = draw_for(level, args[0].device, kwargs)
     rows = _sample_rows(draw, op_name(op), args, dims, shape)
-    out = rows.reshape(-1, *shape)
+    out = _in_shape(rows, shape)
     if op_name(op) == "aten::_sample_dirichlet":
         return (out / out.sum(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny).to(dtype), 0
     if op_name(op) == "aten::_standard_gamma":
@@ -317,7 +322,7 @@ def keep_mask(level: BatchLevel, x: Tensor, at: int | None, keep: float, feature
         kept = 2
         shape = [*shape[:kept], *[1 for _ in shape[kept:]]]
     draw = draw_for(level, x.device, {})
-    return distributions.below(draw, math.prod(shape), keep).to(x.dtype).reshape(-1, *shape)
+    return _in_shape(distributions.below(draw, math.prod(shape), keep).to(x.dtype), shape)
 
 
 def slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
@@ -325,4 +330,4 @@ def slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) ->
     shape = logical_shape(x, at)
     draw = draw_for(level, x.device, {})
     u = distributions.uniform(draw, math.prod(shape), x.dtype)
-    return (u * (upper - lower) + lower).reshape(-1, *shape).movedim(0, at)
+    return _in_shape(u * (upper - lower) + lower, shape).movedim(0, at)
