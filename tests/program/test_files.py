@@ -81,6 +81,17 @@ class TestRoundTrips:
         assert str(loaded.program.properties()) == str(f.program.properties())
         loaded.program.verify()
 
+    def test_constants_that_others_were_computed_from_are_gone(self, tmp_path: Path) -> None:
+        def f(x: Tensor) -> Any:
+            return tsfunc.hessian(lambda y: (y**3).prod())(x)
+
+        x = torch.randn(3)
+        made = specialize(f)
+        want = made(x)
+        assert made.program.constants <= made.program.lifted.keys()
+        made.save(tmp_path / "f.tsf")
+        torch.testing.assert_close(load(tmp_path / "f.tsf")(x), want)
+
     @pytest.mark.parametrize("n", [0, 1, 2, 3, 17])
     def test_every_size_of_a_named_dim(self, n: int, tmp_path: Path) -> None:
         """Also those that a program with symbolic sizes is never made for."""

@@ -3,7 +3,8 @@
 Private names used here (torch 2.11 to 2.13): ``torch.fx.experimental.symbolic_shapes`` has
 ShapeEnv, of which ``evaluate_expr`` answers what is asked of sizes, ``guards`` lists it, and
 ``guard_or_defer_runtime_assert`` and ``num_deferred_runtime_asserts`` are about what can't be
-answered yet; ``torch._guards.Source`` says where a symbol comes from. They import sympy, which
+answered yet, and ``constrain_symbol_range`` and ``get_implications`` are kept in caches without a
+bound; ``torch._guards.Source`` says where a symbol comes from. They import sympy, which
 takes half a second, so they are imported where the first symbol is made.
 """
 
@@ -46,6 +47,18 @@ def environment_class() -> Any:
             self.symbols = symbols
             self.asked: list[tuple[Place, bool, bool]] = []
             self.counts = False
+            self._implications: dict[Any, Any] = {}
+
+        # torch keeps results of these two with the environment that was asked, and so each one for
+        # good: a trace for every size that a service sees would fill its memory.
+
+        def constrain_symbol_range(self, *args: Any, **kwargs: Any) -> None:
+            _without_cache(base.constrain_symbol_range)(self, *args, **kwargs)
+
+        def get_implications(self, expr: Any) -> Any:
+            if expr not in self._implications:
+                self._implications[expr] = _without_cache(base.get_implications)(self, expr)
+            return self._implications[expr]
 
         def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -76,6 +89,10 @@ def environment_class() -> Any:
             return holds
 
     return Environment
+
+
+def _without_cache(method: Any) -> Any:
+    return getattr(method, "__wrapped__", method)
 
 
 def count_of(size: Any) -> int:

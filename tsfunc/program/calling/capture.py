@@ -256,9 +256,12 @@ class _Trace:
             for target, tensor in outside.items()
             if frozen and id(tensor) not in reached
         }
-        constants = simplify(request.name, graph, outside, burnt_in)
+        folded = simplify(request.name, graph, outside, burnt_in)
+        read = {str(node.target) for node in every_node(graph) if node.op == "get_attr"}
+        # Those of which others were computed are no longer there.
+        constants = {name: tensor for name, tensor in folded.items() if name in read}
         used = {node for node in graph.nodes if node.op == "get_attr"}
-        lifted: dict[str, torch.Tensor] = {node: constants[node] for node in constants}
+        lifted: dict[str, torch.Tensor] = dict(constants)
         for tensor, tracer in level.lifted.values():
             if tracer.node not in used:
                 continue
