@@ -23,6 +23,7 @@ from tsfunc import (
     vmap,
     while_loop,
 )
+from tsfunc.transforms.control import batched
 
 W = torch.linspace(-0.5, 1, 3, dtype=torch.float64)
 
@@ -191,6 +192,24 @@ def test_only_those_that_need_a_step_make_it() -> None:
     with _Rows() as rows:
         choice(x, n)
     assert rows.count == 3
+
+
+@pytest.mark.parametrize("f", [_until, _chosen])
+def test_tracers_run_what_no_program_does(f: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched.Batch, "every", lambda self, body: None)
+    x, n = _inputs([3, 0, 5, 1, 3])
+    torch.testing.assert_close(specialize(vmap(f))(x, n), _every(f, x, n))
+    torch.testing.assert_close(vmap(specialize(f))(x, n), _every(f, x, n))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of what its first jvp loads
+def test_torchs_own_forward_mode_goes_through_it() -> None:
+    x, n = _inputs([3, 0, 5, 1, 3])
+    program = specialize(vmap(_until))
+    program(x, n)
+    found = torch.func.jvp(lambda x: program(x, n), (x,), (x.cos(),))[1]
+    expected = _every(lambda x, n: jvp(lambda x: _until(x, n), (x,), (x.cos(),))[1], x, n)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_branch_that_would_fail_or_be_nan_is_not_asked() -> None:

@@ -53,7 +53,28 @@ class Batch:
     """
 
     def __init__(self, operands: Sequence[Any], batched: Sequence[bool]) -> None:
-        self.operands, self.batched = list(operands), tuple(batched)
+        self.batched = tuple(batched)
+        self.operands = [
+            x.contiguous() if each else x for x, each in zip(operands, self.batched, strict=True)
+        ]
+
+    @property
+    def size(self) -> int:
+        """How many examples there are."""
+        pairs = zip(self.operands, self.batched, strict=True)
+        found: int = next(x.shape[0] for x, batched in pairs if batched)
+        return found
+
+    def with_batched(self, count: int) -> Batch:
+        """The same, the first so many operands batched."""
+        if all(self.batched[:count]):
+            return self
+        size = self.size
+        first = [
+            x if batched else x.expand(size, *x.shape)
+            for x, batched in zip(self.operands[:count], self.batched, strict=False)
+        ]
+        return Batch([*first, *self.operands[count:]], [True] * count + [*self.batched[count:]])
 
     def every(self, body: Body) -> Every | None:
         """What runs a body for every example; None where it runs on tracers alone."""
@@ -66,7 +87,7 @@ class Batch:
     def of(self, index: torch.Tensor) -> Batch:
         """Those examples alone."""
         taken = [
-            x.index_select(0, index) if batched else x
+            _taken(x, index) if batched else x
             for x, batched in zip(self.operands, self.batched, strict=True)
         ]
         return Batch(taken, self.batched)
@@ -128,7 +149,7 @@ def loop(
         condition: of one example.
         body: of one example.
         carried: how many operands are carried.
-        operands: what condition and body are called with.
+        operands: what condition and body are called with, as a vmap's code has them.
         choice: what the condition says of the first carry.
 
     Returns:
@@ -138,17 +159,30 @@ def loop(
     if not _is_outermost(level):
         return None
     with level.restored():
-        batch = _physical(operands, carried, level)
+        batch = _physical(operands, level)
         if batch is None:
             return None
-        ask, step = batch.every(condition), batch.every(body)
-        if ask is None or step is None:
-            return None
-        if any(map(writes, body.graph.nodes)):
-            batch.operands[:carried] = [x.clone() for x in batch.operands[:carried]]
-        active = read(choice.values).bool()
-        found = _steps(ask, step, carried, batch, active)
-    return tuple([wrap(x, 0, level) for x in found])
+        found = loop_of(condition, body, carried, batch, read(choice.values).bool())
+    return None if found is None else tuple([wrap(x, 0, level) for x in found])
+
+
+def loop_of(
+    condition: Body, body: Body, carried: int, batch: Batch, active: torch.Tensor | None = None
+) -> Sequence[torch.Tensor] | None:
+    """The same for physical operands; the condition is asked if it is not known."""
+    batch = batch.with_batched(carried)
+    ask, step = batch.every(condition), batch.every(body)
+    if ask is None or step is None:
+        return None
+    if any(map(writes, body.graph.nodes)):
+        batch.operands[:carried] = [x.clone() for x in batch.operands[:carried]]
+    return _steps(ask, step, carried, batch, _truth(ask, batch) if active is None else active)
+
+
+def _truth(ask: Every, batch: Batch) -> torch.Tensor:
+    """What a condition says of each example."""
+    found: torch.Tensor = ask(batch.operands)[0].reshape(-1)
+    return found if found.dtype is torch.bool else found != 0
 
 
 def _steps(
@@ -159,17 +193,14 @@ def _steps(
         going = active.nonzero().squeeze(1)
         if going.shape[0] < active.shape[0]:
             done = (~active).nonzero().squeeze(1)
-            parts.add(done, [x.index_select(0, done) for x in batch.operands[:carried]])
+            parts.add(done, [_taken(x, done) for x in batch.operands[:carried]])
             if not going.shape[0]:
                 return parts.together()
             parts.left(going)
             batch = batch.of(going)
-        operands = batch.operands
         while True:
-            operands[:carried] = step(operands)
-            active = ask(operands)[0].reshape(-1)
-            if active.dtype is not torch.bool:
-                active = active != 0
+            batch.operands[:carried] = step(batch.operands)
+            active = _truth(ask, batch)
             if not bool(active.all()):
                 break
 
@@ -181,29 +212,41 @@ def choice(
 
     Args:
         branches: of one example.
-        operands: what the branches are called with.
+        operands: what the branches are called with, as a vmap's code has them.
         taken: which branch each example takes.
     """
     level = taken.level
     if not _is_outermost(level):
         return None
     with level.restored():
-        batch = _physical(operands, 0, level)
+        batch = _physical(operands, level)
         if batch is None:
             return None
-        index = read(taken.values)
-        numbers = torch.unique(index).tolist()
-        every = [batch.every(branches[i]) for i in numbers]
-        if None in every or any(writes(n) for i in numbers for n in branches[i].graph.nodes):
-            return None
-        parts = _Parts()
-        for i, run in zip(numbers, every, strict=True):
-            assert run is not None
-            if len(numbers) == 1:
-                return tuple([wrap(x, 0, level) for x in run(batch.operands)])
-            which = (index == i).nonzero().squeeze(1)
-            parts.add(which, run(batch.of(which).operands))
-        return tuple([wrap(x, 0, level) for x in parts.together()])
+        found = choice_of(branches, batch, read(taken.values))
+    return None if found is None else tuple([wrap(x, 0, level) for x in found])
+
+
+def choice_of(
+    branches: Sequence[Body], batch: Batch, index: torch.Tensor
+) -> Sequence[torch.Tensor] | None:
+    """The same for physical operands."""
+    numbers = torch.unique(index).tolist()
+    every = [batch.every(branches[i]) for i in numbers]
+    if None in every or any(writes(node) for i in numbers for node in branches[i].graph.nodes):
+        return None
+    parts = _Parts()
+    for i, run in zip(numbers, every, strict=True):
+        assert run is not None
+        if len(numbers) == 1:
+            return run(batch.operands)
+        which = (index == i).nonzero().squeeze(1)
+        parts.add(which, run(batch.of(which).operands))
+    return parts.together()
+
+
+def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Some examples of a tensor, which may be on another device than what chooses them."""
+    return x.index_select(0, index if index.device == x.device else index.to(x.device))
 
 
 class _Parts:
@@ -228,7 +271,7 @@ class _Parts:
             return self.results[0]
         order = torch.cat(self.numbers).argsort()
         columns = zip(*self.results, strict=True)
-        return [torch.cat(column).index_select(0, order) for column in columns]
+        return [_taken(torch.cat(column), order) for column in columns]
 
 
 def _is_outermost(level: BatchLevel) -> bool:
@@ -240,28 +283,37 @@ def _is_outermost(level: BatchLevel) -> bool:
     )  # fmt: skip
 
 
-def _physical(operands: Sequence[Any], carried: int, level: BatchLevel) -> Batch | None:
-    """What a batch of calls is called with, all that is carried batched; None if by tracers.
-
-    Args:
-        operands: as the code at the level has them.
-        carried: how many of them are carried.
-        level: the level.
-    """
+def _physical(operands: Sequence[Any], level: BatchLevel) -> Batch | None:
+    """The physical values of what code at a level has; None if one of them is no plain tensor."""
     values, flags = [], []
-    for i, operand in enumerate(operands):
+    for operand in operands:
         x, dim = operand, None
         if isinstance(operand, BatchTracer):
             if operand.dispatch_level is not level:
                 return None
             x, dim = operand.value, operand.bdim
-        if type(x) in _PLAIN and x.layout is torch.strided:
-            if dim is not None:
-                x = x.movedim(dim, 0).contiguous()
-            elif i < carried:
-                x = x.expand(level.batch_size, *x.shape).contiguous()
-        elif type(x) not in _NUMBERS:
-            return None
+            x = x if dim is None else x.movedim(dim, 0)
         values.append(x)
-        flags.append(dim is not None or i < carried)
-    return Batch(values, flags)
+        flags.append(dim is not None)
+    return Batch(values, flags) if are_plain(values) else None
+
+
+def are_plain(operands: Sequence[Any]) -> bool:
+    """Whether operands are tensors with strides, of no subclass, and numbers."""
+    return all(
+        type(x) in _NUMBERS or (type(x) in _PLAIN and x.layout is torch.strided) for x in operands
+    )
+
+
+def batch_here(operands: Sequence[Any], batched: Sequence[bool]) -> Batch | None:
+    """What an operator is called with for a batch of calls; None where tracers are to run it.
+
+    Args:
+        operands: physical values.
+        batched: which tensors have a dim in front; numbers, after these, have none.
+    """
+    state = tls.state
+    if state.levels or not state.plain or torch_records() or not are_plain(operands):
+        return None
+    found = Batch(operands, [*batched, *[False] * (len(operands) - len(batched))])
+    return found if found.size else None

@@ -41,6 +41,12 @@ class Operator(ControlFlow):
     def mapped(self, batched: Sequence[bool]) -> ControlFlow:
         return Mapped(self, batched)
 
+    def of_batch(
+        self, operands: Sequence[Any], batched: Sequence[bool]
+    ) -> Sequence[torch.Tensor] | None:
+        """What :meth:`mapped` returns, if there is a way to it past tracers; else None."""
+        return None
+
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
         return Replayed(self, count, devices)
 
@@ -96,6 +102,9 @@ class Mapped(Operator):
             inner = self.op
             either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
             return flattened(Mapped(inner.op, either), self.batched, inner.batched)(*operands)
+        physical = self.op.of_batch(operands, self.batched)
+        if physical is not None:
+            return tuple(physical)
         dims = [0 if batched else None for batched in self.batched]
         dims += [None] * (len(operands) - len(dims))
         every = vmap(self.op, in_dims=tuple(dims), randomness="same")

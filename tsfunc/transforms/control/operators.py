@@ -17,6 +17,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.blocks import live_inputs, narrowed_body
 from tsfunc.transforms.control.arguments import Batching
+from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of
 from tsfunc.transforms.control.derived import Operator
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
 from tsfunc.transforms.control.prefixes import prefixes
@@ -40,6 +41,18 @@ class Switch(Operator):
     def __init__(self, name: str, bodies: Sequence[Body], batching: Batching) -> None:
         super().__init__(name, bodies)
         self.batching: Batching = batching
+
+    def of_batch(
+        self, operands: Sequence[Any], batched: Sequence[bool]
+    ) -> Sequence[torch.Tensor] | None:
+        if self.batching == "select" or not batched[0]:
+            return None
+        batch = batch_here(operands, batched)
+        if batch is None:
+            return None
+        index = batch.operands[0].reshape(-1)
+        index = index != 0 if self.name == "cond" else index
+        return choice_of(self.bodies, batch, index.long().clamp(0, len(self.bodies) - 1))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,6 +132,15 @@ class While(Operator):
     ) -> None:
         super().__init__(name, bodies)
         self.carried, self.checkpoint = carried, checkpoint
+
+    def of_batch(
+        self, operands: Sequence[Any], batched: Sequence[bool]
+    ) -> Sequence[torch.Tensor] | None:
+        if self.checkpoint is not None and torch.is_grad_enabled():
+            return None
+        batch = batch_here(operands, batched)
+        condition, body = self.bodies
+        return None if batch is None else loop_of(condition, body, self.carried, batch)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         found: tuple[Any, ...] = _RUNS[While](self, *operands)
