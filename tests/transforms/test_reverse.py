@@ -325,3 +325,12 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()
+
+
+def test_what_is_differentiated_outside_of_a_trace_alone_has_no_gradient_inside() -> None:
+    """The inner gradient is that of what depends on the outer variable alone: zero."""
+    f = tsfunc.specialize(lambda x: tsfunc.grad(lambda z: x.sin().sum())(x) + x)
+    x = torch.tensor([0.3, -1.0])
+    torch.testing.assert_close(tsfunc.grad(lambda x: f(x).sum())(x), torch.ones(2))
+    per_example = tsfunc.vmap(tsfunc.grad(lambda x: f(x).sum()))
+    torch.testing.assert_close(per_example(x.expand(3, 2)), torch.ones(3, 2))

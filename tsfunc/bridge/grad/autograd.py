@@ -290,7 +290,9 @@ def backward(
     retain_graph: bool,
 ) -> list[torch.Tensor | None]:
     """The engine's backward pass: a cotangent for each input, None where there is no path."""
-    kept = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
+    # A tracer may say so of the graph that is recorded outside of its level, too.
+    with DisableTorchFunctionSubclass():
+        kept = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
     if not kept or not inputs:
         return [None] * len(inputs)
     engine: Any = Variable._execution_engine
