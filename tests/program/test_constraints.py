@@ -587,3 +587,16 @@ def test_what_several_facts_say_together_holds_when_pasted(
     for each in (shapes, *others):
         args = [r(shape) for shape in each]
         torch.testing.assert_close(g(*args), f(*args))
+
+
+def test_an_assertion_of_torch_is_a_check() -> None:
+    def f(x: Tensor) -> Tensor:
+        torch._assert(x.shape[0] > 2, "too few")
+        return x + 1
+
+    g = specialize(f, {"x": Meta(["n"])})
+    for n in (4, 7):
+        torch.testing.assert_close(g(torch.ones(n)), f(torch.ones(n)))
+    assert g.cache_info().programs == 1 and "n > 2" in g.guards
+    with pytest.raises(AssertionError, match="too few"):
+        g(torch.ones(2))

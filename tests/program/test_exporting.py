@@ -66,6 +66,22 @@ def test_sizes_that_are_expressions(size: str) -> None:
     torch.testing.assert_close(module(x, y), f(x, y))
 
 
+def test_multiples_are_multiples_there() -> None:
+    g = specialize(lambda x: x.view(-1, 4).sum(1), {"x": Meta([Dim("n", multiple_of=4)])})
+    g(torch.ones(16))
+    x = torch.randn(24)
+    torch.testing.assert_close(g.to_exported_program().module()(x), x.view(-1, 4).sum(1))
+
+
+def test_sizes_for_which_torch_has_no_program_are_left_out() -> None:
+    """It wants the 2 that a kernel of 3 takes away said of the dim."""
+    net = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 3), torch.nn.BatchNorm1d(4)).eval()
+    g = specialize(net, {"input": Meta(["b", 3, "n"])})
+    g(torch.ones(2, 3, 8))
+    x = torch.randn(3, 3, 5)
+    torch.testing.assert_close(g.to_exported_program().module()(x), net(x))
+
+
 def test_derivatives() -> None:
     f = specialize(vmap(grad(lambda x: (x @ WEIGHT).sin().sum())), {"x": Meta(["n", 4])})
     x = torch.randn(3, 4)

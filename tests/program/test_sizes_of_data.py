@@ -31,8 +31,14 @@ def asked_twice(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[mask].sort()[0], mask.nonzero()[:, 0]
 
 
+def parts(x: Tensor, n: Tensor) -> Tensor:
+    """The rule of an operator asks whether a number is 0, and is told that it is not."""
+    return x.view(n.item(), -1)  # type: ignore[arg-type]
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...]]] = {
     "item": (head, (torch.arange(5.0), torch.tensor(3)), (torch.arange(5.0), torch.tensor(4))),
+    "denied": (parts, (torch.arange(6.0), torch.tensor(3)), (torch.arange(6.0), torch.tensor(1))),
     "replaced": (rows_of, (torch.ones(4),), (torch.full((4,), 2.0),)),
     "seen before": (asked_twice, (torch.tensor([1.0, -1, 2]),), (torch.tensor([-1.0, -1, 2]),)),
 }

@@ -3,7 +3,8 @@
 Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``sympy_interp``, which
 goes through an expression of ShapeEnv's, and ``PythonReferenceAnalysis``, which says what each
 function in one is of Python's numbers. They import sympy, which takes half a second, so this file
-imports them where a number is first recorded.
+imports them where a number is first recorded. ``torch._C._EnableTorchFunction`` has ``sym_not``
+and its like see that they are called on the nodes of a graph.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def number_node(graph: torch.fx.Graph, values: Mapping[Any, torch.fx.Node], expr
 
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     known = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in values.items()}
-    return sympy_interp(_recorded(), known, expr).node
+    with torch._C._EnableTorchFunction():  # also where an operator asks, in its rule
+        return sympy_interp(_recorded(), known, expr).node
 
 
 @functools.cache

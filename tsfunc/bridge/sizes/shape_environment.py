@@ -76,7 +76,9 @@ def environment_class() -> Any:
                     frame, through = _way_to_asking()
                     in_user_code = is_users(frame)
                     is_check = refused_value(frame) is not None or (
-                        _CHECK in through and in_user_code and not may_be_caught(frame)
+                        not _CHECKS.isdisjoint(through)
+                        and in_user_code
+                        and not may_be_caught(frame)
                     )
                     by_user = in_user_code and not _PYTHONS_QUESTIONS.isdisjoint(through)
                     self.asked += [(users_place(), by_user or self.counts, is_check)] * new
@@ -123,9 +125,9 @@ def _way_to_asking() -> tuple[FrameType, set[CodeType]]:
     return frame, through
 
 
-# torch._check raises if the answer is no. Where torch's own code calls it, it asks of operators'
-# arguments, which is another matter (``equalities``).
-_CHECK = torch._check_with.__code__
+# What raises if the answer is no. Where torch's own code calls it, it asks of operators' arguments,
+# which is another matter (``equalities``).
+_CHECKS = {torch._check_with.__code__, torch._assert.__code__}
 
 
 # By these Python asks. What is asked without them is a question of torch's C++, which is called

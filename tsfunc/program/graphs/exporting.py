@@ -13,6 +13,7 @@ the function read of them is burnt in. Other tensors can't be assigned.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,14 +61,16 @@ def exported(program: Program) -> torch.export.ExportedProgram:
     module = _module(program, graph, names, list(kwargs))
     # torch.export finds some relations by itself alone, and fails on others if they are given.
     failed: Exception | None = None
-    for given in (True, False):
+    least = {name: max(2, dim.min or 0) for name, dim in form.bounds.items()}
+    for given in (True, True, False):
         try:
             return torch.export.export(
-                module, args, kwargs, dynamic_shapes=_shapes(program, form, names, given),
+                module, args, kwargs, dynamic_shapes=_shapes(program, form, names, given, least),
                 prefer_deferred_runtime_asserts_over_guards=True,
             )  # fmt: skip
         except Exception as error:
             failed = failed or error
+            least.update(_least_of(str(error), least))
     raise ExportError(
         f"{program.name}: torch.export could not take the program over: {failed}"
     ) from failed
@@ -102,7 +105,18 @@ def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     return example.requires_grad_() if like.requires_grad else example
 
 
-def _shapes(program: Program, form: CallForm, names: Sequence[str], given: bool) -> dict[str, Any]:
+def _least_of(error: str, least: Mapping[str, int]) -> dict[str, int]:
+    """The least sizes that torch.export says it needs, where they are larger than those it has.
+
+    For sizes at the edge (NOTE [sizes at the edge] in ``program/dims/edges``) it has no program.
+    """
+    said = re.findall(r"^\s*(\w+) = Dim\('\w+', min=(\d+)", error, re.MULTILINE)
+    return {name: int(low) for name, low in said if int(low) > least.get(name, 1 << 62)}
+
+
+def _shapes(
+    program: Program, form: CallForm, names: Sequence[str], given: bool, least: Mapping[str, int]
+) -> dict[str, Any]:
     """The dynamic dims, and ints, as torch.export writes them.
 
     Args:
@@ -110,11 +124,9 @@ def _shapes(program: Program, form: CallForm, names: Sequence[str], given: bool)
         form: what it takes for granted.
         names: the positional parameters.
         given: whether expressions are given, or are for torch.export to find.
+        least: the least size of each named dim.
     """
-    dims = {
-        name: torch.export.Dim(name, min=max(2, dim.min or 0), max=dim.max)
-        for name, dim in form.bounds.items()
-    }
+    dims = {name: _named(dim, least[name]) for name, dim in form.bounds.items()}
     shapes: list[Any] = [None] * len(form.leaves)
     for position in program.inputs:
         if position < len(shapes) and type(form.leaves[position]) is int:
@@ -148,6 +160,15 @@ def _as_given(tree: Any) -> Any:
     return [_as_given(child) for child in pytrees.children_of(tree)]
 
 
+def _named(dim: Dim, least: int) -> Any:
+    """A named dim as torch.export writes it: a multiple is a number times another dim."""
+    step = dim.multiple_of or 1
+    most = None if dim.max is None else dim.max // step
+    name = dim.name if step == 1 else f"{dim.name}_by_{step}"
+    base = torch.export.Dim(name, min=max(2, -(-least // step)), max=most)
+    return base if step == 1 else step * base
+
+
 def _dim(dim: Any, dims: Mapping[str, Any], given: bool) -> Any:
     """A dim as torch.export writes it: of expressions it knows the linear ones in one name."""
     if isinstance(dim, Dim):
@@ -158,6 +179,8 @@ def _dim(dim: Any, dims: Mapping[str, Any], given: bool) -> Any:
     if line is None:
         return torch.export.Dim.AUTO
     name, factor, rest = line
+    if factor > 1 and isinstance(dims[name], type(2 * torch.export.Dim("n"))):
+        return torch.export.Dim.AUTO  # a multiple of a multiple
     product = dims[name] if factor == 1 else factor * dims[name]
     return product + rest if rest > 0 else product - -rest if rest else product
 
