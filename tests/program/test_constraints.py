@@ -189,10 +189,6 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
         lambda x, y: x + y + torch.ones(5), {"x": ["a"], "y": ["b"]}, (r(5), r(5)),
         {"x": [Dim("a", one_of=(1, 5))], "y": ["a"]},
     ),
-    "groups": (
-        lambda x: F.group_norm(x, 4), {"x": ["b", "c", "h"]}, (r(3, 8, 3),),
-        {"x": ["b", Dim("c", multiple_of=4), "h"]},
-    ),
     "every second, and halved": (
         lambda x: F.max_pool1d(x, 2) + x[..., ::2], {"x": [1, "n"]}, (r(1, 8),),
         {"x": [1, Dim("n", multiple_of=2)]},
@@ -216,6 +212,31 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
         {"x": ["k * m"]},
     ),
 }  # fmt: skip
+
+
+KERNELS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "groups": (lambda x: F.group_norm(x, 4), (3, 8, 3), (2, 12, 5), (3, 9, 3)),
+    "gates": (lambda x: F.glu(x), (3, 8), (5, 6), (5, 7)),
+    "two halves": (lambda x: torch.hsplit(x, 2)[1], (3, 8), (5, 6), (5, 7)),
+    "pixels": (lambda x: F.pixel_shuffle(x, 2), (8, 3, 3), (4, 4, 5), (6, 4, 5)),
+    "larger pixels": (lambda x: F.pixel_unshuffle(x, 3), (2, 6, 6), (3, 9, 12), (2, 9, 10)),
+    "channels": (lambda x: F.channel_shuffle(x, 2), (3, 4, 5, 6), (2, 6, 3, 3), (2, 5, 3, 3)),
+    "a long kernel": (lambda x: F.max_pool1d(x, 5), (2, 10), (3, 15), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_sizes_that_a_kernel_refuses_are_refused_when_the_program_runs(name: str) -> None:
+    func, first, other, refused = KERNELS[name]
+    f = specialize(func, {"x": Meta([f"d{i}" for i in range(len(first))])})
+    for x in (r(*first), r(*other)):
+        torch.testing.assert_close(f(x), func(x))
+    with pytest.raises(RuntimeError) as own:
+        func(r(*refused))
+    with pytest.raises(RuntimeError) as found:
+        f(r(*refused))
+    assert str(found.value) == str(own.value)
+    assert f.cache_info().programs == 1
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -22,7 +22,7 @@ import torch
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsfunc.bridge.sizes.equalities import keeping, or_one, required
+from tsfunc.bridge.sizes.equalities import is_multiple, keeping, or_one, required
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TRIES = 8  # other sizes that are tried
@@ -83,10 +83,15 @@ class Elsewhere:
         """Has other sizes keep the equalities that the operator needs of those it asked for."""
         self.needed = required(asked, self.here, self.takes)
 
-    def ask_needed(self) -> None:
-        """Has the trace rely on these equalities."""
+    def ask_needed(self, multiples: bool) -> None:
+        """Has the trace rely on these equalities.
+
+        Args:
+            multiples: whether on those too by which a size is a multiple of a number.
+        """
         for fact in self.needed:
-            self.env.evaluate_expr(or_one(fact, self.here, self.takes))
+            if multiples or not is_multiple(fact):
+                self.env.evaluate_expr(or_one(fact, self.here, self.takes))
 
     def fix_refused(self) -> bool:
         """Leaves as they are the symbols of which the operator takes no other size; if any are."""

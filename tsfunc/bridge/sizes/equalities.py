@@ -56,6 +56,13 @@ def or_one(fact: Any, here: _Sizes, takes: Callable[[_Sizes], bool]) -> Any:
     return Or(fact, Eq(symbol, 1))
 
 
+def is_multiple(fact: Any) -> bool:
+    """Whether an equality is one of a remainder with 0."""
+    from torch.utils._sympy.functions import Mod, PythonMod
+
+    return bool(fact.has(Mod, PythonMod))
+
+
 def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
     """Sizes of which some equalities hold, as far as these say what a symbol is."""
     kept = dict(sizes)
@@ -124,15 +131,23 @@ def _breaking(fact: Any, kept: Sequence[Any], here: _Sizes) -> Iterator[dict[Any
     for _ in range(_DRAWS):
         sizes = {symbol: drawn.randrange(2, 2 * size + 8) for symbol, size in here.items()}
         sizes = keeping(kept, sizes)
-        if (
-            _least_side((fact, *kept), sizes) >= 2
-            and not fact.xreplace(sizes)
-            and all(other.xreplace(sizes) for other in kept)
-        ):
+        if _breaks(fact, kept, sizes):
             yield sizes
             found += 1
         if found == _BREAKS:
             return
+
+
+def _breaks(fact: Any, kept: Sequence[Any], sizes: _Sizes) -> bool:
+    """Whether of some facts all hold at some sizes but for the first."""
+    try:
+        return (
+            _least_side((fact, *kept), sizes) >= 2
+            and not fact.xreplace(sizes)
+            and all(other.xreplace(sizes) for other in kept)
+        )
+    except ZeroDivisionError:  # a size among them is divided by another, which is 0 here
+        return False
 
 
 def _least_side(facts: Sequence[Any], sizes: _Sizes) -> int:

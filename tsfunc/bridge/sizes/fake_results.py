@@ -31,10 +31,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from tsfunc.bridge.sizes import reshape_rules as reshape_rules  # registers its rules
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes.elsewhere import Elsewhere
+from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.results_by_example import found_by_example
 from tsfunc.bridge.sizes.shape_rules import SHAPE_RULES
 from tsfunc.bridge.tracers.questions import set_aside
@@ -92,7 +92,7 @@ def results_of(
         wrong.add(id(call))
         results = found_by_example(elsewhere, fake)
     if results is not None:
-        elsewhere.ask_needed()
+        elsewhere.ask_needed(multiples=name in OTHER_SHAPES)
         return results
     with _kept(fake, False):
         return call(*args, **kwargs)

@@ -27,6 +27,12 @@ from tsfunc.bridge.sizes.shape_rules import (
 )
 from tsfunc.bridge.tracers.questions import unasked
 
+# The operators of which a size that is left out has to go evenly. Others that take only multiples of
+# a number (``hsplit``, ``glu``, ``pixel_shuffle``) say so when the program runs.
+OTHER_SHAPES = frozenset({
+    "aten::reshape", "aten::view", "aten::_unsafe_view", "aten::view_copy", "aten::_reshape_copy",
+})  # fmt: skip
+
 
 @shape_rule("reshape", "view", "_unsafe_view")
 def reshape_of(x: Any, shape: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ without a rule says NOTE [questions of operators] in ``fake_results``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
 from tsfunc.bridge.tracers.operators import overload_of
-from tsfunc.bridge.tracers.questions import unasked_of
+from tsfunc.bridge.tracers.questions import unasked, unasked_of
 from tsfunc.ops.dims import wrap as wrap_dim
 
 
@@ -86,6 +86,27 @@ def _adaptive_max_pool(x: Any, output_size: Sequence[Any]) -> Any:
     sizes = [*output_size] if isinstance(output_size, list | tuple) else [output_size]
     shape = [*x.shape[: -len(sizes)], *sizes]
     return new_like(x, shape), new_like(x, shape, torch.int64)
+
+
+@shape_rule("pixel_shuffle")
+def _pixel_shuffle(x: Any, upscale_factor: int) -> Any:
+    return _other_pixels(x, upscale_factor, lambda c, h, w, f: (c // (f * f), h * f, w * f))
+
+
+@shape_rule("pixel_unshuffle")
+def _pixel_unshuffle(x: Any, downscale_factor: int) -> Any:
+    return _other_pixels(x, downscale_factor, lambda c, h, w, f: (c * f * f, h // f, w // f))
+
+
+def _other_pixels(x: Any, factor: int, sizes: Callable[..., tuple[Any, ...]]) -> Any:
+    """That sizes go evenly is checked by the operator when the program runs."""
+    if x.dim() < 3 or factor < 1 or all(isinstance(size, int) for size in x.shape):
+        return NotImplemented
+    with unasked(x.fake_mode):
+        found = sizes(*x.shape[-3:], factor)
+        if math.prod(found) != math.prod(x.shape[-3:]):
+            return NotImplemented  # torch's rule says what is wrong
+    return new_like(x, [*x.shape[:-3], *found])
 
 
 @shape_rule("combinations")
