@@ -207,3 +207,16 @@ def test_no_examples_have_no_variance_to_warn_of(f: Any) -> None:
     x = torch.ones(0, 3, 4)
     assert tsfunc.vmap(total)(x).shape == (0,)
     assert tsfunc.vmap(tsfunc.grad(total))(x).shape == (0, 3, 4)
+
+
+@pytest.mark.parametrize("density", [False, True])
+def test_histograms_of_the_same_points_by_weights_of_each_example(density: bool) -> None:
+    points = torch.linspace(-1, 1, 10, dtype=torch.float64).sin().view(5, 2)
+    weights = torch.linspace(0.1, 1.5, 15, dtype=torch.float64).view(3, 5)
+
+    def count(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.histogramdd(x, [2, 3], weight=weight, density=density)[0]
+
+    want = torch.stack([count(points, weight) for weight in weights])
+    torch.testing.assert_close(tsfunc.vmap(count, (None, 0), strict=True)(points, weights), want)
+    assert tsfunc.vmap(count, (None, 0))(points, weights[:0]).shape == (0, 2, 3)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, filled, front, lines
+from tsfunc.ops.dims import batched_front, filled, front, lines, logical_rank
 from tsfunc.ops.factories import evenly
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.refusal import refused, require
@@ -133,7 +133,7 @@ def histogramdd_edges(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Edges for each coordinate."""
-    if args[0].dim() < 3 or len(args[1]) != _coordinates(args[0], dims[0]):
+    if logical_rank(args[0], dims[0]) < 2 or len(args[1]) != _coordinates(args[0], dims[0]):
         return refused(op, dims, args, kwargs)
     x = _points(args[0], dims[0], level.batch_size, 1)
     return _edges_of_all(x, args[1], kwargs.get("range")), 0
@@ -156,7 +156,7 @@ def histogramdd(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Equal bins along each coordinate."""
-    if args[0].dim() < 3 or len(args[1]) != _coordinates(args[0], dims[0]):
+    if logical_rank(args[0], dims[0]) < 2 or len(args[1]) != _coordinates(args[0], dims[0]):
         return refused(op, dims, args, kwargs)
     size = level.batch_size
     x = _points(args[0], dims[0], size, 1)
