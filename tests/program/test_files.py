@@ -92,6 +92,33 @@ class TestRoundTrips:
         made.save(tmp_path / "f.tsf")
         torch.testing.assert_close(load(tmp_path / "f.tsf")(x), want)
 
+    def test_sizes_of_dims_that_are_multiples_are_known(self, tmp_path: Path) -> None:
+        dim = Dim("n", min=2, max=40, multiple_of=2)
+        f = specialize(lambda x: x.reshape(2, -1).cumsum(1) * x[0], {"x": Meta([dim])})
+        f(torch.randn(6))
+        f.save(tmp_path / "f.tsf")
+        loaded = load(tmp_path / "f.tsf")
+        loaded(torch.randn(8))
+        assert str(loaded.program.properties()) == str(f.program.properties())
+        loaded.program.verify()
+
+    @pytest.mark.parametrize(
+        "f",
+        [
+            lambda x: (x.nonzero(), x[x > 0].sum()),
+            lambda x: torch.zeros(x.argmax().item() + 1) + 1,
+            lambda x: torch.unique(x)[1:] * 2,
+        ],
+        ids=["nonzero", "item", "unique"],
+    )
+    def test_programs_over_sizes_of_data_are_verified(
+        self, f: Callable[[Tensor], Any], tmp_path: Path
+    ) -> None:
+        loaded = saved(f, tmp_path, (torch.randn(6),))
+        x = torch.randn(6)
+        same(loaded(x), f(x))
+        loaded.program.verify()
+
     @pytest.mark.parametrize("n", [0, 1, 2, 3, 17])
     def test_every_size_of_a_named_dim(self, n: int, tmp_path: Path) -> None:
         """Also those that a program with symbolic sizes is never made for."""

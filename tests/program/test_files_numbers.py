@@ -131,6 +131,34 @@ def test_a_kept_file() -> None:
     )
 
 
+def folded(kind: str, leaf: Callable[[int], Any], count: int) -> Any:
+    form = leaf(0)
+    for i in range(1, count):
+        form = [kind, form, leaf(i)]
+    return form
+
+
+ENDLESS: dict[str, Any] = {
+    "quotients": folded("//", lambda i: ["+", "n", i + 2], 40),
+    "quotients by numbers": folded("//", lambda i: "n" if i == 0 else 3, 60),
+    "a product of sums": ["*", *(["+", "n", "k", i] for i in range(60))],
+    "choices": folded("min", lambda i: ["max", ["*", "n", i + 1], ["+", "k", i]], 60),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_sizes_that_would_take_minutes(name: str, tmp_path: Path) -> None:
+    data = (KEPT / "format_4_numbers.tsf").read_bytes()
+
+    def changed(program: Any) -> None:
+        node = next(x for x in program["graph"]["nodes"] if x.get("type", {}).get("shape"))
+        node["type"]["shape"][0] = ENDLESS[name]
+
+    (tmp_path / "f.tsf").write_bytes(edited(data, "programs/0.json", changed))
+    with pytest.raises(FileFormatError, match=r"shape\[0\]: the size is too long"):
+        load(tmp_path / "f.tsf")
+
+
 def test_a_number_that_is_none(tmp_path: Path) -> None:
     data = (KEPT / "format_4_numbers.tsf").read_bytes()
 

@@ -7,6 +7,7 @@ the classes in it, some of them torch's own (``FloorDiv``), are told by their na
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,10 @@ _CALLED: dict[str, tuple[int | None, Callable[[Any, Any], Any]]] = {
 }
 OPERATORS = frozenset(_CALLED)
 _MOST_FACTORS = 8
+# Of a form that a file has: what sympy works out of larger ones takes minutes.
+_MOST_TERMS = 256
+_MOST_DIVISIONS = 4  # by what is no number
+_DEEPEST = 32  # divisions and choices in each other
 
 
 def symbol_of(size: Any) -> Any:
@@ -35,12 +40,21 @@ def symbol_of(size: Any) -> Any:
     return expr if expr is not None and expr.is_symbol else None
 
 
-def form_of_size(size: Any, names: Mapping[Any, str]) -> Any:
+def step_of(size: Any) -> tuple[Any, int] | None:
+    """The symbol that a size is a multiple of, and the number that it is times; else None."""
+    expr = size.node.expr if isinstance(size, torch.SymInt) else None
+    if expr is None or not expr.is_Mul or len(expr.args) != 2:
+        return None
+    number, symbol = expr.args
+    return (symbol, int(number)) if number.is_Integer and symbol.is_symbol else None
+
+
+def form_of_size(size: Any, names: Mapping[Any, Any]) -> Any:
     """A size as plain data: a number, a name, a list of an operator and its operands.
 
     Args:
         size: an int or a symbolic one.
-        names: what the symbols are called.
+        names: what the symbols are called, or their forms.
 
     Returns:
         The form, or None where the size is made of something else.
@@ -48,10 +62,33 @@ def form_of_size(size: Any, names: Mapping[Any, str]) -> Any:
     if isinstance(size, torch.SymBool | torch.SymFloat):  # a number that is no size
         symbol = symbol_of(size)
         return None if symbol is None else names.get(symbol)
-    return _form(size.node.expr, names) if isinstance(size, torch.SymInt) else int(size)
+    form = _form(size.node.expr, names) if isinstance(size, torch.SymInt) else int(size)
+    return form if is_small(form) else None
 
 
-def _form(expr: Any, names: Mapping[Any, str]) -> Any:
+def is_small(form: Any) -> bool:
+    """Whether it takes no time to work out the size of a form, whatever it is."""
+    terms, divisions, depth = _extent(form)
+    return terms <= _MOST_TERMS and divisions <= _MOST_DIVISIONS and depth <= _DEEPEST
+
+
+def _extent(form: Any) -> tuple[int, int, int]:
+    """How many terms a form has when it is expanded, divisions by no number, and their depth."""
+    if not isinstance(form, list) or len(form) < 2:
+        return 1, 0, 0
+    kind, *parts = form
+    found = [_extent(part) for part in parts]
+    terms, depth = [each[0] for each in found], max(each[2] for each in found)
+    divisions = sum(each[1] for each in found)
+    if kind == "+":
+        return sum(terms), divisions, depth
+    if kind == "*":
+        return min(math.prod(terms), _MOST_TERMS + 1), divisions, depth
+    by_size = kind in ("//", "%") and not isinstance(parts[-1], int)
+    return max(terms), divisions + by_size, depth + 1
+
+
+def _form(expr: Any, names: Mapping[Any, Any]) -> Any:
     if expr.is_Integer:
         return int(expr)
     if expr.is_symbol:

@@ -93,7 +93,7 @@ class Outside:
 def encode_graph(
     graph: torch.fx.Graph,
     outside: Outside,
-    names: Mapping[Any, str] | None,
+    names: Mapping[Any, Any] | None,
     callees: CalleeWriter,
     state: Sequence[torch.fx.Node] = (),
 ) -> Any:
@@ -134,7 +134,7 @@ def _where(node: torch.fx.Node) -> str:
     return f" (at {place}{source_of(place, ': ')})" if place is not None else f" ({node.name})"
 
 
-def _facts(node: torch.fx.Node, names: Mapping[Any, str] | None) -> dict[str, Any]:
+def _facts(node: torch.fx.Node, names: Mapping[Any, Any] | None) -> dict[str, Any]:
     """What is known of a node's value."""
     facts: dict[str, Any] = {} if names is None else _type_facts(node, names)
     for key, name in _FLAGS.items():
@@ -145,7 +145,7 @@ def _facts(node: torch.fx.Node, names: Mapping[Any, str] | None) -> dict[str, An
     return facts
 
 
-def _type_facts(node: torch.fx.Node, names: Mapping[Any, str]) -> dict[str, Any]:
+def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
@@ -168,7 +168,7 @@ def _kind_of_input(node: torch.fx.Node) -> str:
 def _encode_node(
     node: torch.fx.Node,
     outside: Outside,
-    names: Mapping[Any, str] | None,
+    names: Mapping[Any, Any] | None,
     callees: CalleeWriter,
 ) -> dict[str, Any]:
     target: Any = node.target

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.sizes.size_forms import OPERATORS, form_of_size, size_of_form
+from tsfunc.bridge.sizes.size_forms import OPERATORS, form_of_size, is_small, size_of_form
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
@@ -19,7 +19,7 @@ from tsfunc.program.files.values import Values, dtype_of
 _MOST_PARTS = 1000  # operators and operands of one size
 
 
-def encode_type(value: torch.Tensor, names: Mapping[Any, str]) -> Any | None:
+def encode_type(value: torch.Tensor, names: Mapping[Any, Any]) -> Any | None:
     """A fake tensor as JSON; None where its sizes are not those of named dims."""
     if value.layout is not torch.strided:
         return None
@@ -88,6 +88,8 @@ class NodeTypes:
         key = json.dumps(field.value)
         if key not in self._sizes:
             self._count(field, _MOST_PARTS)
+            if not is_small(field.value):
+                field.fail("the size is too long")
             try:
                 self._sizes[key] = size_of_form(field.value, self._named)
             except (ValueError, TypeError, ZeroDivisionError, OverflowError) as error:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.sizes.size_forms import symbol_of
+from tsfunc.bridge.sizes.size_forms import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.asked import Asked, answerer
 from tsfunc.bridge.tracers.settings import SETTINGS, settings
@@ -88,7 +88,7 @@ def encode_program(
         _require_settings(program.form)
     return {
         "name": printable(program.name),
-        "dims": {name: _dim_text(bounds.get(name, Dim(name))) for name in names.values()},
+        "dims": {name: _dim_text(bounds.get(name, Dim(name))) for name in _dims_in(names)},
         "inputs": [at for at in program.inputs if at < count],
         "constants": sorted(program.constants),
         "graph": graph,
@@ -138,18 +138,29 @@ def what_it_does(encoded: Any) -> Any:
     return [what_it_does(item) for item in encoded] if isinstance(encoded, list) else encoded
 
 
-def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, str]:
-    """What the symbols in the sizes of a graph's inputs are called."""
-    names: dict[Any, str] = {}
+def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, Any]:
+    """What the symbols in the sizes of a graph's inputs are, as forms of sizes.
+
+    That of a dim which is a multiple of something counts its steps.
+    """
+    names: dict[Any, Any] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op != "placeholder" or not isinstance(value, torch.Tensor):
             continue
         for size, text in zip(value.shape, node.meta.get("dims", ()), strict=False):
             symbol = symbol_of(size)
-            if symbol is not None and text.isidentifier():
+            if not text.isidentifier():
+                continue
+            if symbol is not None:
                 names[symbol] = text
+            elif (counted := step_of(size)) is not None:
+                names[counted[0]] = ["//", text, counted[1]]
     return names
+
+
+def _dims_in(names: Mapping[Any, Any]) -> list[str]:
+    return [form if isinstance(form, str) else form[1] for form in names.values()]
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,16 @@ class _Check:
         tensors = [n.meta["val"] for n in self.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         rerun = Rerun(tensors[0] if tensors else None)
         values: dict[torch.fx.Node, Any] = {}
+        unknown: set[torch.fx.Node] = set()
         for node in self.nodes:
             if node.op == "output":
                 return
             said = node.meta.get("val")
+            if _is_unknown(node) or not unknown.isdisjoint(node.all_input_nodes):
+                values[node] = node.meta.get("number") if said is None else rerun.like(said)
+                if values[node] is None:
+                    unknown.add(node)
+                continue
             if node.op in ("placeholder", "get_attr"):
                 number = node.meta.get("number")
                 values[node] = number if said is None else rerun.like(said)
@@ -138,6 +144,13 @@ class _Check:
             return rerun.call(target, args, kwargs)
         except Exception as error:
             self._fail(node, f"it can't be computed: {type(error).__name__}: {error}")
+
+
+def _is_unknown(node: torch.fx.Node) -> bool:
+    """Whether nothing is said of a value: files have no words for sizes that data give."""
+    if "number" in node.meta or node.meta.get("val") is not None or not node.users:
+        return False
+    return not any(user.target is operator.getitem for user in node.users)
 
 
 def _reads_data(node: torch.fx.Node) -> bool:
