@@ -80,6 +80,8 @@ def convolution(
     p, q, r = dims[:3]
     transposed = rest[3]
     size = level.batch_size
+    if bias is not None and bias.dtype != x.dtype:  # where it is added apart it would be promoted
+        return refused(op, dims, args, kwargs)
     if q is None:
         if p is None:
             return _with_bias(op(x, weight, None, *rest, groups), None, bias, r)
@@ -222,10 +224,15 @@ def whole(spatial: int) -> Rule:
             x, p = (x.unsqueeze(0), None) if p is None else (front(x, p).unsqueeze(1), 0)
         stride, dilation = _amounts(stride, spatial), _amounts(dilation, spatial)
         if isinstance(padding, str):
+            if padding == "same" and any(step != 1 for step in stride):
+                return refused(op, dims, args, kwargs)
             x, p, padding = _padded(x, p, padding, logical_shape(weight, q)[2:], dilation)
         padding = _amounts(padding, spatial)
         rest = (stride, padding, dilation, False, [0] * spatial, groups)
-        out, at = convolution(_plain, level, (p, q, r), (x, weight, bias, *rest), kwargs)
+        found = convolution(_plain, level, (p, q, r), (x, weight, bias, *rest), kwargs)
+        if found is NotImplemented:
+            return found
+        out, at = found
         return (out, at) if rank == spatial + 2 else (front(out, at).squeeze(1), 0)
 
     return rule
