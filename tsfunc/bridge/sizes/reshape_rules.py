@@ -27,8 +27,8 @@ from tsfunc.bridge.sizes.shape_rules import (
 )
 from tsfunc.bridge.tracers.questions import unasked
 
-# The operators of which a size that is left out has to go evenly. Others that take only multiples of
-# a number (``hsplit``, ``glu``, ``pixel_shuffle``) say so when the program runs.
+# The operators of which a size that is left out has to go evenly. Others that take only multiples
+# of a number (``hsplit``, ``glu``, ``pixel_shuffle``) say so when the program runs.
 OTHER_SHAPES = frozenset({
     "aten::reshape", "aten::view", "aten::_unsafe_view", "aten::view_copy", "aten::_reshape_copy",
 })  # fmt: skip
