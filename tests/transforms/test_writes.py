@@ -462,6 +462,25 @@ def test_inside_of_a_program() -> None:
     same(vmap(tsfunc.specialize(func))(X), want)
 
 
+def test_two_vmaps_inside_of_a_program() -> None:
+    """What the outer one has made a tracer of a traced tensor is one of the inner one then."""
+
+    def func(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.zeros(4)
+        out[0] = x.sum()
+        view = out[1:]
+        view.mul_(2).add_(y[1:] * x[1:])
+        return out, view
+
+    def mapped(x: Tensor) -> Any:
+        return vmap(lambda y: func(x, y))(Y)
+
+    want = loop(lambda x: loop(lambda y: func(x, y), len(Y))(Y), len(X))(X)
+    same(vmap(mapped)(X), want)
+    same(tsfunc.specialize(vmap(mapped))(X), want)
+    same(vmap(tsfunc.specialize(mapped))(X), want)
+
+
 def test_a_tensor_that_a_program_reads_is_from_outside() -> None:
     weight = W.clone()
     with pytest.raises(RuntimeError, match="made outside"):

@@ -106,6 +106,7 @@ def kin_of(subject: torch.Tensor, level: TracerLevel) -> Kin:
     depth = _depth(subject)
     ids = {id(tensor) for tensor in relatives}
     kin = Kin([], []) if depth else Kin(relatives, [])
+    others: list[Tracer] = []
     for tensor in inside.values():
         if not isinstance(tensor, Tracer) or id(physical(tensor)) not in ids:
             continue
@@ -115,7 +116,10 @@ def kin_of(subject: torch.Tensor, level: TracerLevel) -> Kin:
         elif other.depth == depth:
             kin.tensors.append(tensor)
         elif other.alive and other.depth < level.depth:
-            raise BornOutside  # a transform between the two stands on it
+            others.append(tensor)
+    wrapped = {id(value) for tensor in kin.tensors for value in _values(tensor)}
+    if any(id(tensor) not in wrapped for tensor in others):
+        raise BornOutside  # a transform between the two stands on it
     outside = any(isinstance(t, Tracer) and t.from_outside() for t in kin.tensors)
     if outside or id(subject) not in inside:
         raise BornOutside
@@ -134,6 +138,13 @@ def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
         news += [other for (_, other), is_near in zip(rest, near, strict=True) if is_near]
         rest = [pair for pair, is_near in zip(rest, near, strict=True) if not is_near]
     return found
+
+
+def _values(tensor: Any) -> Iterator[Any]:
+    """What a tensor wraps, and what that wraps."""
+    while isinstance(tensor, Tracer):
+        tensor = getattr(tensor, "value", None)
+        yield tensor
 
 
 def _depth(tensor: torch.Tensor) -> int:
