@@ -91,7 +91,11 @@ def main() -> int:
     torch.manual_seed(0)
     settle_memory()
 
-    chosen = [case for case in all_cases() if args.word in case.name]
+    every = list(all_cases())
+    chosen = [case for case in every if args.word in case.name]
+    if not chosen:
+        names = "\n  ".join(case.name for case in every)
+        parser.error(f"no benchmark has {args.word!r} in its name; there are:\n  {names}")
     results, failed = [], False
     with Progress(transient=True, console=Console(stderr=True)) as progress:
         for case in progress.track(chosen, description="measuring"):
