@@ -476,6 +476,14 @@ def test_a_name_that_no_dim_is_alone_is_solved_for() -> None:
             {"x": [4], "y": [0]},
             ["x.shape[0]: promised a * b, which is 4 for no size b"],
         ),
+        (
+            {"x": MetaTensorType(["a*b"]), "y": MetaTensorType(["a"])},
+            {"x": [0], "y": [0]},
+            [
+                "x.shape[0]: promised a * b, which is 0 for every size b (a is 0 at y.shape[0]): "
+                "what b is can't be told"
+            ],
+        ),
     ],
 )
 def test_what_solves_for_no_size(

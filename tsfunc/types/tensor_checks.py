@@ -162,6 +162,11 @@ def _is_solved(path: Path, part: str, expression: DimExpr, size: int, name: str,
     if any(each not in run.sizes for each in (*slope.names, *rest.names)):
         return False
     step, left = slope.evaluate(run.sizes), size - rest.evaluate(run.sizes)
+    if step == 0 == left:
+        because = ", ".join(run.bound_at(each) for each in slope.names)
+        what = f"is {size} for every size {name} ({because}): what {name} is can't be told"
+        run.fail(path, part, f"promised {expression}, which {what}")
+        return True
     if step == 0 or left % step or left // step < 0:
         run.fail(path, part, f"promised {expression}, which is {size} for no size {name}")
         return True
