@@ -160,6 +160,11 @@ class TestLimit:
             specialize(lambda x: x, max_specializations=limit)
 
 
+def test_auto_widen_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="auto_widen= takes True or False, got 'no'"):
+        specialize(torch.sin, auto_widen="no")  # type: ignore[arg-type]
+
+
 class TestWidening:
     def test_plain_case(self) -> None:
         run, calls = counted(lambda x: x.sum(0) + x.shape[0])

@@ -348,6 +348,7 @@ def specialize(
         DataDependentError: the function uses a tensor as a Python number or bool.
         ClosureError: it reads what is no argument, with ``closure="error"``.
         ValueError: ``closure``, ``backend`` or ``max_specializations`` is something else.
+        TypeError: ``func`` is no function, or ``auto_widen`` no bool.
         ExportError: a program has what the backend has no place for.
 
     Example:
@@ -385,6 +386,8 @@ def specialize(
             f"specialize: max_specializations= takes how many programs are kept, an int of 1 or "
             f"more, got {max_specializations!r}."
         )
+    if type(auto_widen) is not bool:
+        raise TypeError(f"specialize: auto_widen= takes True or False, got {auto_widen!r}.")
     if isinstance(func, staticmethod | classmethod | property):
         of_function = functools.partial(
             specialize, descriptors=descriptors, max_specializations=max_specializations,
