@@ -152,12 +152,7 @@ def _breaks(fact: Any, kept: Sequence[Any], sizes: _Sizes) -> bool:
 
 def _least_side(facts: Sequence[Any], sizes: _Sizes) -> int:
     """The smallest size that some facts speak of; remainders are none."""
-    from torch.utils._sympy.functions import Mod, PythonMod
-
     sides = [
-        int(side.xreplace(sizes))
-        for fact in facts
-        if not fact.has(Mod, PythonMod)
-        for side in fact.args
+        int(side.xreplace(sizes)) for fact in facts if not is_multiple(fact) for side in fact.args
     ]
     return min(sides, default=2)

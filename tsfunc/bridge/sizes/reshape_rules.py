@@ -19,6 +19,7 @@ import torch
 from tsfunc.bridge.sizes.elsewhere import symbols_among
 from tsfunc.bridge.sizes.shape_rules import (
     has_symbols_in,
+    in_order,
     is_of_data,
     known,
     new_like,
@@ -40,7 +41,7 @@ def reshape_of(x: Any, shape: Sequence[Any]) -> Any:
     found = _filled_in(x, shape)
     if found is None or not _is_in_order(x):
         return NotImplemented
-    return view_like(x, found, _in_order(found))
+    return view_like(x, found, in_order(found))
 
 
 @shape_rule("view_copy", "_reshape_copy")
@@ -85,11 +86,3 @@ def _is_in_order(x: Any) -> bool:
             return False
         step = step * size
     return True
-
-
-def _in_order(shape: Sequence[Any]) -> list[Any]:
-    strides: list[Any] = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        size = shape[dim]
-        strides[dim - 1] = strides[dim] * (max(size, 1) if isinstance(size, int) else size)
-    return strides

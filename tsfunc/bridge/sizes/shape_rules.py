@@ -56,13 +56,20 @@ def new_like(
     x: Any, shape: Sequence[Any], dtype: torch.dtype | None = None, order: Sequence[int] = ()
 ) -> Any:
     """A new fake tensor on the device of another; ``order`` has its dims, the innermost last."""
+    with unasked(x.fake_mode):
+        return torch.empty_strided(
+            shape, in_order(shape, order), dtype=dtype or x.dtype, device=x.device
+        )
+
+
+def in_order(shape: Sequence[Any], order: Sequence[int] = ()) -> list[Any]:
+    """The strides of elements without gaps; ``order`` has the dims, the innermost last."""
     strides: list[Any] = [1] * len(shape)
     step: Any = 1
     for dim in reversed(order or range(len(shape))):
         strides[dim] = step
         step = step * _at_least_1(shape[dim])
-    with unasked(x.fake_mode):
-        return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
+    return strides
 
 
 def _at_least_1(size: Any) -> Any:

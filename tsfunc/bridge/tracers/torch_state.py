@@ -21,7 +21,9 @@ fails by name when one goes):
 
 from __future__ import annotations
 
+import functools
 import threading
+from operator import or_
 from types import TracebackType
 from typing import Any
 
@@ -68,6 +70,7 @@ _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 # not. Only what a composite would call itself is cast, where autocast was on at door 1, which
 # leaves word here: at door 2 C++ has it off. Levels capture none.
 _AUTOCAST = tuple(key for name, key in TorchKey.__members__.items() if name.startswith("Autocast"))
+_EVERY_AUTOCAST = functools.reduce(or_, map(DispatchKeySet, _AUTOCAST))
 
 
 class _Casting(threading.local):
@@ -135,9 +138,7 @@ class TorchState:
 
     def __init__(self) -> None:
         self.include = _dispatch_tls_local_include_set()
-        self.exclude = _dispatch_tls_local_exclude_set()
-        for key in _AUTOCAST:
-            self.exclude = self.exclude.add(key)
+        self.exclude = _dispatch_tls_local_exclude_set() | _EVERY_AUTOCAST
         self.grad_mode = torch.is_grad_enabled()
         self.quiet = 0
         self.guards: list[Any] = []
@@ -155,10 +156,7 @@ def _in_inference_mode(include: Any, exclude: Any) -> tuple[Any, Any]:
 
 def _with_autocast(exclude: Any) -> Any:
     """The set with autocast as it is for this call."""
-    for key in _AUTOCAST:
-        if not _casting.exclude.has(key):
-            exclude = exclude.remove(key)
-    return exclude
+    return exclude - (_EVERY_AUTOCAST - _casting.exclude)
 
 
 class RestoredTorchState:
