@@ -13,6 +13,7 @@ the function read of them is burnt in. Other tensors can't be assigned.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
+from tsfunc.bridge.trace.torch_exporting import exported_by_torch
 from tsfunc.bridge.tracers.settings import is_persistent
 from tsfunc.errors import ExportError
 from tsfunc.program.graphs.fx_module import graph_module
@@ -59,15 +61,14 @@ def exported(program: Program) -> torch.export.ExportedProgram:
     args, kwargs = pytrees.unflatten(form.tree, leaves)
     names = _parameters(program, form, len(args))
     module = _module(program, graph, names, list(kwargs))
-    # torch.export finds some relations by itself alone, and fails on others if they are given.
+    # torch.export finds some relations by itself alone, and fails on others if they are given; what
+    # its rules can't do without an answer they ask: NOTE [questions of torch.export].
     failed: Exception | None = None
     least = {name: max(2, dim.min or 0) for name, dim in form.bounds.items()}
-    for given in (True, True, False):
+    for oblivious, given in itertools.product((True, False), (True, True, False)):
         try:
-            return torch.export.export(
-                module, args, kwargs, dynamic_shapes=_shapes(program, form, names, given, least),
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )  # fmt: skip
+            shapes = _shapes(program, form, names, given, least)
+            return exported_by_torch(module, args, kwargs, shapes, oblivious)
         except Exception as error:
             failed = failed or error
             least.update(_least_of(str(error), least))

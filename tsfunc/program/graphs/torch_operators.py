@@ -21,6 +21,7 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates
 from tsfunc.bridge.trace.torch_tracing import is_control_flow, name_operators, traced_by_torch
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.program.graphs.recurrent import as_scan, has_open_time
 
 # What writes a block: given its inputs, it returns its results; one that is no list for one value.
 Write = Callable[["Writer", list[torch.fx.Node]], "Sequence[torch.fx.Node] | torch.fx.Node"]
@@ -34,17 +35,18 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
     Args:
         module: has the graph.
         exact: whether an ``autograd.Function`` of what requires grad stays too, so that the module
-            has the derivative that it brings; else what its forward calls comes in its place.
+            has the derivative that it brings; else what its forward calls comes in its place. So
+            do recurrent layers over a named dim of time: else they are scans.
     """
     graph = module.graph
     writer = Writer(module, graph, exact)
     for node in list(graph.nodes):
-        if not isinstance(node.target, ControlFlow):
+        if not writer.translates(node):
             continue
         nodes, children = set(graph.nodes), dict(module.named_children())
         try:
             with graph.inserting_before(node):
-                results = node.target.in_torch(writer, node.args)
+                results = writer.translated(node, node.args)
         except NoTorchOperator:
             for made in reversed([each for each in graph.nodes if each not in nodes]):
                 graph.erase_node(made)
@@ -222,6 +224,28 @@ class Writer:
             found.append(self.call(torch.ops.aten.clone.default, node) if shared else node)
         return tuple(found)
 
+    def translates(self, node: torch.fx.Node) -> bool:
+        """Whether torch's operators take the place of a node."""
+        return isinstance(node.target, ControlFlow) or (not self.exact and has_open_time(node))
+
+    def translated(self, node: torch.fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        """Writes the operators that take the place of a node; its results.
+
+        Raises:
+            NoTorchOperator: there are none.
+        """
+        if isinstance(node.target, ControlFlow):
+            return node.target.in_torch(self, args)
+        layer = as_scan(node)
+        operands: list[torch.fx.Node] = []
+        torch.fx.node.map_arg(args, operands.append)
+
+        def run(*values: Any) -> Any:
+            rest = iter(values)
+            return layer(*torch.fx.node.map_arg(args, lambda _: next(rest)))
+
+        return self.written(node.name, run, operands)
+
     def inline(self, body: Body, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Writes what a body does; its results."""
         values: dict[torch.fx.Node, Any] = {}
@@ -233,8 +257,9 @@ class Writer:
                     given.meta.setdefault("val", node.meta["val"])
             elif node.op == "output":
                 return [values[each] for each in node.args[0]]
-            elif isinstance(node.target, ControlFlow):
-                values[node] = node.target.in_torch(self, [values[arg] for arg in node.args])
+            elif self.translates(node):
+                given = torch.fx.node.map_arg(node.args, values.__getitem__)
+                values[node] = self.translated(node, given)
             elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
                 values[node] = values[node.args[0]][node.args[1]]
             elif node.meta.get("no_grad"):
@@ -271,7 +296,17 @@ class Writer:
         Raises:
             NoTorchOperator: it has none, or torch can't trace it.
         """
-        module = self.trace_of(op, op.torch_form(self, operands), operands)
+        return self.written(op.name, op.torch_form(self, operands), operands)
+
+    def written(
+        self, name: str, form: Callable[..., Any], operands: Sequence[Any]
+    ) -> list[torch.fx.Node]:
+        """Writes what torch traces of a function of the operands; its results.
+
+        Raises:
+            NoTorchOperator: torch can't trace it.
+        """
+        module = self.trace_of(name, form, operands)
         values: dict[torch.fx.Node, Any] = {}
         given = iter(self.distinct(operands))
         for node in module.graph.nodes:
@@ -284,10 +319,10 @@ class Writer:
                 return [values[each] for each in node.args[0]]
             else:
                 values[node] = self.graph.node_copy(node, values.__getitem__)
-        raise AssertionError(f"{op.name} returns nothing")
+        raise AssertionError(f"{name} returns nothing")
 
     def trace_of(
-        self, op: ControlFlow, form: Callable[..., Any], operands: Sequence[Any]
+        self, name: str, form: Callable[..., Any], operands: Sequence[Any]
     ) -> torch.fx.GraphModule:
         """What torch traces of an operator's form.
 
@@ -297,7 +332,7 @@ class Writer:
         try:
             module = traced_by_torch(form, [_value_of(operand) for operand in operands])
         except Exception as error:  # torch's, of what its control flow can't do
-            raise NoTorchOperator(f"{op.name}: {error}") from error
+            raise NoTorchOperator(f"{name}: {error}") from error
         _keep_apart(module)
         return module
 

@@ -176,7 +176,7 @@ class Replayed(Operator):
         stop = self.count + len(self.devices)
         rest = [*operands[: self.count], *operands[stop:]]
         form = self.op.torch_form(writer, rest)
-        if draws(writer.trace_of(self, form, rest)):
+        if draws(writer.trace_of(self.name, form, rest)):
             raise NoTorchOperator(self.name)
         return lambda *given: form(*given[: self.count], *given[stop:])
 
