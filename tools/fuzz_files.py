@@ -35,6 +35,8 @@ from tests.program.watched_reading import load_whole, read, watch, what_it_is
 
 MEMORY = 8 << 30  # bytes that the reading process may map, most of it for torch's own code
 EXAMPLES = 400  # files that a seed makes
+_RIGHT = ("refused", "loaded")
+_SLOW = 1.0  # seconds for one file
 
 
 def _numbered(
@@ -48,8 +50,10 @@ def _numbered(
         yield number, data, *damaged(data, rng)
 
 
-def _work(to: Connection, start: int, count: int, seed: int, limit: float, folder: str) -> None:
-    """Reads the files from a number on, and sends what came of each."""
+def _work(
+    to: Connection, start: int, count: int, seed: int, limit: float, folder: str, keep: Path | None
+) -> None:
+    """Reads the files from a number on, keeps those to look at, and sends what came of each."""
     torch.set_num_threads(1)
     path = Path(folder)
     whole = [each.read_bytes() for each in sorted(path.glob("whole*.tsf"))]
@@ -65,6 +69,8 @@ def _work(to: Connection, start: int, count: int, seed: int, limit: float, folde
         verdict = _verdict(path / "f.tsf", broken, None if hostile else expected[data])
         seconds = time.process_time() - begin
         faulthandler.cancel_dump_traceback_later()
+        if verdict not in _RIGHT or seconds > _SLOW:
+            _keep(keep, number, broken, verdict, seconds)
         to.send((number, verdict, seconds, _peak() - before))
     to.send(None)
 
@@ -99,7 +105,7 @@ def run(count: int, seed: int, limit: float, keep: Path | None) -> int:
         while start < count:
             receiving, sending = context.Pipe(duplex=False)
             worker = context.Process(
-                target=_work, args=(sending, start, count, seed, limit, folder), daemon=True
+                target=_work, args=(sending, start, count, seed, limit, folder, keep), daemon=True
             )
             worker.start()
             sending.close()
@@ -111,7 +117,6 @@ def run(count: int, seed: int, limit: float, keep: Path | None) -> int:
                         verdicts[verdict] += 1
                         times.append((seconds, current))
                         most = max(most, memory)
-                        _keep(keep, folder, current, verdict, seconds)
                         if current % 1000 == 999:
                             print(current + 1, dict(verdicts), max(times), flush=True)
                 start = count
@@ -119,19 +124,20 @@ def run(count: int, seed: int, limit: float, keep: Path | None) -> int:
                 if current < start:
                     raise RuntimeError("the reading process could not be started") from None
                 verdicts["crashed, or took too long"] += 1
-                _keep(keep, folder, current, "crashed", limit)
+                read_last = (Path(folder) / "f.tsf").read_bytes()
+                _keep(keep, current, read_last, "crashed, or took too long", limit)
                 start = current + 1
             worker.join()
     slowest = [f"{seconds:.2f} s (file {number})" for seconds, number in sorted(times)[-5:]]
     print(json.dumps(verdicts, indent=1))
     print("slowest:", ", ".join(slowest), "; most memory of one file:", most >> 20, "MiB")
-    return sum(many for name, many in verdicts.items() if name not in ("refused", "loaded"))
+    return sum(many for name, many in verdicts.items() if name not in _RIGHT)
 
 
-def _keep(keep: Path | None, folder: str, number: int, verdict: str, seconds: float) -> None:
-    if keep is not None and (verdict not in ("refused", "loaded") or seconds > 1):
+def _keep(keep: Path | None, number: int, data: bytes, verdict: str, seconds: float) -> None:
+    if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-        (keep / f"{number}.tsf").write_bytes((Path(folder) / "f.tsf").read_bytes())
+        (keep / f"{number}.tsf").write_bytes(data)
         (keep / f"{number}.txt").write_text(f"{seconds:.2f} s\n{verdict}\n")
 
 

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tsfunc
-from tests.program.damage import rewrite
+from tests.program.damage import edited, rewrite
 from tests.program.saved_functions import again
 from tsfunc import Dim, grad, load, pytrees, specialize, vmap
 from tsfunc import MetaTensorType as Meta
-from tsfunc.errors import DescriptorViolation, FileFormatError
+from tsfunc.errors import DescriptorViolation, FileFormatError, MalformedProgramError
 
 WEIGHT = torch.randn(4, 3, requires_grad=True)
 KEPT = Path(__file__).parent / "files"
@@ -52,6 +52,15 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
     "made": lambda x: torch.zeros(x.shape[0] * 2 + 1, dtype=torch.int32),
     "sizes": lambda x: (x.shape[0] // 2, x.unsqueeze(-1), x.view(-1, 1)[:: x.shape[0] - 1]),
     "nothing": lambda x: (),
+}
+
+
+# What a function may check of the sizes n and m, so that n is no less than m.
+CHECKS: dict[str, Callable[[int, int], None]] = {
+    "n >= m": lambda n, m: torch._check(n >= m),
+    "n - m >= 0": lambda n, m: torch._check(n - m >= 0),
+    "n == 2 * m": lambda n, m: torch._check(n == 2 * m),
+    "n * n >= m * m": lambda n, m: (torch._check(n * n >= m * m), torch._check(m <= n))[1],
 }
 
 
@@ -118,6 +127,31 @@ class TestRoundTrips:
         x = torch.randn(6)
         same(loaded(x), f(x))
         loaded.program.verify()
+
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_what_is_checked_is_known_when_it_is_verified(self, check: str, tmp_path: Path) -> None:
+        """Sizes of results follow from it: ``min(n, m)`` is ``m`` where ``n >= m``."""
+
+        def f(x: Tensor, y: Tensor) -> Tensor:
+            CHECKS[check](x.shape[0], y.shape[0])
+            return x[: y.shape[0]] * 2 + y
+
+        made = specialize(f, {"x": Meta(["n"]), "y": Meta(["m"])})
+        made(torch.ones(8), torch.ones(4))
+        made.save(tmp_path / "f.tsf", exact=True)
+        loaded = load(tmp_path / "f.tsf")
+        assert str(loaded.program) == str(made.program)
+        loaded.program.verify()
+
+        def longer(program: Any) -> None:
+            nodes = program["graph"]["nodes"]
+            sliced = next(n for n in nodes if n.get("operator") == "aten::slice.Tensor")
+            sliced["type"]["shape"] = [["+", "m", 1]]
+
+        path = tmp_path / "g.tsf"
+        path.write_bytes(edited((tmp_path / "f.tsf").read_bytes(), "programs/0.json", longer))
+        with pytest.raises(MalformedProgramError, match="its shape is"):
+            load(path).program.verify()
 
     @pytest.mark.parametrize("n", [0, 1, 2, 3, 17])
     def test_every_size_of_a_named_dim(self, n: int, tmp_path: Path) -> None:

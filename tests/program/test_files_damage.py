@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,39 @@ def archive_of(entries: dict[str, bytes], manifest: Any) -> bytes:
     return held.getvalue()
 
 
+LOCAL, LISTED, LAST = b"PK\3\4", b"PK\1\2", b"PK\5\6"
+# Numbers in the records of a zip: the record, where in it, the numbers, and what is said of it.
+RECORDS: dict[str, tuple[bytes, int, str, tuple[int, ...], str]] = {
+    "encrypted": (LISTED, 8, "<H", (1,), "entry 'format.json' is encrypted"),
+    "encrypted inside": (LOCAL, 6, "<H", (1,), "'format.json' is not what the archive's directory"),
+    "sizes later": (LISTED, 8, "<H", (8,), "of a kind that entries never are"),
+    "sizes later inside": (LOCAL, 6, "<H", (8,), "is not what the archive's directory says"),
+    "method": (LISTED, 10, "<H", (99,), "'format.json' is compressed"),
+    "method inside": (LOCAL, 8, "<H", (12,), "is not what the archive's directory says"),
+    "checksum inside": (LOCAL, 14, "<I", (7,), "is not what the archive's directory says"),
+    "sizes inside": (LOCAL, 18, "<2I", (1, 1), "is not what the archive's directory says"),
+    "no size": (LOCAL, 18, "<2I", (0xFFFFFFFF,) * 2, "is not what the archive's directory says"),
+    "name inside": (LOCAL, 30, "<B", (ord("g"),), "is not what the archive's directory says"),
+    "length of name": (LOCAL, 26, "<H", (5,), "is not what the archive's directory says"),
+    "length of more": (LOCAL, 28, "<H", (500,), "entry '.*' overlaps another entry"),
+    "no entry": (LOCAL, 0, "<B", (0,), "'format.json' is cut off: it does not begin as one"),
+    "place": (LISTED, 42, "<I", (7,), "'format.json' does not begin where the one before it ends"),
+    "parts": (LAST, 4, "<2H", (1, 1), "it is a part of an archive"),
+    "fewer": (LAST, 8, "<2H", (1, 1), "6 entries are listed, and said to be 1"),
+    "many": (LAST, 8, "<2H", (0xFFFF,) * 2, "6 entries are listed, and said to be 65535"),
+    "directory": (LAST, 16, "<I", (7,), "does not begin where the one before it ends"),
+    "no directory": (LAST, 16, "<I", (0xFFFFFFF0,), "overlaps another entry|cut off"),
+}
+
+
+def moved(data: bytes, by: int) -> bytes:
+    """An archive whose directory stands elsewhere."""
+    found = bytearray(data)
+    (before,) = struct.unpack_from("<I", found, len(found) - 6)
+    struct.pack_into("<I", found, len(found) - 6, before + by)
+    return bytes(found)
+
+
 class TestContainers:
     def test_no_archive(self, good: bytes, tmp_path: Path) -> None:
         refused(tmp_path, b"", "no file of tsfunc, or it is cut off")
@@ -98,6 +132,69 @@ class TestContainers:
         ):
             archive.writestr(GRAPH, "{}")
         refused(tmp_path, (tmp_path / "f.tsf").read_bytes(), f"entry '{GRAPH}' is there twice")
+
+    @pytest.mark.parametrize("name", RECORDS)
+    def test_records_of_the_archive(self, name: str, good: bytes, tmp_path: Path) -> None:
+        """NOTE [one reading]: what could be read in two ways is not read."""
+        mark, at, form, values, match = RECORDS[name]
+        where = good.rindex(mark) if mark == LAST else good.index(mark)
+        data = bytearray(good)
+        struct.pack_into(form, data, where + at, *values)
+        refused(tmp_path, bytes(data), match)
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            (lambda good, at: b"#!/bin/sh\n" + good, "not begin where the one before it ends"),
+            (lambda good, at: good + b"more", "something after its end"),
+            (lambda good, at: moved(good[:at] + b"more" + good[at:], 4), "something between its"),
+            (lambda good, at: good[:-2] + b"\4\0more", "there is a comment"),
+            (lambda good, at: moved(good[: at - 9] + good[at:], -9), "beyond the end of the"),
+        ],
+        ids=["before", "after", "between", "comment", "short"],
+    )
+    def test_what_is_beside_the_entries(
+        self, change: Callable[[bytes, int], bytes], match: str, good: bytes, tmp_path: Path
+    ) -> None:
+        refused(tmp_path, change(good, good.index(b"PK\1\2")), match)
+
+    def test_entries_that_lie_in_others(self, good: bytes, tmp_path: Path) -> None:
+        directory = good.index(b"PK\1\2")
+        length = 46 + len("format.json")
+        twice = good[:directory] + good[directory : directory + length] + good[directory:]
+        more = bytearray(moved(twice, 0))
+        count, size = len(entries_of(good)) + 1, len(good) - 22 - directory + length
+        struct.pack_into("<2HI", more, len(more) - 14, count, count, size)
+        refused(tmp_path, bytes(more), "entry 'format.json' is there twice")
+
+    def test_large_entries(self, good: bytes, tmp_path: Path) -> None:
+        """Sizes of 4 GiB and more are said elsewhere; any may be."""
+        held = io.BytesIO()
+        with zipfile.ZipFile(held, "w") as archive:
+            for name, data in entries_of(good).items():
+                with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as entry:
+                    entry.write(data)
+        path = tmp_path / "f.tsf"
+        path.write_bytes(held.getvalue())
+        assert load(path)(torch.ones(2, 4), 2.0)["n"] == 3
+        at = held.getvalue().index(b"\1\0\x10\0") + 4
+        refused(tmp_path, held.getvalue()[:at] + bytes(8) + held.getvalue()[at + 8 :], "directory")
+
+    def test_entries_of_a_stream(self, good: bytes, tmp_path: Path) -> None:
+        """Their sizes come after their data, which is not known before it is read."""
+
+        class Stream(io.BytesIO):
+            def seekable(self) -> bool:
+                return False
+
+            def seek(self, *args: int) -> int:
+                raise OSError
+
+        held = Stream()
+        with zipfile.ZipFile(held, "w") as archive:
+            for name, data in entries_of(good).items():
+                archive.writestr(zipfile.ZipInfo(name), data)
+        refused(tmp_path, held.getvalue(), "or of a kind that entries never are")
 
     def test_entries_missing_and_more(self, good: bytes, tmp_path: Path) -> None:
         entries = entries_of(good)

@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tsfunc.bridge.sizes.assumptions import assume
 from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.symbolic_numbers import same_size
 from tsfunc.bridge.tracers import torch_state
@@ -30,6 +31,12 @@ class Rerun:
     def __init__(self, example: Any) -> None:
         known = isinstance(example, FakeTensor)
         self._mode = example.fake_mode if known else FakeTensorMode(allow_non_fake_inputs=False)
+
+    def assume(self, facts: Sequence[str]) -> None:
+        """Relies on facts about named dims, and numbers among the arguments."""
+        env: Any = self._mode.shape_env
+        if facts and env is not None:
+            assume(facts, {**env.symbols.sizes, **env.symbols.scalars})
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """A fake tensor that looks like another one, for an input."""

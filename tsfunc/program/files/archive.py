@@ -2,6 +2,11 @@
 
 Nothing in a file is believed before it is checked: names, sizes and checksums of all entries
 first. As nothing is compressed, what is read takes no more memory than the file has bytes.
+
+NOTE [one reading]
+A zip says of each entry twice what it is: before its data, and in the directory at the end. Who
+trusts the one sees another file than who trusts the other; so it is where something stands before,
+between or after the entries. So both have to agree, and entries and directory are all there is.
 """
 
 from __future__ import annotations
@@ -23,6 +28,14 @@ from tsfunc.program.files.fields import Field
 MANIFEST = "format.json"
 _NAME = re.compile(r"[a-z_0-9]{1,40}(?:/[a-z_0-9]{1,40}){0,2}\.(?:json|safetensors|py)")
 _DATE = (1980, 1, 1, 0, 0, 0)  # the same program makes the same file
+# What stands before an entry's data: a mark, version, flags, method, time, date, CRC-32, the size
+# twice, and how long the name and the extra fields are, where the size is if it is too large.
+_HEADER = struct.Struct("<4s5H3I2H")
+_IN_EXTRA, _LARGE = 0xFFFFFFFF, b"\1\0\x10\0"
+# What ends the file: a mark, numbers of disks, how many entries there are on this one and in all,
+# size and place of the directory, and how long the comment is.
+_LAST = struct.Struct("<4s4H2IH")
+_MANY = 0xFFFF  # entries: the number is elsewhere
 
 # What zipfile raises for archives that are none, or are damaged.
 _ZIP_ERRORS = (
@@ -63,14 +76,14 @@ class Archive:
 
     def __init__(self, file: BinaryIO, what: str) -> None:
         self.what = what
-        size = file.seek(0, io.SEEK_END)
         try:
             self._zip = zipfile.ZipFile(file)
+            self._require_end(file)
         except _ZIP_ERRORS as error:
             raise FileFormatError(
                 f"{what}: this is no file of tsfunc, or it is cut off: {error}"
             ) from None
-        self._infos = self._checked(self._zip.infolist(), size)
+        self._infos = self._checked(file, self._zip.infolist())
         if MANIFEST not in self._infos:
             raise FileFormatError(f"{what}: this is no file of tsfunc: it has no {MANIFEST}.")
         self.head = Field.parse(self._bytes(MANIFEST), f"{what}: {MANIFEST}")
@@ -107,7 +120,24 @@ class Archive:
         """An entry that is JSON."""
         return Field.parse(self.read(name), f"{self.what}: {name}")
 
-    def _checked(self, infos: list[zipfile.ZipInfo], size: int) -> dict[str, zipfile.ZipInfo]:
+    def _require_end(self, file: BinaryIO) -> None:
+        """Checks that the file ends where the archive does.
+
+        Raises:
+            zipfile.BadZipFile: it does not.
+        """
+        file.seek(-_LAST.size, io.SEEK_END)
+        mark, *disks, here, count, _, _, comment = _LAST.unpack(file.read())
+        listed = len(self._zip.filelist)
+        if mark != b"PK\5\6" or comment:
+            raise zipfile.BadZipFile("there is a comment, or something after its end")
+        if any(disks) or here != count:
+            raise zipfile.BadZipFile("it is a part of an archive")
+        if count != min(listed, _MANY):
+            raise zipfile.BadZipFile(f"{listed} entries are listed, and said to be {count}")
+
+    def _checked(self, file: BinaryIO, infos: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+        """The entries by name; see NOTE [one reading]."""
         found: dict[str, zipfile.ZipInfo] = {}
         end = 0
         for info in sorted(infos, key=lambda info: info.header_offset):
@@ -122,11 +152,35 @@ class Archive:
                 raise self._error(name, "is encrypted, or of a kind that entries never are")
             if info.header_offset < end:
                 raise self._error(name, "overlaps another entry")
-            end = info.header_offset + info.file_size
-            if end > size:
-                raise self._error(name, "goes on beyond the end of the file")
+            if info.header_offset > end:
+                raise self._error(name, "does not begin where the one before it ends")
+            end = self._end(file, info)
+            if end > self._zip.start_dir:
+                raise self._error(name, "goes on beyond the end of the entries")
             found[name] = info
+        if end != self._zip.start_dir:
+            raise FileFormatError(
+                f"{self.what}: there is something between its last entry and the directory."
+            )
         return found
+
+    def _end(self, file: BinaryIO, info: zipfile.ZipInfo) -> int:
+        """Where an entry ends; what stands before its data has to agree with the directory."""
+        file.seek(info.header_offset)
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(b"PK\3\4"):
+            raise self._error(info.filename, "is cut off: it does not begin as one")
+        _, _, flags, method, _, _, crc, *sizes, name_size, extra_size = _HEADER.unpack(header)
+        name, extra = file.read(name_size), file.read(extra_size)
+        if sizes == [_IN_EXTRA] * 2 and extra.startswith(_LARGE):
+            sizes = list(struct.unpack_from("<QQ", extra.ljust(20, b"\0"), len(_LARGE)))
+        said = (flags, method, crc, sizes, name)
+        listed = (info.flag_bits, info.compress_type, info.CRC, [info.file_size] * 2,
+                  info.filename.encode())  # fmt: skip
+        if said != listed:
+            raise self._error(info.filename, "is not what the archive's directory says of it")
+        before = _HEADER.size + len(name) + len(extra)
+        return info.header_offset + before + info.file_size
 
     def _bytes(self, name: str) -> bytes:
         try:

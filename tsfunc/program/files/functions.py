@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -25,18 +25,12 @@ from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.calling.calls import described, places_of
 from tsfunc.program.calling.unanswered import guards_of_form
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
+from tsfunc.program.files.context import Context
 from tsfunc.program.files.control import version_of
 from tsfunc.program.files.fields import Field
+from tsfunc.program.files.forms import FormReader, encode_form, facts_of
 from tsfunc.program.files.operators import NUMBER
-from tsfunc.program.files.programs import (
-    Context,
-    FormReader,
-    decode_program,
-    encode_form,
-    encode_program,
-    facts_of,
-    what_it_does,
-)
+from tsfunc.program.files.programs import decode_program, encode_program, what_it_does
 from tsfunc.program.files.state import State, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
@@ -152,12 +146,11 @@ def _write_programs(
     entries: dict[str, bytes],
 ) -> dict[Program, int]:
     """Writes the programs, those that do the same once; the number of each."""
-    bounds = {answer.program: answer.form.bounds for answer in function.answers}
     numbers: dict[Program, int] = {}
     written: dict[bytes, int] = {}
     for program in dict.fromkeys(answer.program for answer in function.answers):
         only = function.descriptors[0] if len(function.descriptors) == 1 else None
-        encoded = encode_program(program, bounds[program], tensors, state, only)
+        encoded = encode_program(program, tensors, state, only)
         number = written.setdefault(json_bytes(what_it_does(encoded)), len(written))
         numbers[program] = number
         if f"programs/{number}.json" not in entries:
@@ -247,11 +240,8 @@ def read_function(
     name, parameters, described, limit, calls = map(function.at, keys)
     state = read_state(function.get("state"), tensors, values)
     context = Context(tensors, classes, device, made_with, state, version)
-    programs = list(_programs(archive, context))
     signature = _read_signature(parameters)
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
-    forms = FormReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
-    answers = _read_calls(calls, programs, forms, signature)
+    answers = _read_answers(archive, calls, context, signature)
     return SavedFunction(
         name.line(),
         signature,
@@ -280,33 +270,61 @@ def _read_head(archive: Archive) -> tuple[str, int]:
     return made_with.line(), version
 
 
-def _programs(archive: Archive, context: Context) -> Iterator[Program]:
+@dataclass(frozen=True)
+class _Call:
+    """A kind of call, and the number of the program that answers it."""
+
+    field: Field
+    program: int
+    reason: str
+    form: CallForm
+
+
+def _read_calls(field: Field, count: int, forms: FormReader) -> list[_Call]:
+    found = []
+    for call in field.items():
+        number, reason, form = call.record("program", "reason", "form")
+        program = number.integer(0, count - 1)
+        found.append(_Call(call, program, reason.line(), forms.decode(form)))
+    return found
+
+
+def _count_of_programs(archive: Archive) -> int:
+    """How many programs there are; checks that there is nothing else."""
     known = {"format.json", "function.json", "tensors.json", "tensors.safetensors"}
     count = (len(archive.names()) - len(known)) // 2
     expected = known | {f"programs/{i}.{end}" for i in range(count) for end in ("json", "py")}
     for name in archive.names():
         if name not in expected:
             raise FileFormatError(f"{archive.what}: entry {name!r} is none of a file of tsfunc.")
+    return count
+
+
+def _read_answers(
+    archive: Archive, calls: Field, context: Context, signature: inspect.Signature
+) -> tuple[Answer, ...]:
+    """The programs, each with the calls that it answers."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    forms = FormReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
+    count = _count_of_programs(archive)
+    found = _read_calls(calls, count, forms)
+    made_for: dict[int, _Call] = {}
+    for call in found:
+        # A program was made for the call that leaves most sizes open; others are special cases.
+        own = made_for.setdefault(call.program, call)
+        if len(call.form.bounds) > len(own.form.bounds):
+            made_for[call.program] = call
+    if len(made_for) < count:
+        calls.fail("there are programs that answer no call")
+    programs = []
     for i in range(count):
         archive.read(f"programs/{i}.py")  # its checksum; nothing is made of it
-        yield decode_program(archive.json(f"programs/{i}.json"), context)
-
-
-def _read_calls(
-    field: Field, programs: list[Program], forms: FormReader, signature: inspect.Signature
-) -> tuple[Answer, ...]:
-    """The calls, and of each program the first of its calls as its own."""
-    answers = []
-    for call in field.items():
-        number_field, reason, form_field = call.record("program", "reason", "form")
-        number = number_field.integer(0, len(programs) - 1)
-        form = forms.decode(form_field)
-        if programs[number].form is None:
-            programs[number] = _of_form(call, programs[number], form, signature)
-        answers.append(_answer(call, programs[number], form, reason.line()))
-    if any(program.form is None for program in programs):
-        field.fail("there are programs that answer no call")
-    return tuple(answers)
+        own = made_for[i]
+        program = decode_program(archive.json(f"programs/{i}.json"), context, own.form)
+        programs.append(_of_form(own.field, program, own.form, signature))
+    return tuple(
+        _answer(call.field, programs[call.program], call.form, call.reason) for call in found
+    )
 
 
 def _of_form(

@@ -12,8 +12,8 @@ import optree
 from tsfunc.program.calling.cache import Cache
 from tsfunc.program.calling.calls import Target
 from tsfunc.program.files.archive import replace
+from tsfunc.program.files.forms import storable
 from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes, read_function
-from tsfunc.program.files.programs import storable
 from tsfunc.program.files.state import is_current
 from tsfunc.program.files.variants import also_answered
 from tsfunc.program.graphs.program import Program

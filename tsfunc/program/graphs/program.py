@@ -182,7 +182,8 @@ class Program:
             raise MalformedProgramError(
                 f"{self.name}: its graph has {placeholders} inputs, the program {len(self.inputs)}."
             )
-        verify(self.graph, self.lifted, self.name)
+        conditions = () if self.form is None else self.form.conditions
+        verify(self.graph, self.lifted, self.name, [each.fact for each in conditions])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file that :func:`~tsfunc.load` reads: this program, and the calls it answers.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,13 +27,17 @@ def asked_for() -> bool:
     return os.environ.get("TSFUNC_VERIFY", "0") not in ("", "0")
 
 
-def verify(graph: torch.fx.Graph, lifted: Collection[str] | None, what: str) -> None:
+def verify(
+    graph: torch.fx.Graph, lifted: Collection[str] | None, what: str, facts: Sequence[str] = ()
+) -> None:
     """Verifies a graph, and those of the bodies of control flow in it.
 
     Args:
         graph: it was traced: its nodes have fake values.
         lifted: the names that ``get_attr`` nodes may have; None: any.
         what: how an error calls the graph.
+        facts: what holds of the named dims in every call. A trace knows it by itself, a graph that
+            was read from a file does not.
 
     Raises:
         MalformedProgramError: something is wrong; the message names the value.
@@ -41,11 +45,11 @@ def verify(graph: torch.fx.Graph, lifted: Collection[str] | None, what: str) -> 
     check = _Check(graph, lifted, what)
     check.definitions()
     check.kinds()
-    check.results()
+    check.results(facts)
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
             for body in node.target.bodies:
-                verify(body.graph, (), f"{what}, {node.name}, {body.name}")
+                verify(body.graph, (), f"{what}, {node.name}, {body.name}", facts)
 
 
 class _Check:
@@ -102,10 +106,11 @@ class _Check:
                 if not argument.has_default and argument.name not in there:
                     self._fail(node, f"{op.name} is called without {argument.name}.")
 
-    def results(self) -> None:
+    def results(self, facts: Sequence[str]) -> None:
         """Each operator, run again on fake tensors, returns what the trace has noted of it."""
         tensors = [n.meta["val"] for n in self.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         rerun = Rerun(tensors[0] if tensors else None)
+        rerun.assume(facts)
         values: dict[torch.fx.Node, Any] = {}
         unknown: set[torch.fx.Node] = set()
         for node in self.nodes:
