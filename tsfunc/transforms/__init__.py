@@ -31,4 +31,5 @@ for _name in ("cond", "while_loop", "scan", "map_impl", "associative_scan"):
     torch_loops.stands_for(
         getattr(torch.ops.higher_order, _name), _in_control("torch_forms", _name)
     )
+torch_loops.stands_for_halving(_in_control("torch_forms", "generic_associative_scan"))
 custom_function.on_trace(_in_control("functions", "record_function"))

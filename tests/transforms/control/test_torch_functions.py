@@ -144,3 +144,44 @@ def test_outside_of_transforms_torchs_own_runs() -> None:
     for x in INPUTS[:2]:
         torch.testing.assert_close(torch.compile(chosen, backend="eager")(x), PLAIN[chosen](x))
         torch.testing.assert_close(chosen(x), PLAIN[chosen](x))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_associative_scan_over_a_named_dim(reverse: bool) -> None:
+    """torch's own halves the elements until one is left."""
+
+    def f(x: Tensor, y: Tensor) -> Any:
+        def step(a: Any, b: Any) -> Any:
+            return a[0] * b[0], a[1] * b[0] + b[1]
+
+        return associative_scan(step, (x, y), 0, reverse=reverse, combine_mode="generic")
+
+    like = Meta(["n", 3])
+    g = tsfunc.specialize(f, {"x": like, "y": like})
+    for n in (6, 9, 2, 1, 21):
+        x, y = torch.rand(2, n, 3)
+        torch.testing.assert_close(g(x, y), f(x, y))
+    assert g.cache_info().programs == 2  # one is for n = 1
+
+
+BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "vmap": torch.vmap(lambda a, b: a * b),
+    "vmap that closes over": lambda a, b: torch.vmap(lambda z: (z * a).sin().sum())(b[None])[0],
+    "grad": lambda a, b: torch.func.grad(lambda z: (z * a).sin().sum())(b).sum(),
+    "jacrev": lambda a, b: torch.func.jacrev(lambda z: z.sin() * a)(b).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_torch_func_in_bodies(name: str) -> None:
+    """What its transforms trace is no tensor from outside of the body."""
+    body = BODIES[name]
+
+    def f(x: Tensor) -> Any:
+        last, ys = tsfunc.scan(lambda c, y: (body(c, y) + c, c), x[0], x)
+        return tsfunc.cond(x.sum() > 0, lambda: ys + body(x[0], x[1]), lambda: ys), last
+
+    g = tsfunc.specialize(f)
+    for x in (torch.rand(5, 3), -torch.rand(5, 3)):
+        torch.testing.assert_close(g(x), f(x))
+    assert g.cache_info().programs == 1

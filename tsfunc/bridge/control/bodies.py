@@ -225,6 +225,8 @@ class BodyLevel(TraceLevel, StandIn):
         level = _traced_level(value)
         if level is self or (isinstance(level, BodyLevel) and level.within(self)):
             return value
+        if level is None and self.is_of_functorch(value):
+            return value  # what it is made of has been taken in
         known = self.taken.get(id(value))
         if known is None:
             known = value, self.input(value)

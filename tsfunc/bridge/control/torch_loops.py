@@ -7,11 +7,14 @@ while a level is active the call is made as it is, and its operator, such as
 
 Private names used here (torch 2.13): ``torch._higher_order_ops.utils._hop_compile_and_call`` is
 what torch's functions compile and call an operator by. Without it (it was seen in 2.13 alone) they
-go to Dynamo inside of our transforms too, and only the operators themselves are ours.
+go to Dynamo inside of our transforms too, and only the operators themselves are ours. Of torch 2.11
+to 2.13 is ``generic_associative_scan`` in ``torch._higher_order_ops.associative_scan``, which is no
+operator, but Python that halves the elements until one is left, and so asks how many there are.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -56,6 +59,17 @@ def _given_to_ours(compiled: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **(kwargs or {}))
 
     return call
+
+
+def stands_for_halving(func: Callable[..., Any]) -> None:
+    """Registers what ``generic_associative_scan`` is inside of transforms."""
+    home: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
+    halving = home.generic_associative_scan
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (func if tls.state.levels else halving)(*args, **kwargs)
+
+    home.generic_associative_scan = call
 
 
 def take_over() -> None:

@@ -145,11 +145,11 @@ class TraceLevel(TracerLevel):
 
     def lifted_here(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor as the traced code is to see it: one from outside is lifted."""
-        if is_traced(value) or self._is_of_functorch(value):
+        if is_traced(value) or self.is_of_functorch(value):
             return value
         return self.lift(value)
 
-    def _is_of_functorch(self, value: torch.Tensor) -> bool:
+    def is_of_functorch(self, value: torch.Tensor) -> bool:
         """Whether a tensor is of a transform of torch.func inside of the trace."""
         depth = _functorch.maybe_get_level(value)
         return depth == _ENDED or depth > self.functorch_depth

@@ -118,7 +118,7 @@ def _over_time(
         new = cell(rest[0], states, rest[1:])
         return *new, new[0].clone()
 
-    # torch has its states be of one layout, and no operand be another's memory.
+    # torch wants states of one layout, and operands of which none has the memory of another.
     begin = [state.clone() for state in first]
     *ended, out = torch.ops.higher_order.scan(
         step, begin, [given], tuple(w.clone() for w in others)

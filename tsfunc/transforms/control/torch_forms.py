@@ -1,7 +1,8 @@
 """torch's operators for control flow as ours: what ``torch.cond`` and its like are in transforms.
 
-Functions of the names and arguments that the operators have in ``torch.ops.higher_order``: they
-take flat operands, and return flat results. ``tsfunc.transforms`` registers them.
+Functions of the names and arguments that the operators have in ``torch.ops.higher_order``, and one
+that is Python there: they take flat operands, and return flat results. ``tsfunc.transforms``
+registers them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tsfunc import pytrees
 from tsfunc.transforms.control import cond as choices
 from tsfunc.transforms.control import loops
 from tsfunc.transforms.control import scan as scans
@@ -64,3 +66,17 @@ def associative_scan(
         return tuple(combine_fn(*left, *right, *additional_inputs))
 
     return scans.associative_scan(combine, tuple(xs))
+
+
+def generic_associative_scan(
+    operator: Callable[..., Any],
+    leaves: Sequence[Any],
+    dim: int = 0,
+    additional_inputs: Sequence[Any] = (),
+) -> Any:
+    """Of an operator that combines many slices at a time, place by place."""
+
+    def combine(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
+        return pytrees.flatten(operator(*left, *right, *additional_inputs))[0]
+
+    return scans.associative_scan(combine, list(leaves), axis=dim)
