@@ -41,6 +41,10 @@ from tsfunc.bridge.tracers.questions import set_aside
 
 _Call = Callable[..., Any]
 
+# What it returns depends on how large the memory behind its arguments is, which is not looked at
+# where results are kept (here by torch's mode).
+UNKEPT = frozenset({"aten::_new_zeros_with_same_feature_meta"})
+
 
 def results_of(
     fake: FakeTensorMode,
@@ -65,13 +69,14 @@ def results_of(
             results = SHAPE_RULES[name](*args, **kwargs)
         if results is not NotImplemented:
             return results
+    keeps = name not in UNKEPT
     if env is None or writes:
-        with DisableTorchFunction(), fake:
+        with _kept(fake, keeps):
             return call(*args, **kwargs)
     # The mode keeps results, and asks nothing where it has one: not where these were wrong before.
     wrong: set[int] = env.__dict__.setdefault("tsfunc_wrong", set())
     try:
-        with set_aside(env) as asked, _kept(fake, id(call) not in wrong):
+        with set_aside(env) as asked, _kept(fake, keeps and id(call) not in wrong):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.sizes.fake_results import results_of
+from tsfunc.bridge.sizes.kept_results import KeptResults
 from tsfunc.bridge.sizes.number_nodes import shape_node, size_node
 from tsfunc.bridge.sizes.plain_ints import has_symbols, past_the_parser
 from tsfunc.bridge.sizes.shape_environment import asking_frame
@@ -49,11 +50,11 @@ from tsfunc.bridge.trace.asked import (
     refuse_version,
     stride,
 )
+from tsfunc.bridge.trace.copies import Copies
 from tsfunc.bridge.trace.untyped import AnyValue
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import unasked
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
     METHODS,
@@ -87,6 +88,8 @@ class TraceLevel(TracerLevel):
         graph: the torch.fx graph so far.
         symbols: the symbolic numbers of the trace.
         fake: the mode that works out results.
+        results: those that have been worked out.
+        copies: the tracers that others are copies of.
         sizes: records a symbolic number as a node of the graph.
         lines: the user's line of what is called.
         lifted: the tensors from outside that the function reads, each with its node.
@@ -94,13 +97,18 @@ class TraceLevel(TracerLevel):
         bodies: the levels of the bodies of control flow that are being traced, outermost first.
     """
 
-    __slots__ = ("bodies", "fake", "graph", "lifted", "lines", "questions", "sizes", "symbols")
+    __slots__ = (
+        "bodies", "copies", "fake", "graph", "lifted", "lines", "questions", "results", "sizes",
+        "symbols",
+    )  # fmt: skip
 
     def __init__(self, name: str, symbols: Symbols) -> None:
         super().__init__(DispatchKey.Trace, name)
         self.graph = torch.fx.Graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake
+        self.results = KeptResults(self.fake)
+        self.copies = Copies(self.fake, self.results.looks)
         self.sizes: Callable[[Any], Any] = symbols.record
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
@@ -234,8 +242,7 @@ def traced_as(
     value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
 ) -> TraceTracer:
     """The tracer of a node, with the fake value that it has."""
-    with unasked(level.fake):
-        tracer: TraceTracer = TraceTracer.make(value, level)
+    tracer: TraceTracer = level.copies.made(TraceTracer, value, level)
     tracer.value = value
     tracer.node = node
     tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())
@@ -299,22 +306,14 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
         return level.lift(arg).value if isinstance(arg, torch.Tensor) else arg
 
     values, named = optree.tree_map(fake, (tuple(args), dict(kwargs)), none_is_leaf=True)
-    cached = level.fake.cache_enabled
-    level.fake.cache_enabled = cached and op.name not in _UNCACHED
     try:
-        writes = isinstance(op, TorchOperator) and op.writes
-        return results_of(level.fake, op.name, op.native, writes, values, named)
+        if isinstance(op, TorchOperator):
+            return level.results.of(op, values, named)
+        return results_of(level.fake, op.name, op.native, False, values, named)
     except (DataDependentOutputException, DynamicOutputShapeException):
         if not level.symbols.allow_data():
             raise DataDependentError(_data_dependent(op.name, level)) from None
-    finally:
-        level.fake.cache_enabled = cached
     return specialize_kernel(op, args, kwargs)
-
-
-# What it returns depends on the memory behind its arguments, which FakeTensorMode's cache of
-# results does not look at.
-_UNCACHED = frozenset({"aten::_new_zeros_with_same_feature_meta"})
 
 
 def _data_dependent(name: str, level: TraceLevel) -> str:

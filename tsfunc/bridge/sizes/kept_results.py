@@ -1,0 +1,307 @@
+"""Results of operators that have been worked out before in the same trace.
+
+NOTE [kept results]
+A model calls the same operators on tensors of the same looks again and again, and to work out what
+one returns takes torch's rules longer than all else that a trace does with the call. So the looks
+of the results (sizes, strides, type, device, and whose memory they have) are kept by the looks of
+the arguments, and tensors that look so are made without asking. What was asked of symbolic sizes
+when they were worked out stays on record, so it is not asked again.
+
+Nothing is kept
+
+- of operators that are not torch's own, whose rules may look at anything, and of those in
+  ``UNKEPT``;
+- where an argument is of another kind than those whose looks tell all: a tensor that is not
+  strided or has a known value, a generator;
+- where there are sizes that depend on data (NOTE [sizes of data] in ``symbols``): each call has
+  new ones, and what is asserted of them may hold in a part of the trace alone;
+- where a result is no tensor, or has looks or memory that can't be given to a new one.
+
+What is kept lives as long as the trace: kernels that are registered, and settings that are none of
+``settings``, change nothing in between.
+
+Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
+FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
+``UntypedStorage._cdata`` is the address of a memory, also of a fake one; ``SymInt.node`` with its
+``expr`` and ``hint``; the functions of ``torch._C`` say which of the ways to attention, and which
+libraries of kernels, are allowed; ``DisableTorchFunction`` keeps function modes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import SymBool, SymFloat, SymInt
+from torch._C import (
+    DisableTorchFunction,
+    _get_cudnn_enabled,
+    _get_cudnn_sdp_enabled,
+    _get_flash_sdp_enabled,
+    _get_math_sdp_enabled,
+    _get_mem_efficient_sdp_enabled,
+    _get_mkldnn_enabled,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+from torch.autograd.graph import increment_version
+
+from tsfunc.bridge.sizes.fake_results import UNKEPT, results_of
+from tsfunc.bridge.sizes.shape_rules import is_of_data
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.bridge.tracers.settings import settings
+
+# Values that are equal where they are the same argument.
+_PLAIN: Final = frozenset({
+    int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+})  # fmt: skip
+
+_SYMBOLIC: Final = frozenset({SymInt, SymFloat, SymBool})
+
+# Settings beside ``settings`` that choose kernels, and with these strides.
+_LIBRARIES: Final = (
+    _get_cudnn_enabled, _get_mkldnn_enabled, _get_math_sdp_enabled, _get_flash_sdp_enabled,
+    _get_mem_efficient_sdp_enabled, _get_cudnn_sdp_enabled,
+)  # fmt: skip
+
+
+class UnknownError(Exception):
+    """How a value looks does not tell all of it."""
+
+
+class Look(NamedTuple):
+    """How a strided tensor looks; symbolic sizes are expressions."""
+
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    is_conj: bool
+    is_neg: bool
+
+
+class _Result(NamedTuple):
+    """How a result is made.
+
+    Attributes:
+        source: which of the tensors among the arguments it shares memory with.
+        is_source: whether it is that tensor itself.
+        shape, strides, offset: as the tensor has them that was worked out.
+        elements: how many its own memory has, at the sizes of the call.
+        symbolic: whether its sizes are.
+    """
+
+    source: int
+    is_source: bool
+    shape: Sequence[Any]
+    strides: Sequence[Any]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    elements: int
+    symbolic: bool
+
+
+_OWN_MEMORY, _ANOTHER_RESULT = -1, -2  # in the place of a source
+
+
+class _Kept(NamedTuple):
+    """The results of a call: one, or a list or tuple of them, some of which may be None."""
+
+    container: type | None
+    results: tuple[_Result | None, ...]
+
+
+class Looks:
+    """How the fake tensors of one trace look."""
+
+    def __init__(self) -> None:
+        self._of_data: dict[Any, bool] = {}
+
+    def of(self, value: Any) -> Look:
+        """How a fake tensor looks.
+
+        Raises:
+            UnknownError: there is more to it than that.
+        """
+        if value.layout is not torch.strided or value.is_quantized or value.constant is not None:
+            raise UnknownError
+        return Look(
+            tuple([x if type(x) is int else self.number(x) for x in value.shape]),
+            tuple([x if type(x) is int else self.number(x) for x in value.stride()]),
+            self.number(value.storage_offset()),
+            value.dtype, value.fake_device, value.is_conj(), value.is_neg(),
+        )  # fmt: skip
+
+    def number(self, value: Any) -> Any:
+        """A number; one that is symbolic by its expression.
+
+        Raises:
+            UnknownError: it depends on data.
+        """
+        if type(value) is int:
+            return value
+        expr = getattr(value.node, "expr", None)
+        of_data = self._of_data.get(expr)
+        if of_data is None:
+            of_data = self._of_data[expr] = expr is None or is_of_data(value)
+        if of_data:
+            raise UnknownError
+        return expr
+
+
+class KeptResults:
+    """What operators return on the fake tensors of one trace.
+
+    Args:
+        fake: the mode that works it out.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self.fake = fake
+        self.looks = Looks()
+        self._kept: dict[Any, _Kept] = {}
+
+    def of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The results of an operator on fake values: NOTE [kept results]."""
+        with DisableTorchFunction():
+            return self._of(op, args, kwargs)
+
+    def _of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        tensors: list[Any] = []
+        try:
+            key = self._key(op, args, kwargs, tensors)
+        except UnknownError:
+            return self._worked_out(op, args, kwargs)
+        kept = self._kept.get(key)
+        if kept is not None:
+            return self._made(op, kept, args, tensors)
+        results = self._worked_out(op, args, kwargs)
+        try:
+            if self._key(op, args, kwargs, []) == key:  # no argument looks otherwise now
+                self._kept[key] = self._described(results, tensors)
+        except UnknownError:
+            pass
+        return results
+
+    def _worked_out(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
+        return results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
+
+    # --- what a call is known by
+
+    def _key(
+        self, op: TorchOperator, args: Any, kwargs: Mapping[str, Any], tensors: list[Any]
+    ) -> tuple[Any, ...]:
+        """What the results follow from; the tensors among it are listed."""
+        if op.overload.namespace != "aten" or op.name in UNKEPT:
+            raise UnknownError
+        if op.writes and (op.reshapes or not op.inplace or torch.is_inference_mode_enabled()):
+            raise UnknownError
+        parts = [op, *settings(), *[allowed() for allowed in _LIBRARIES]]
+        self._take(args, parts, tensors)
+        for name, value in kwargs.items():
+            parts.append(name)
+            self._take((value,), parts, tensors)
+        if not tensors:  # where a factory makes its tensor says more than there is here
+            raise UnknownError
+        return tuple(parts)
+
+    def _take(self, values: Any, parts: list[Any], tensors: list[Any]) -> None:
+        parts.append(len(values))
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN:  # 1, 1.0 and True are equal, and not the same
+                parts += (kind, value)
+            elif kind is FakeTensor and value.fake_mode is self.fake:
+                parts.append(self.looks.of(value))
+                # Whether two are one.
+                parts.append(next((i for i, x in enumerate(tensors) if x is value), -1))
+                tensors.append(value)
+            elif isinstance(value, list | tuple):
+                self._take(value, parts, tensors)
+            elif kind in _SYMBOLIC:
+                parts += (kind, self.looks.number(value))
+            else:
+                raise UnknownError
+
+    # --- keeping
+
+    def _described(self, results: Any, tensors: Sequence[Any]) -> _Kept:
+        memories = {_memory(value): i for i, value in reversed([*enumerate(tensors)])}
+        if type(results) not in (list, tuple):
+            return _Kept(None, (self._result(results, tensors, memories),))
+        found = []
+        for result in results:
+            found.append(None if result is None else self._result(result, tensors, memories))
+            if result is not None:
+                memories.setdefault(_memory(result), _ANOTHER_RESULT)
+        return _Kept(type(results), tuple(found))
+
+    def _result(self, value: Any, tensors: Sequence[Any], memories: Mapping[int, int]) -> _Result:
+        """How a result is made.
+
+        Raises:
+            UnknownError: it has more to it than sizes and strides over a memory.
+        """
+        if type(value) is not FakeTensor or value.fake_mode is not self.fake:
+            raise UnknownError
+        look = self.looks.of(value)
+        same = next((i for i, given in enumerate(tensors) if given is value), _OWN_MEMORY)
+        source = same if same >= 0 else memories.get(_memory(value), _OWN_MEMORY)
+        if source == _ANOTHER_RESULT or value.requires_grad or look.is_conj or look.is_neg:
+            raise UnknownError
+        if source >= 0:
+            given = self.looks.of(tensors[source])
+            if given.dtype != look.dtype or given.is_conj or given.is_neg:
+                raise UnknownError
+        shape, strides, offset = value.shape, value.stride(), value.storage_offset()
+        size = value.untyped_storage().nbytes()
+        size = size if isinstance(size, int) else size.node.hint
+        symbolic = any(type(x) is SymInt for x in (*shape, *strides, offset))
+        return _Result(
+            source, same >= 0, shape, strides, offset, look.dtype, look.device,
+            size // value.element_size(), symbolic,
+        )  # fmt: skip
+
+    # --- making
+
+    def _made(self, op: TorchOperator, kept: _Kept, args: Any, tensors: Sequence[Any]) -> Any:
+        if op.writes:  # what a mode remembers of a tensor's data goes by its version
+            increment_version([args[i] for i in op.written])
+        if kept.container is None:
+            return self._like(kept.results[0], tensors)
+        return kept.container([self._like(result, tensors) for result in kept.results])
+
+    def _like(self, result: _Result | None, tensors: Sequence[Any]) -> Any:
+        if result is None:
+            return None
+        if result.is_source:
+            return tensors[result.source]
+        with in_kernel_invocation_manager(self.fake), unasked(self.fake):
+            return FakeTensor(self.fake, _over_memory(result, tensors), result.device)
+
+
+def _over_memory(result: _Result, tensors: Sequence[Any]) -> torch.Tensor:
+    """A meta tensor with the sizes and strides of a result.
+
+    Its own memory has the size of the call: torch takes long to find a symbolic one.
+    """
+    shape, strides, offset = result.shape, result.strides, result.offset
+    if result.source >= 0:
+        return torch.as_strided(tensors[result.source], shape, strides, offset)
+    if not result.symbolic and not offset:
+        return torch.empty_strided(shape, strides, dtype=result.dtype, device="meta")
+    memory = torch.empty_strided((result.elements,), (1,), dtype=result.dtype, device="meta")
+    return torch.as_strided(memory, shape, strides, offset)
+
+
+def _memory(value: torch.Tensor) -> int:
+    memory: int = value.untyped_storage()._cdata
+    return memory
