@@ -31,6 +31,8 @@ _UNCHECKED = (
     "batch_norm", "segment_reduce", "attention_forward", "embedding_bag", "ctc_loss", "lu_unpack",
     "linear_cross_entropy.chunked",
 )  # fmt: skip
+# Kernels that leave their result as the memory was where there is nothing to add up.
+_UNWRITTEN = ("_scaled_mm",)
 Place = tuple[int, int]  # a tensor, and one of its dims
 Shapes = Sequence[Sequence[int]]
 # What is done to a size to see whether it may change: most operators take any other.
@@ -185,7 +187,9 @@ def _with_names(
             if len(others) == wanted:
                 break
     small = [
-        _changed(shapes, group, functools.partial(_to, size)) for group in groups for size in (0, 1)
+        _changed(shapes, group, functools.partial(_to, size))
+        for group in groups
+        for size in ((1,) if any(word in entry for word in _UNWRITTEN) else (0, 1))
     ]
     if _is_unchecked(entry):
         small = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any, Union
@@ -11,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from sympy import Eq, Ge, Gt, symbols, sympify
 from torch import Tensor
+from torch.utils._sympy.functions import FloorDiv
 
 from tsfunc import Dim, specialize
 from tsfunc import MetaTensorType as Meta
+from tsfunc.bridge.sizes.bounds import holds, holds_at
 from tsfunc.errors import ConstraintViolation, DataDependentError, DescriptorViolation
 
 r = torch.randn
@@ -621,3 +625,31 @@ def test_an_assertion_of_torch_is_a_check() -> None:
     assert g.cache_info().programs == 1 and "n > 2" in g.guards
     with pytest.raises(AssertionError, match="too few"):
         g(torch.ones(2))
+
+
+def test_a_quotient_by_a_named_size_is_decided() -> None:
+    def f(x: Tensor) -> Any:
+        return x.split(x.shape[0] // 2)
+
+    g = specialize(f, {"x": Meta(["2*n"])})
+    for n in (10, 4, 26):
+        torch.testing.assert_close(g(torch.arange(n)), f(torch.arange(n)))
+    assert g.cache_info().programs == 1
+
+
+@given(
+    st.tuples(*[st.integers(-3, 3)] * 4), st.sampled_from(["n", "m", "n + m", "n - 1"]),
+    st.sampled_from(["0", "2", "n", "m - 1"]), st.sampled_from([1, -1]),
+    st.sampled_from(["==", ">=", ">"]),
+)  # fmt: skip
+def test_what_is_said_to_hold_of_quotients_does(
+    factors: tuple[int, int, int, int], divisor: str, bound: str, sign: int, word: str
+) -> None:
+    a, b, c, d = factors
+    n, m = symbols("n m", integer=True, positive=True)
+    by, least = sympify(divisor, {"n": n, "m": m}), sympify(bound, {"n": n, "m": m})
+    quotient = sign * FloorDiv(a * n + b * m + c * n * m + d, by)
+    fact = {"==": Eq, ">=": Ge, ">": Gt}[word](quotient, sign * least)
+    if fact.free_symbols and holds(fact, {"n": Dim("n"), "m": Dim("m")}):
+        for one, other in itertools.product(range(2, 9), repeat=2):
+            assert holds_at(fact, {"n": one, "m": other})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,8 +49,29 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     As ``jax.eval_shape``.
     """
-    what = f"eval_shape({name_of(func)})"
-    flat, tree = pytrees.flatten((args, kwargs))
+    return pytrees.tree_map(_type_of, looks_of(f"eval_shape({name_of(func)})", func, args, kwargs))
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a tensor looks like; in a trace its sizes may be symbolic."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def looks_of(
+    what: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What a function returns, with a `Look` for each tensor; without computing it.
+
+    Args:
+        what: how errors call it.
+        func: takes and returns pytrees.
+        args, kwargs: its arguments; a :class:`MetaTensorType` stands for a tensor.
+    """
+    flat, tree = pytrees.flatten((tuple(args), dict(kwargs)))
     examples = [_example(what, leaf) for leaf in flat]
     trace = current_trace()
     if trace is not None:
@@ -57,8 +79,8 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         body = BodyLevel(trace, Apart())
         with in_body(body):
             args, kwargs = pytrees.unflatten(tree, [body.into(leaf) for leaf in examples])
-            return pytrees.tree_map(_type_of, func(*args, **kwargs))
-    return pytrees.tree_map(_type_of, outline(_request(what, name_of(func), func, examples, tree)))
+            return pytrees.tree_map(_look_of, func(*args, **kwargs))
+    return pytrees.tree_map(_look_of, outline(_request(what, name_of(func), func, examples, tree)))
 
 
 def without_data(what: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -139,8 +161,14 @@ def _request(
     return TraceRequest(what, name, func, examples, tree, inputs)
 
 
-def _type_of(leaf: Any) -> Any:
+def _look_of(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return Look(tuple(leaf.shape), leaf.dtype, leaf.device)
+
+
+def _type_of(leaf: Any) -> Any:
+    if not isinstance(leaf, Look):
         return leaf
     shape = [size if isinstance(size, int) else None for size in leaf.shape]
     return MetaTensorType(shape, dtype=leaf.dtype, device=leaf.device)

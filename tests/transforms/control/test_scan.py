@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,6 +75,20 @@ def test_a_program_for_any_length_takes_none() -> None:
     f = specialize(lambda x: scan(lambda c, row: (c + row, c * row), torch.zeros(2), x), described)
     assert f(torch.ones(4, 2))[0].tolist() == [4, 4]
     assert f(torch.ones(0, 2))[1].shape == (0, 2)
+
+
+def test_no_steps_have_results_of_named_sizes() -> None:
+    described = {"x": MetaTensorType(["n", "m"])}
+    functions: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: scan(lambda c, row: (c + row, c.outer(row)), x.new_zeros(x.shape[1]), x)[1],
+        lambda x: tsfunc.map(lambda row: (row[1:], row.shape[0], row.sum()), x),
+    ]
+    for f in functions:
+        g = specialize(f, described)
+        for shape in ((4, 3), (0, 3), (0, 5), (2, 5), (0, 0)):
+            x = torch.ones(shape)
+            torch.testing.assert_close(g(x), f(x))
+        assert g.cache_info().programs == 3
 
 
 def test_the_trace_of_a_scan_does_not_grow_with_its_length() -> None:

@@ -132,6 +132,9 @@ def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
     from sympy import Eq, Ge, Gt, Ne, expand
 
     fact = _without_choices(fact, dims)
+    products = _without_quotient(fact, dims)
+    if products:
+        return all(_holds_by_bounds(each, dims) for each in products)
     match fact:
         case Eq():
             return bool(expand(fact.lhs - fact.rhs) == 0)
@@ -142,6 +145,32 @@ def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
             return least(fact.lhs - fact.rhs, dims) >= isinstance(fact, Gt)
         case _:
             return is_true(fact)
+
+
+def _without_quotient(fact: Any, dims: Mapping[str, Dim]) -> Sequence[Any]:
+    """A fact about one quotient as facts about products: ``p // q >= k`` is ``p >= k * q``.
+
+    Nothing where it is about none or several, or where the divisor may be 0 or less.
+    """
+    from sympy import Eq, Ge, Gt, expand
+    from torch.utils._sympy.functions import FloorDiv
+
+    quotients = fact.atoms(FloorDiv)
+    if len(quotients) != 1 or not isinstance(fact, Eq | Ge | Gt):
+        return []
+    (quotient,) = quotients
+    difference = expand(fact.lhs - fact.rhs)
+    sign = difference.coeff(quotient)
+    bound = expand(difference - sign * quotient) * -sign
+    dividend, divisor = quotient.args
+    if sign not in (1, -1) or bound.has(FloorDiv) or least(divisor, dims) < 1:
+        return []
+    strictly = int(isinstance(fact, Gt))
+    from_below = Ge(expand(dividend - (bound + strictly) * divisor), 0)
+    from_above = Gt(expand((bound + 1 - strictly) * divisor - dividend), 0)
+    if isinstance(fact, Eq):
+        return [from_below, from_above]
+    return [from_below if sign == 1 else from_above]
 
 
 def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:

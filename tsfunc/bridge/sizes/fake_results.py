@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
+from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
 from tsfunc.bridge.sizes.elsewhere import Elsewhere
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.results_by_example import found_by_example

@@ -56,7 +56,7 @@ def past_the_parser(
     if packet is not func and not _takes_plain_int(overload, args, kwargs):
         return NotImplemented
     try:
-        return _called(overload, args, kwargs)
+        return _called(overload, _as_lists(args), {k: _as_lists([v])[0] for k, v in kwargs.items()})
     except Exception:  # the parser's way says what is wrong, if anything is
         return NotImplemented
 
@@ -75,6 +75,11 @@ def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
         if isinstance(each, TracerLevel) and each.sees_factory(name, op.random):
             return op.run_at(each, tuple(args), kwargs)
     return NotImplemented
+
+
+def _as_lists(values: Sequence[Any]) -> list[Any]:
+    """Arguments as the parser passes them on, where a shape is a list of sizes."""
+    return [list(value) if isinstance(value, torch.Size) else value for value in values]
 
 
 def _any_marked(values: Sequence[Any]) -> bool:

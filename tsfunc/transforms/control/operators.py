@@ -22,7 +22,7 @@ from tsfunc.transforms.control.derived import Operator
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.control.whole_batches import Batch
-from tsfunc.transforms.outlines import eval_shape
+from tsfunc.transforms.outlines import looks_of
 from tsfunc.transforms.vmap import vmap
 
 Checkpoint = Literal["sqrt", "log"] | None
@@ -214,8 +214,8 @@ class Scan(Operator):
         (body,) = self.bodies
         if not (along[0].shape[0] if along else self.length):
             none = [slice_like(x, 0) for x in along]
-            types = eval_shape(body, *carry, *none, *rest)[carried:]
-            return (*carry, *none_stacked(tuple(types), 0))
+            looks = looks_of("scan", body, (*carry, *none, *rest), {})[carried:]
+            return (*carry, *none_stacked(tuple(looks), 0))
         step: Any = body.function
         results: list[Sequence[Any]] = []
         for row in self.rows(along):

@@ -13,6 +13,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.sizes.symbolic_numbers import kind_of, same_number, size_text
 from tsfunc.bridge.trace.tracing import SYMBOLIC
 from tsfunc.errors import DescriptorError, TypeCheckError
+from tsfunc.transforms.outlines import Look
 from tsfunc.types import (
     DimSpec,
     MetaTensorType,
@@ -245,16 +246,16 @@ def stacked_dim(rank: int, dim: int) -> int:
     return dim if -rank - 1 <= dim <= rank else 0
 
 
-def none_stacked(types: Any, dim: int) -> Any:
-    """The results of no steps: tensors of size 0 in a dim, of the types that a step returns."""
+def none_stacked(looks: Any, dim: int) -> Any:
+    """The results of no steps: tensors of size 0 in a dim, that look as those of a step else."""
 
     def empty(leaf: Any) -> Any:
         if is_number(leaf):
-            leaf = MetaTensorType.of(torch.tensor(leaf))
-        if not isinstance(leaf, MetaTensorType):
+            leaf = Look((), torch.tensor(kind_of(leaf)()).dtype, torch.get_default_device())
+        if not isinstance(leaf, Look):
             return leaf
-        shape: list[Any] = list(leaf.shape or ())
-        at = stacked_dim(len(shape), dim) % (len(shape) + 1)
-        return torch.empty([*shape[:at], 0, *shape[at:]], dtype=leaf.dtype, device=leaf.device)
+        at = stacked_dim(len(leaf.shape), dim) % (len(leaf.shape) + 1)
+        shape = [*leaf.shape[:at], 0, *leaf.shape[at:]]
+        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
 
-    return pytrees.tree_map(empty, types)
+    return pytrees.tree_map(empty, looks)

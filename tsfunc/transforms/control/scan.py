@@ -27,7 +27,7 @@ from tsfunc.transforms.control.outputs import (
 )
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
-from tsfunc.transforms.outlines import eval_shape
+from tsfunc.transforms.outlines import looks_of
 from tsfunc.transforms.vmap import vmap
 
 P = ParamSpec("P")
@@ -103,7 +103,7 @@ def scan(
         x = optree.tree_unflatten(
             spec, [None if leaf is None else slice_like(leaf, dim) for leaf in every]
         )
-        return init, none_stacked(eval_shape(step, init, x)[1], dim)
+        return init, none_stacked(looks_of("scan", step, (init, x), {})[1], dim)
     if reverse:
         ys.reverse()
     return carry, stacked(ys, dim)

@@ -1,0 +1,98 @@
+"""Shapes of what windows of symbolic sizes give: pooling, and the patches of ``unfold``.
+
+torch's own rules take the size of a window for a number, which ties a trace to that of its call.
+That a window fits is checked by the operator when the program runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule
+
+
+def _average(dims: int) -> Callable[..., Any]:
+    """Of averages over windows in the last dims."""
+
+    def rule(
+        x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+        count_include_pad: bool = True, divisor_override: int | None = None,
+    ) -> Any:  # fmt: skip
+        shape = _pooled(x, dims, ceil_mode, kernel_size, stride or kernel_size, padding, 1)
+        return NotImplemented if shape is None else new_like(x, shape, order=_order(x, dims))
+
+    return rule
+
+
+def _largest(dims: int, *, places: bool) -> Callable[..., Any]:
+    """Of the largest values of windows in the last dims, and the places where they are."""
+
+    def rule(
+        x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> Any:  # fmt: skip
+        shape = _pooled(x, dims, ceil_mode, kernel_size, stride or kernel_size, padding, dilation)
+        if shape is None:
+            return NotImplemented
+        found = new_like(x, shape, order=_order(x, dims))
+        return (found, new_like(x, shape, torch.int64, _order(x, dims))) if places else found
+
+    return rule
+
+
+for _dims in (1, 2, 3):
+    shape_rule(f"avg_pool{_dims}d")(_average(_dims))
+    shape_rule(f"max_pool{_dims}d")(_largest(_dims, places=False))
+    shape_rule(f"max_pool{_dims}d_with_indices")(_largest(_dims, places=True))
+
+
+@shape_rule("im2col")
+def _patches(x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    if not _is_symbolic(kernel_size, dilation, padding, stride) or x.dim() not in (3, 4):
+        return NotImplemented
+    counts = _counts(x.shape[-2:], kernel_size, stride, padding, dilation)
+    values = x.shape[-3] * math.prod(_each(kernel_size, 2))
+    return new_like(x, [*x.shape[:-3], values, math.prod(counts)])
+
+
+def _pooled(x: Any, dims: int, ceil_mode: bool, *window: Any) -> list[Any] | None:
+    """The shape of what is pooled; None where torch's rule tells it."""
+    if not _is_symbolic(*window) or ceil_mode or x.dim() not in (dims + 1, dims + 2):
+        return None
+    return [*x.shape[:-dims], *_counts(x.shape[-dims:], *window)]
+
+
+def _is_symbolic(*window: Any) -> bool:
+    return any(
+        isinstance(size, torch.SymInt)
+        for each in window
+        for size in (each if isinstance(each, list | tuple) else (each,))
+    )
+
+
+def _counts(
+    sizes: Sequence[Any], kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> list[Any]:
+    """How many windows there are along each dim."""
+    window = (_each(given, len(sizes)) for given in (kernel, stride, padding, dilation))
+    return [
+        (size + 2 * around - apart * (length - 1) - 1) // step + 1
+        for size, length, step, around, apart in zip(sizes, *window, strict=True)
+    ]
+
+
+def _each(given: Any, dims: int) -> Sequence[Any]:
+    """An argument for each dim: torch takes one for all."""
+    found = [*given] if isinstance(given, list | tuple) else [given]
+    return found * dims if len(found) == 1 else found
+
+
+def _order(x: Any, dims: int) -> Sequence[int]:
+    """The dims of the result as they lie in memory: channels are the innermost if they were."""
+    if dims == 1 or x.dim() != dims + 2 or not known(x.stride(1) == 1) or known(x.shape[1] == 1):
+        return ()
+    return [0, *range(2, x.dim()), 1]
