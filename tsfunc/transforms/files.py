@@ -47,6 +47,11 @@ class LoadedFunction(Specialized):
         """What the function's programs assign to, as it is now, by the user's names for it."""
         return self.saved_state.as_dict()
 
+    @property
+    def assigned_state(self) -> dict[str, list[Any]]:
+        """The container of the state, by its name: traces of other functions look at it."""
+        return {f"{self.name}.state": self.saved_state.values} if self.saved_state.values else {}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadedFunction:
         """The same programs, with weights and state of their own."""
         unpickled, (data, classes) = self.__reduce__()

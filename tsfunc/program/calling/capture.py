@@ -38,6 +38,7 @@ from tsfunc.program.reading.collecting import collecting_seldom
 from tsfunc.program.reading.holding import Place
 from tsfunc.program.reading.instances import Instances
 from tsfunc.program.reading.refusals import (
+    check_bodies,
     check_containers,
     check_frozen,
     check_texts,
@@ -222,6 +223,7 @@ class _Trace:
         apart = with_objects_apart(request.what, without_stand_ins(out), self.instances.held.again)
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
+        check_bodies(request.what, updates, leaves, level)
         results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
         level.graph.output(tuple(results))
         symbols.record_in(None, {})

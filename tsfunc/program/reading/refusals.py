@@ -11,11 +11,12 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.tracing import TraceLevel, ways_out
+from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, ways_out
 from tsfunc.dispatch.places import condition_of, place_of, source_of
 from tsfunc.errors import ClosureError, DataDependentError, TypeCheckError
 from tsfunc.program.passes.aliases import written
 from tsfunc.program.passes.effects import writes
+from tsfunc.program.reading.updates import Updates
 from tsfunc.types.signatures import signature_of
 
 
@@ -38,6 +39,27 @@ def check_texts(
                 f"the trace has it, and not as this call does. Return the number or the tensor "
                 f"itself, and write the text outside of the function; or make it one number with "
                 f"int(...), where the descriptors leave it open or fix it."
+            )
+
+
+def check_bodies(what: str, updates: Updates, leaves: Sequence[Any], level: TraceLevel) -> None:
+    """Refuses what a body of control flow assigns, or lets out by another way than its results.
+
+    Raises:
+        TypeCheckError: there is such a value.
+    """
+    assigned = {slot.index: each.text for each in updates.updates for slot in each.slots()}
+    texts = [*(["the function's result"] * len(leaves)), *map(assigned.get, range(len(assigned)))]
+    for text, value in zip(texts, (*leaves, *updates.tensors), strict=True):
+        if not isinstance(value, TraceTracer) or value.dispatch_level is level:
+            continue
+        if value.node.graph is not level.graph and not value.dispatch_level.alive:
+            place = value.node.meta.get("place")
+            at = "" if place is None else f" (at {place}{source_of(place, ': ')})"
+            raise TypeCheckError(
+                f"{what}: {text} is a value of the body of a branch, a loop or a checkpoint{at}, "
+                f"of which a program has the body's results alone. Return it from the body, and "
+                f"assign or return what comes back."
             )
 
 

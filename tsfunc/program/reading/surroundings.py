@@ -155,21 +155,26 @@ class Surroundings:
             elif isinstance(code, types.MethodType):
                 self._object("self", code.__self__)
                 self.scan(code.__func__)
-            elif isinstance(code, torch.nn.Module):
-                self.scan(inspect.getattr_static(type(code), "forward"))
             elif is_instance(code):
-                self.scan(inspect.getattr_static(type(code), "__call__", None))
+                # Others have called it by the way that it is reached, if it is by one.
+                self._object(type(code).__name__, code)
+                called = "forward" if isinstance(code, torch.nn.Module) else "__call__"
+                self.scan(inspect.getattr_static(type(code), called, None))
             else:
                 for name in ("__wrapped__", "func", "__func__", "fget"):
                     inner = getattr(code, name, None)
                     if callable(inner):
                         self.scan(inner)
+                # A function that was loaded from a file has no code: it says what it assigns to.
+                for text, state in getattr(code, "assigned_state", {}).items():
+                    self._value(self.facts.bind(self.facts.name(state)), state, text)
 
     def _function(self, func: types.FunctionType) -> None:
         inner = getattr(func, "__wrapped__", None)
         if callable(inner):
             self.scan(inner)
         if _is_installed(func):
+            self._transformed(func)
             return
         self.facts.require_same(self.facts.bind(f"{self.facts.name(func)}.__code__"), func.__code__)
         self._defaults(func)
@@ -194,6 +199,14 @@ class Surroundings:
             self._names.add(name)
             for look in self._waiting.pop(name, ()):
                 look()
+
+    def _transformed(self, func: types.FunctionType) -> None:
+        """The functions that one of ours closes over, as that which ``vmap`` returns does."""
+        if func.__code__.co_filename.startswith(_PACKAGE):
+            for cell in func.__closure__ or ():
+                inner = _Variable(cell, None, "", "", "").before
+                if inner is not MISSING and callable(inner):
+                    self.scan(inner)
 
     def _defaults(self, func: types.FunctionType) -> None:
         at = None
