@@ -69,6 +69,10 @@ def alike(one: Descriptors, other: Descriptors) -> bool:
     return one <= other and other <= one
 
 
+def alike_metas(one: MetaTensorType, other: MetaTensorType) -> bool:
+    return one <= other and other <= one
+
+
 class TestLaws:
     @given(described, described, described)
     @settings(max_examples=150)
@@ -82,9 +86,9 @@ class TestLaws:
     def test_a_join_is_above_both(self, a: Descriptors, b: Descriptors) -> None:
         joined = a.join(b)
         assert a <= joined and b <= joined
-        assert alike(joined, b.join(a))
-        assert alike(a.join(a), a)
+        assert joined == b.join(a) and a.join(a) == a
         assert (a <= b) == alike(joined, b)
+        assert joined == b or not a < b
 
     @given(described, described, described)
     @settings(max_examples=150)
@@ -101,7 +105,56 @@ class TestLaws:
     def test_of_tensors_alone(self, a: MetaTensorType, b: MetaTensorType) -> None:
         joined = a.join(b)
         assert a <= joined and b <= joined and (a <= b) == (joined <= b)
-        assert MetaTensorType.parse(str(joined)) == joined
+        assert joined == b.join(a) and MetaTensorType.parse(str(joined)) == joined
+
+    @given(metas(named), metas(named), metas(named))
+    def test_a_join_is_monotone(
+        self, a: MetaTensorType, b: MetaTensorType, c: MetaTensorType
+    ) -> None:
+        assert a.join(c) <= a.join(b).join(c)
+
+    @pytest.mark.parametrize(
+        ("one", "other", "joined"),
+        [
+            ("[n>=2, 64]", "[3, 32]", "[n>=2, m]"),
+            ("[n>=2, 64]", "[1, 32]", "[n, m]"),
+            ("[2<=n<=8, 64]", "[9, 32]", "[n>=2, m]"),
+            ("[n>=4 and n % 4 == 0, 64]", "[6, 32]", "[n>=4, m]"),
+            ("[n in {2, 4}, 64]", "[2, 32]", "[n in {2, 4}, m]"),
+            ("[n in {2, 4}, 64]", "[3, 32]", "[n, m]"),
+            ("[n>=2, 64]", "[m>=3, 32]", "[m>=2, k]"),
+            ("[n in {2, 3, 7}, 64]", "[2<=n<=3, 32]", "[n in {2, 3, 7}, m]"),
+            ("[n, 2 * n, 64]", "[3, 6, 32]", "[n, 2 * n, m]"),
+            ("[n, 2 * n, 64]", "[3, 7, 32]", "[n, m, k]"),
+            ("[n, 2 * n, 64]", "[m, 2 * m, 32]", "[m, 2 * m, k]"),
+            ("[n, m, n + m]", "[m, n, m + n]", "[m, n, m + n]"),
+            ("[a, b, a * b, 2]", "[2, 3, 6, 3]", "[a, b, a * b, n]"),
+            ("[7, n]", "[8, 3]", "[m, n]"),  # the name stays where it is
+            ("[n, 3]", "[7, n]", "[n, m]"),
+            ("[n, 4] strides[4, 1]", "[3, 4] strides[4, 1]", "[n, 4] strides[4, 1]"),
+            ("[n, k] strides[k, 1]", "[3, 5] strides[5, 1]", "[n, k] strides[k, 1]"),
+        ],
+    )
+    def test_what_is_kept_of_sizes(self, one: str, other: str, joined: str) -> None:
+        a, b = (MetaTensorType.parse(f"f32{text}") for text in (one, other))
+        assert str(a.join(b)) == f"f32{joined}" and a.join(b) == b.join(a)
+
+    def test_names_of_joins_of_several_may_differ(self) -> None:
+        """NOTE [joins of several]: no names could be kept, and be the same in either order."""
+        x, y, z = MetaTensorType(["n", 3]), MetaTensorType([7, "n"]), MetaTensorType([7, 4])
+        one, other = x.join(z).join(y), x.join(z.join(y))
+        assert z <= y and str(x.join(z)) == "tensor[n, m]" and alike_metas(one, other)
+        low, least = MetaTensorType([Dim("n", min=2)]), MetaTensorType(["n"])
+        three, four = MetaTensorType([3]), MetaTensorType([4])
+        assert low.join(three.join(four)) == least and low.join(three).join(four) == low
+
+    def test_the_order_of_a_dict_is_that_of_both(self) -> None:
+        ab, ba = ({"a": 1, "b": 2}, {"b": 3, "a": 1})
+        one, other = Descriptors({"x": ab}), Descriptors({"x": ba})
+        assert one.join(other) == other.join(one)
+        assert str(Descriptors({"x": ba}).join({"x": {"b": 4, "a": 1}})) == (
+            "x: {'b': int, 'a': Literal[1]}"
+        )
 
 
 values = st.recursive(

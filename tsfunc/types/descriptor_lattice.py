@@ -12,6 +12,20 @@ NOTE [the order of descriptors]
 
 A join is above both, does not mind their order, and is the least that has no bounds which neither
 has: of the sizes 3 and 4 it is a name, not a name from 3 to 4. Bounds are written, never inferred.
+Of two that mean the same it is the one whose text sorts first; of one below the other, the other.
+
+NOTE [joins of several]
+``a.join(b).join(c)`` and ``a.join(b.join(c))`` mean the same where no bounds, expressions and
+written unions are in them; the names in them may differ. No join that is of use does more:
+
+- Names. ``[n, 3]`` with ``[7, 4]`` keeps its name, and the other dim has a new one: ``[n, m]``. To
+  join it with ``[7, n]`` too changes nothing, which is below. ``[7, 4]`` is itself below
+  ``[7, n]``, so that in the other order the join is that of ``[n, 3]`` and ``[7, n]`` alone: it has
+  ``n`` in the first dim. By the same with ``[8, 3]`` it has ``n`` in the second one.
+- Bounds. The sizes 3 and 4 keep ``n>=2``, so that ``n>=2`` is its join with either. Of the two of
+  them alone the join is any size, and that with ``n>=2`` as well.
+- Expressions. ``[2, 4]`` and ``[3, 9]`` are ``[n, n**2]``, and ``[n, 5*n-6]``: none is the least.
+- Unions. ``int | str`` is above 3 and ``"a"``, of which the join is `Any`.
 """
 
 from __future__ import annotations
@@ -174,8 +188,11 @@ def join_alone(left: MetaTensorType, right: MetaTensorType) -> MetaTensorType:
         raise DescriptorError(
             f"join: expected a MetaTensorType, got {right!r} of type {type(right).__name__}"
         )
-    if is_below_alone(left, right) or is_below_alone(right, left):
-        return right if is_below_alone(left, right) else left
+    below, above = is_below_alone(left, right), is_below_alone(right, left)
+    if below and above:
+        return min(left, right, key=str)
+    if below or above:
+        return right if below else left
     (joined,) = join_pairs([(left, right)])
     assert isinstance(joined, MetaTensorType)
     return joined
@@ -216,16 +233,26 @@ def _join(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
         case Nested(kind, entries, ones), Nested(other_kind, others_entries, others) if (
             kind is other_kind and _same_entries(kind, entries, others_entries)
         ):
-            by_entry = dict(zip(others_entries, others, strict=True))
-            return Nested(
-                kind, entries, _join_each(ones, [by_entry[entry] for entry in entries], size)
+            own, by_entry = (
+                dict(zip(entries, ones, strict=True)),
+                dict(zip(others_entries, others, strict=True)),
             )
+            entries = common_order(entries, others_entries)
+            pairs = [(own[entry], by_entry[entry]) for entry in entries]
+            return Nested(kind, entries, tuple(_join(*pair, size) for pair in pairs))
         case FieldsOf(cls, names, ones), FieldsOf(other_cls, other_names, others) if (
             cls is other_cls and names == other_names
         ):
             return FieldsOf(cls, names, _join_each(ones, others, size))
         case _:
             return _join_containers(left, right, size)
+
+
+def common_order(ones: Iterable[Any], others: Iterable[Any]) -> tuple[Any, ...]:
+    """What is in both, in the order that it has in both; sorted where they differ in that."""
+    one, other = list(ones), list(others)
+    left, right = [x for x in one if x in other], [x for x in other if x in one]
+    return tuple(left if left == right else sorted(left, key=lambda x: (type(x).__name__, repr(x))))
 
 
 def _same_entries(kind: type, ones: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -17,13 +17,13 @@ import torch
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError
 from tsfunc.types.descriptor_facts import dims_in, map_metas
-from tsfunc.types.descriptor_lattice import is_below, join_pairs
+from tsfunc.types.descriptor_lattice import common_order, is_below, join_pairs
 from tsfunc.types.descriptor_text import parse_descriptor
 from tsfunc.types.descriptors import Anything, Descriptor, InstanceOf, Value
 from tsfunc.types.dims import Dim, DimExpr, DimForm, parse_dim, spell_dim
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor
-from tsfunc.types.sizes import Instance
+from tsfunc.types.sizes import Instance, substituted
 
 
 class Descriptors(Mapping[str, Descriptor]):
@@ -139,11 +139,12 @@ class Descriptors(Mapping[str, Descriptor]):
             k: int
         """
         right = _as_set(other)
-        if right <= self:
-            return self
-        if self <= right:
-            return right
-        names = [name for name in self if name in right]
+        below, above = self <= right, right <= self
+        if below and above:
+            return min(self, right, key=str)
+        if below or above:
+            return right if below else self
+        names = common_order(self, right)
         joined = join_pairs([(self[name], right[name]) for name in names])
         pairs = zip(names, joined, strict=True)
         return Descriptors({name: each for name, each in pairs if each != Anything()})
@@ -272,8 +273,8 @@ def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType
         if isinstance(dim, Dim) and dim.name == name:
             return dim.meet(form) if isinstance(form, Dim) else form
         if isinstance(dim, DimExpr) and name in dim.names and isinstance(form, int):
-            text = re.sub(r"[^\W\d]\w*", lambda n: str(form) if n[0] == name else n[0], dim.text)
-            return parse_dim(DimExpr(text).normal)
+            meant = {each: form if each == name else each for each in dim.names}
+            return parse_dim(DimExpr(substituted(dim.text, meant)).normal)
         return dim
 
     shape: Any = None

@@ -14,7 +14,7 @@ import keyword
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -182,11 +182,30 @@ class Dim:
 
     def hull(self, other: Dim) -> Dim:
         """The dim of the same name that allows what either allows, as narrow as bounds can say."""
+        for one, rest in ((self, other), (other, self)):
+            if one.admits_all(rest):
+                return replace(one, name=self.name)
         if self.one_of is not None and other.one_of is not None:
             return Dim(self.name, one_of=tuple({*self.one_of, *other.one_of}))
         low = None if self.min is None or other.min is None else min(self.min, other.min)
         high = None if self.max is None or other.max is None else max(self.max, other.max)
         return Dim(self.name, low, high, math.gcd(_step(self), _step(other)) or None)
+
+    def bounds_of(self, size: int) -> Dim:
+        """The dim of the same name with those of the bounds that a size keeps.
+
+        Example:
+            >>> Dim("n", min=2, multiple_of=2).bounds_of(7), Dim("n", one_of=(2, 4)).bounds_of(3)
+            (Dim('n', min=2), Dim('n'))
+        """
+        if self.admits(size):
+            return self
+        if self.one_of is not None:
+            return Dim(self.name)
+        low = self.min if self.min is not None and self.min <= size else None
+        high = self.max if self.max is not None and size <= self.max else None
+        step = self.multiple_of if self.multiple_of and size % self.multiple_of == 0 else None
+        return Dim(self.name, low, high, step)
 
 
 _FEW = 4096

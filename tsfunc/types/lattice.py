@@ -33,7 +33,7 @@ import torch
 
 from tsfunc.errors import AnnotationError
 from tsfunc.types.classes import nominal_type
-from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec, spell_dim
+from tsfunc.types.dims import DimExpr, DimForm, DimSpec, spell_dim
 from tsfunc.types.grammar import (
     ANY,
     DOUBLE,
@@ -326,10 +326,10 @@ def join_last_dims(
 def _join_strides(
     left: int | DimExpr | None, right: int | DimExpr | None, size: _Sizes
 ) -> int | str | None:
+    if isinstance(left, int) and isinstance(right, int):
+        return left if left == right else None
     joined = size(left, right)
-    if left != right or isinstance(joined, Dim):
-        return None
-    return joined.text if isinstance(joined, DimExpr) else joined
+    return joined.text if isinstance(joined, DimExpr) else None
 
 
 # Bases that say nothing of what a class is, and classes whose instances have types of their own.

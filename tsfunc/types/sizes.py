@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 from tsfunc.errors import DescriptorError
@@ -105,22 +106,19 @@ class Instance:
         meaning = {name: self._meaning.get(name, name) for name in expression.names}
         if any(isinstance(key, str) and key.startswith("?") for key in meaning.values()):
             return None
-        text = _NAME.sub(lambda name: f"({meaning[name[0]]})", expression.text)
         try:
-            found = parse_dim(text)
+            return _normal(parse_dim(substituted(expression.text, meaning)))
         except DescriptorError:  # it divides by zero, or comes out negative
             return None
-        if isinstance(found, DimExpr):
-            return found.normal
-        return found.name if isinstance(found, Dim) else found
 
 
 class Generalization:
-    """The sizes that two types have in common: what is equal in both is kept.
+    """The sizes that two types have in common: what is true of both is kept.
 
     A pair of sizes that stands in several places is one size there, and gets one name. All pairs
     are first counted by `add`; `size` then says what each has become. A pair that stands once is
-    open, or, with `always_named`, has a name too.
+    open, or, with `always_named`, has a name too. An expression is kept where it is one of the
+    pairs' names for both sides, and of bounds those that hold on both; none are made of numbers.
 
     Source: least general generalization, Plotkin, "A note on inductive generalization" (1970).
     """
@@ -129,7 +127,9 @@ class Generalization:
         self, left: Iterable[DimForm], right: Iterable[DimForm], *, always_named: bool = False
     ) -> None:
         self._always_named = always_named
-        self._left, self._right = all_bounds(left), all_bounds(right)
+        ones, others = list(left), list(right)
+        self._left, self._right = all_bounds(ones), all_bounds(others)
+        self._used = {name for dim in (*ones, *others) for name in names_of_dim(dim)}
         self._counts: Counter[tuple[DimForm, DimForm]] = Counter()
         self._names: dict[tuple[DimForm, DimForm], str] = {}
 
@@ -142,35 +142,105 @@ class Generalization:
         """What both sizes are instances of."""
         if left is None or right is None:
             return None
+        if isinstance(left, int) and left == right:
+            return left
         pair = _bare(left), _bare(right)
-        if pair[0] == pair[1]:
-            if isinstance(left, Dim) and isinstance(right, Dim):
-                return self._left[left.name].hull(self._right[right.name])
-            if isinstance(left, int):
-                return left
-            if isinstance(left, DimExpr) and self._kept().issuperset(left.names):
-                return left
-        if self._always_named:
-            return Dim(self._name(pair))
-        return Dim(self._name(pair)) if self._counts[pair] > 1 else None
+        computed = self._computed(pair)
+        if computed is not None:
+            return computed
+        bounds = self._bounds(left, right)
+        if self._is_named(pair) or (bounds is not None and bounds.is_bounded):
+            return replace(bounds or Dim("n"), name=self._name(pair))
+        return None
 
-    def _kept(self) -> set[str]:
-        """The names that stand for themselves in the result."""
-        return {
-            left.name for left, right in self._counts if isinstance(left, Dim) and left == right
-        }
+    def _is_named(self, pair: tuple[DimForm, DimForm]) -> bool:
+        """Whether the pair has a name for what it is, and not for bounds alone."""
+        same = isinstance(pair[0], Dim) and pair[0] == pair[1]
+        return self._always_named or same or self._counts[pair] > 1
+
+    def _bounds(self, left: DimForm, right: DimForm) -> Dim | None:
+        """The bounds that hold on both sides, of those that are written on either."""
+        if isinstance(left, Dim) and isinstance(right, Dim):
+            return self._left[left.name].hull(self._right[right.name])
+        if isinstance(left, Dim) and isinstance(right, int):
+            return self._left[left.name].bounds_of(right)
+        if isinstance(left, int) and isinstance(right, Dim):
+            return self._right[right.name].bounds_of(left)
+        return None
+
+    def _computed(self, pair: tuple[DimForm, DimForm]) -> DimExpr | None:
+        """A pair as an expression in the names of others, on either side the one that it is."""
+        found = [
+            text
+            for side in (0, 1)
+            if isinstance(expression := pair[side], DimExpr)
+            for text in self._in_names(expression, side, pair[1 - side])
+        ]
+        return DimExpr(min(found, key=lambda text: (len(text), text))) if found else None
+
+    def _in_names(self, expression: DimExpr, side: int, other: DimForm) -> Iterator[str]:
+        """An expression of one side in the names of pairs, where on the other it is `other`."""
+        pairs = [
+            [each for each in self._counts if each[side] == Dim(name) and self._is_named(each)]
+            for name in expression.names
+        ]
+        for chosen in itertools.islice(itertools.product(*pairs), _MOST_CHOICES):
+            meant = dict(zip(expression.names, chosen, strict=True))
+            there = {name: str(each[1 - side]) for name, each in meant.items()}
+            if _same_size(substituted(expression.text, there), other):
+                here = {name: self._name(each) for name, each in meant.items()}
+                yield substituted(expression.text, here)
 
     def _name(self, pair: tuple[DimForm, DimForm]) -> str:
+        if isinstance(pair[0], Dim) and pair[0] == pair[1]:
+            return pair[0].name
         known = self._names.get(pair)
         if known is None:
-            taken = {*self._kept(), *self._names.values()}
+            kept = {
+                left.name for left, right in self._counts if isinstance(left, Dim) and left == right
+            }
+            taken = {*kept, *self._names.values()}
             own = sorted(dim.name for dim in pair if isinstance(dim, Dim))
-            numbered = (f"n{i}" for i in itertools.count(1))
             usual = ("n", "m", "k") if self._always_named else ()
-            names = itertools.chain(own, usual, numbered)
+            new = itertools.chain(usual, (f"n{i}" for i in itertools.count(1)))
+            names = itertools.chain(own, (name for name in new if name not in self._used))
             known = next(name for name in names if name not in taken)
             self._names[pair] = known
         return known
+
+
+_MOST_CHOICES = 64
+"""Ways to read the names of an expression on the other side, of which as many are tried."""
+
+
+def names_of_dim(dim: DimForm) -> tuple[str, ...]:
+    """The names in a size."""
+    return dim.names if isinstance(dim, DimExpr) else (dim.name,) if isinstance(dim, Dim) else ()
+
+
+def substituted(text: str, meant: Mapping[str, Key]) -> str:
+    """An expression with other sizes for its names."""
+
+    def other(name: re.Match[str]) -> str:
+        text = str(meant[name[0]])
+        return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+    return _NAME.sub(other, text)
+
+
+def _same_size(text: str, size: DimForm) -> bool:
+    """Whether an expression is a size, whatever the names in it stand for."""
+    try:
+        return _normal(parse_dim(text)) == _normal(size)
+    except DescriptorError:  # it divides by zero, or comes out negative
+        return False
+
+
+def _normal(size: DimForm) -> Key | None:
+    """What two spellings of one size have in common."""
+    if isinstance(size, DimExpr):
+        return size.normal
+    return size.name if isinstance(size, Dim) else size
 
 
 def _bare(size: DimForm) -> DimForm:
