@@ -103,6 +103,10 @@ def say_another_shape(program: Program) -> None:
     total.meta["val"] = node(program, "sin").meta["val"]
 
 
+def call_another_operator(program: Program) -> None:
+    node(program, "sin").target = torch.ops.aten.cos.default
+
+
 def sum_over_a_dim_that_is_not_there(program: Program) -> None:
     node(program, "sum").args = (node(program, "cat"), [5])
 
@@ -122,7 +126,8 @@ BREAKS: dict[Callable[[Program], None], str] = {
     give_too_much: "aten::sin takes 1 arguments, got 2",
     give_it_by_a_wrong_name: "aten::cat has no argument axis",
     say_another_type: "its dtype is torch.float32, not torch.float64",
-    say_another_shape: r"its shape is .*, not ",
+    say_another_shape: r"its shape is \[2\*n\], not \[n, 3\]",
+    call_another_operator: "it is said to be aten::sin, and calls aten.cos.default",
     sum_over_a_dim_that_is_not_there: "it can't be computed: IndexError",
 }
 
@@ -140,6 +145,14 @@ def test_the_number_of_inputs() -> None:
     with program.graph.inserting_before(node(program, "sin")):
         program.graph.placeholder("more")
     with pytest.raises(MalformedProgramError, match="has 2 inputs, the program 1"):
+        program.verify()
+
+
+def test_the_number_of_results() -> None:
+    program = traced()
+    output = node(program, "output")
+    output.args = (output.args[0] * 2,)  # type: ignore[operator]
+    with pytest.raises(MalformedProgramError, match="has 2 results, the program 1"):
         program.verify()
 
 

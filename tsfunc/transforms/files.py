@@ -48,7 +48,7 @@ class LoadedFunction(Specialized):
         return self.saved_state.as_dict()
 
     @property
-    def assigned_state(self) -> dict[str, list[Any]]:
+    def __assigned_state__(self) -> dict[str, list[Any]]:
         """The container of the state, by its name: traces of other functions look at it."""
         return {f"{self.name}.state": self.saved_state.values} if self.saved_state.values else {}
 

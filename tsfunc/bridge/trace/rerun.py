@@ -14,8 +14,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge.sizes.assumptions import assume
+from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.fake_results import results_of
-from tsfunc.bridge.sizes.symbolic_numbers import same_size
+from tsfunc.bridge.sizes.symbolic_numbers import same_size, size_text
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import state
@@ -53,7 +54,8 @@ class Rerun:
         Without them torch's fake tensors take a composite whole, and some rules that they have for
         one are wrong: that of ``nll_loss`` has its arguments in another order.
         """
-        with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+        outside = torch_state.outside_all_levels(), state.outside_all_levels()
+        with outside[0], outside[1], torch.no_grad(), unlogged():
             op = operator_of(target) if isinstance(target, OpOverload) else None
             name, writes = (op.name, op.writes) if op is not None else ("", False)
             return results_of(self._mode, name, target, writes, _lists(args), _lists(dict(kwargs)))
@@ -77,4 +79,8 @@ def difference(found: torch.Tensor, said: torch.Tensor) -> str | None:
     alike = found.dim() == said.dim() and all(
         same_size(m, n) for m, n in zip(found.shape, said.shape, strict=True)
     )
-    return None if alike else f"its shape is {tuple(found.shape)}, not {tuple(said.shape)}"
+    return None if alike else f"its shape is {_shape_text(found)}, not {_shape_text(said)}"
+
+
+def _shape_text(value: torch.Tensor) -> str:
+    return f"[{', '.join(map(size_text, value.shape))}]"

@@ -172,7 +172,8 @@ class Program:
         """Checks that the program is well formed.
 
         Every value is defined before it is used, every operator is given what its schema asks
-        for, and returns what is known of its result.
+        for, and returns what is known of its result; there are as many inputs and results as the
+        program has.
 
         Raises:
             MalformedProgramError: something is wrong; the message names the value.
@@ -181,6 +182,12 @@ class Program:
         if placeholders != len(self.inputs):
             raise MalformedProgramError(
                 f"{self.name}: its graph has {placeholders} inputs, the program {len(self.inputs)}."
+            )
+        results = [len(node.args[0]) for node in self.graph.nodes if node.op == "output"]
+        wanted = self.out_tree.num_leaves + sum(len(each.slots()) for each in self.updates)
+        if results and results[-1] != wanted:
+            raise MalformedProgramError(
+                f"{self.name}: its graph has {results[-1]} results, the program {wanted}."
             )
         conditions = () if self.form is None else self.form.conditions
         verify(self.graph, self.lifted, self.name, [each.fact for each in conditions])

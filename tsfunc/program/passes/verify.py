@@ -91,6 +91,8 @@ class _Check:
             op = node.meta.get("op")
             if not isinstance(op, TorchOperator):
                 continue
+            if op.overload is not node.target:
+                self._fail(node, f"it is said to be {op.name}, and calls {node.target}.")
             try:
                 given = list(matched(op, node.args, node.kwargs))
             except TypeError as error:

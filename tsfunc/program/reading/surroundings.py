@@ -166,7 +166,7 @@ class Surroundings:
                     if callable(inner):
                         self.scan(inner)
                 # A function that was loaded from a file has no code: it says what it assigns to.
-                for text, state in getattr(code, "assigned_state", {}).items():
+                for text, state in getattr(code, "__assigned_state__", {}).items():
                     self._value(self.facts.bind(self.facts.name(state)), state, text)
 
     def _function(self, func: types.FunctionType) -> None:
