@@ -413,6 +413,9 @@ FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("ranks", lambda d: first_leaf(d).update(dims=["n"]), "expected a list of 2"),
     ("dims", lambda d: first_leaf(d).update(dims=["__import__('os')", 4]), "joins integers and"),
     ("bounds", lambda d: d["calls"][0]["form"]["dims"].update(n="tensor[m]"), "of the dim 'n'"),
+    ("grad", lambda d: first_leaf(d).update(requires_grad=1), "grad: expected true or false"),
+    ("either in an early format", lambda d: first_leaf(d).update(requires_grad=None),
+     "requires_grad: expected true or false"),
     ("settings", lambda d: d["calls"][0]["form"]["settings"].update(mood=1), "no such setting"),
 ]  # fmt: skip
 

@@ -15,8 +15,6 @@ from tsfunc.errors import DescriptorError, DescriptorViolation, FileFormatError
 from tsfunc.program.calling.cache import Entry
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.unanswered import why_unanswered
-from tsfunc.program.reading.entering import opening_lines
-from tsfunc.program.reading.reach import Facts
 from tsfunc.transforms.specialize import Specialized
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` is to do without
@@ -136,17 +134,7 @@ def _read(
             f"{what}: entry 'function.json': its descriptors are those of no function: {error}"
         ) from None
     loaded.saved_state, loaded.what = saved.state, what
-    loaded.cache.entries = tuple(_entry(answer) for answer in saved.answers)
+    loaded.cache.entries = tuple(
+        Entry.of_form(answer.program, answer.form, answer.reason) for answer in saved.answers
+    )
     return loaded
-
-
-def _entry(answer: Any) -> Entry:
-    form = answer.form
-    facts = answer.program.facts or Facts()
-    lines, scope = form.guard()
-    opening = opening_lines(form.tree, scope, form.of_keywords)
-    return Entry(
-        answer.program, form.tree, facts.function(form.ambient, lines, scope),
-        facts.function(form.ambient), answer.reason, None, form,
-        None if opening is None else facts.entering(form.ambient, opening, lines, scope),
-    )  # fmt: skip

@@ -130,11 +130,13 @@ class Questions:
     Attributes:
         what: how errors call the trace.
         asked: the questions about arguments, with their answers.
+        of_grad: whether it was asked which tensors require grad.
         attribute_of: reads an attribute of an argument that is Python's alone, or ``grad``.
     """
 
     def __init__(self, what: str) -> None:
         self.what = what
+        self.of_grad = False
         self.asked: dict[tuple[int, str], Asked] = {}
         self.attribute_of: Callable[[Argument, str], Any] = _attribute
         self._arguments: dict[int, tuple[Any, Argument]] = {}
@@ -266,6 +268,7 @@ def _is_leaf(questions: Questions, value: Any) -> bool:
     if _is_recorded(value):
         return bool(_wrapper(_GETS["is_leaf"], value))
     argument = questions.argument(value)
+    questions.of_grad = True
     if not value.tracks:
         return True
     if argument is None or not argument.example.requires_grad:  # computed, or written in place
@@ -277,6 +280,7 @@ def _grad_fn(questions: Questions, value: Any) -> Any:
     if _is_recorded(value):
         return _wrapper(_GETS["grad_fn"], value)
     argument = questions.argument(value)
+    questions.of_grad = True
     if value.tracks and not (
         argument is not None
         and argument.example.requires_grad

@@ -256,7 +256,10 @@ def _reads_requires_grad(
 ) -> Any:
     """What the user sees is whether autograd will record there when the program runs."""
     own = metadata(func, types, args, kwargs)
-    return own or (isinstance(args[0], TraceTracer) and args[0].tracks)
+    if own or not isinstance(args[0], TraceTracer):
+        return own
+    args[0].dispatch_level.questions.of_grad = True
+    return args[0].tracks
 
 
 METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: ignore[attr-defined]

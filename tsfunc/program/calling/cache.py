@@ -16,7 +16,8 @@ from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import CallForm
 from tsfunc.program.guarding.inputs import short_text
 from tsfunc.program.guarding.reasons import Facts
-from tsfunc.program.reading.entering import Build, Enter, builder, key_orders
+from tsfunc.program.reading.entering import Build, Enter, builder, key_orders, opening_lines
+from tsfunc.program.reading.reach import Facts as Reads
 from tsfunc.program.reading.reach import Reach
 
 
@@ -102,6 +103,18 @@ class Entry:
     def __post_init__(self) -> None:
         self.enter = self.given or self._flattened
         self.run, self.build = self.program.run, builder(self.program.out_tree)
+
+    @classmethod
+    def of_form(cls, program: Program, form: CallForm, reason: str) -> Entry:
+        """A program for calls of a form, with a guard that is generated from that alone."""
+        facts = program.facts or Reads()
+        lines, scope = form.guard()
+        opening = opening_lines(form.tree, scope, form.of_keywords)
+        return cls(
+            program, form.tree, facts.function(form.ambient, lines, scope),
+            facts.function(form.ambient), reason, None, form,
+            None if opening is None else facts.entering(form.ambient, opening, lines, scope),
+        )  # fmt: skip
 
     @property
     def text(self) -> str:

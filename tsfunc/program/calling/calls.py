@@ -425,7 +425,7 @@ def described(
             list(spec.dims),
             dtype=spec.example.dtype,
             device=spec.example.device,
-            requires_grad=spec.example.requires_grad,
+            requires_grad=None if spec.any_grad else spec.example.requires_grad,
             layout=spec.example.layout,
         )
     args, kwargs = optree.tree_unflatten(tree, flat)

@@ -239,6 +239,7 @@ class _Trace:
         return replace(
             program, conditions=tuple(conditions), asked=asked, groups=self._told_apart(),
             attributes=tuple(self._attributes), raised=raised,
+            looks_at_grad=level.questions.of_grad,
         )  # fmt: skip
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:

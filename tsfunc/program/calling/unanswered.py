@@ -23,7 +23,7 @@ def why_unanswered(call: FirstCall, entries: Sequence[Entry]) -> str:
     inputs, _ = describe_inputs(call.flat, call.places, call.contract, call.bindings)
     facts = call.facts(inputs)
     forms = [entry.form for entry in entries]
-    known = [_facts(form, call) for form in forms]
+    known = [_facts(form, call, facts) for form in forms]
     sizes = sizes_of_call(inputs)
     broken = [
         fact
@@ -51,18 +51,28 @@ def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
     )  # fmt: skip
 
 
-def _facts(form: CallForm, call: FirstCall) -> Mapping[str, Any]:
-    """What a program takes for granted; a number that may be any one is that of the call."""
+def _facts(form: CallForm, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a program takes for granted; what may be anything is as in the call.
+
+    Args:
+        form: the program's.
+        call: that.
+        facts: what is so in the call.
+    """
     places, arguments = _named(form, call.target.signature)
     args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
     leaves = list(form.leaves)
     for spec in form.scalars if form.tree == call.tree else ():
         if spec.admits(call.flat[spec.position]):
             leaves[spec.position] = call.flat[spec.position]
-    return facts_of_call(
+    found = facts_of_call(
         leaves, places, form.inputs, form.ambient, arguments, form.orders,
         passed_text(len(args), kwargs),
     )  # fmt: skip
+    if not any(spec.any_grad for spec in form.inputs):
+        return found
+    return {name: facts.get(name, value) if name.endswith(".requires_grad") else value
+            for name, value in found.items()}  # fmt: skip
 
 
 def _named(

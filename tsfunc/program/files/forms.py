@@ -104,7 +104,7 @@ def _encode_input(spec: InputSpec) -> Any:
         "tensor": spec.name,
         "dtype": str(x.dtype).removeprefix("torch."),
         "device": str(x.device),
-        "requires_grad": x.requires_grad,
+        "requires_grad": None if spec.any_grad else x.requires_grad,
         "shape": list(x.shape),
         "strides": list(x.stride()),
         "dims": [dim if isinstance(dim, int) else _dim_name(dim) for dim in spec.dims],
@@ -119,6 +119,7 @@ def dim_text(dim: Dim) -> str:
     return str(MetaTensorType([dim]))
 
 
+_SINCE_ANY_GRAD = 5  # the version of the format in which tensors may require grad or not
 _NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _SETTINGS = frozenset(setting.name for setting in SETTINGS)
 
@@ -191,14 +192,15 @@ class FormReader:
         shape = [size.integer(0) for size in shape_field.items()]
         steps = [step.integer(0) for step in strides.items(len(shape))]
         dims = tuple(_read_size(dim, bounds) for dim in dims_field.items(len(shape)))
+        any_grad = self._version >= _SINCE_ANY_GRAD and grad.value is None
         try:
             with self._fake:
                 example = torch.empty_strided(
                     shape, steps, dtype=dtype_of(dtype), device=self._values.device(device)
-                ).requires_grad_(grad.flag())
+                ).requires_grad_(not any_grad and grad.flag())
         except (RuntimeError, OverflowError, TypeError) as error:
             field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
-        return InputSpec(position, name.line(), example, dims)
+        return InputSpec(position, name.line(), example, dims, any_grad)
 
 
 def _require_sizes(field: Field, inputs: Sequence[InputSpec], bounds: Collection[str]) -> None:

@@ -39,7 +39,7 @@ from tsfunc.program.guarding.forms import CallForm
 from tsfunc.types import parse_descriptor
 from tsfunc.types.descriptors import Descriptor
 
-KIND, VERSION = "tsfunc program", 4
+KIND, VERSION = "tsfunc program", 5
 _KINDS = {
     str(kind).lower(): kind
     for kind in (
@@ -134,7 +134,7 @@ def function_bytes(function: SavedFunction) -> bytes:
         "tensors.json": json_bytes(records),
         "tensors.safetensors": memory,
     }
-    version = 4 if tensors.has_generators else _version_of(function, bool(len(state)))
+    version = max(4 if tensors.has_generators else 1, _version_of(function, bool(len(state))))
     about = {"format": KIND, "version": version, "tsfunc": _version(), "torch": torch.__version__}
     return write_archive(about, all_entries)
 
@@ -163,10 +163,11 @@ def _version_of(function: SavedFunction, has_state: bool) -> int:
     """The first version of the format that has what is written."""
     forms = [answer.form for answer in function.answers]
     nodes = (node for answer in function.answers for node in answer.program.graph.nodes)
+    fifth = any(spec.any_grad for form in forms for spec in form.inputs)
     fourth = any(form.asked or form.groups or form.scalars for form in forms)
     third = any(map(facts_of, forms)) or any(node.target is torch.Size for node in nodes)
     found = [version_of(answer.program.graph) for answer in function.answers]
-    return max(4 if fourth else 3 if third else 2 if has_state else 1, *found)
+    return max(5 if fifth else 4 if fourth else 3 if third else 2 if has_state else 1, *found)
 
 
 def _version() -> str:

@@ -3,11 +3,13 @@
 A specialized function traces for a call of another kind when it comes. A loaded one can't, so that
 is done when it is saved, for what people change without a thought: named dims of size 0 and 1
 (NOTE [sizes 0 and 1] in ``equal``), ``torch.no_grad``, and which arguments require grad.
-What comes out is most often the same program, which is in the file once.
+What comes out is most often the same program, which is in the file once. Where the function has not
+asked which tensors require grad, there is nothing to trace: the program answers for any that do.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +22,7 @@ from tsfunc.bridge.tracers.settings import settings
 from tsfunc.program.calling.cache import Cache, Entry
 from tsfunc.program.calling.calls import FirstCall, Target
 from tsfunc.program.guarding.forms import CallForm, example_call
+from tsfunc.program.guarding.inputs import InputSpec
 
 _FEW = 4  # arguments
 
@@ -28,7 +31,7 @@ def also_answered(target: Target, entry: Entry, others: Sequence[Entry]) -> list
     """Entries for calls like that of an entry which none of the others answers."""
     if tracing_here():
         return []
-    found: list[Entry] = []
+    found = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
     arguments = _tensors_of_arguments(entry.form)
     everything = frozenset().union(*arguments)
     for sizes, grad, requires_grad in itertools.chain(
@@ -47,7 +50,7 @@ def _tensors_of_arguments(form: CallForm) -> list[frozenset[int]]:
     paths = form.tree.paths()
     found: dict[Any, set[int]] = {}
     for spec in form.inputs:
-        if spec.example.is_floating_point() or spec.example.is_complex():
+        if _is_smooth(spec):
             found.setdefault(paths[spec.position][:2], set()).add(spec.position)
     return [frozenset(places) for places in found.values()]
 
@@ -76,7 +79,22 @@ def _traced(
                 FirstCall(target, arguments, flat, tree).program(cache)
         except Exception:  # the function does not take such calls, or its descriptors do not
             return []
-    return [made for made in cache.entries if made not in known]
+    return [
+        made if made.program.looks_at_grad else _for_any_grad(made)
+        for made in cache.entries
+        if made not in known
+    ]
+
+
+def _for_any_grad(entry: Entry) -> Entry:
+    """The same for tensors of which any may require grad."""
+    form = entry.form
+    inputs = tuple(dataclasses.replace(spec, any_grad=_is_smooth(spec)) for spec in form.inputs)
+    return Entry.of_form(entry.program, dataclasses.replace(form, inputs=inputs), entry.reason)
+
+
+def _is_smooth(spec: InputSpec) -> bool:
+    return spec.example.is_floating_point() or spec.example.is_complex()
 
 
 def _small_sizes(form: CallForm) -> Iterator[Mapping[str, int]]:

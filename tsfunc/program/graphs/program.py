@@ -59,6 +59,8 @@ class Program:
         places: for each flattened argument its path, from the name of a parameter.
         conditions: what must hold of the numbers among its inputs.
         asked: what the function has asked of its arguments beside types and sizes.
+        looks_at_grad: whether the function has asked which tensors require grad; where it has not,
+            the program is the same for any that do.
         attributes: those of tensors among its arguments that the function has read, ``grad`` and
             the user's own.
         groups: the positions of tensors among the arguments, those together that are one; empty
@@ -84,6 +86,7 @@ class Program:
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
     asked: tuple[Asked, ...] = ()
+    looks_at_grad: bool = True
     attributes: tuple[str, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     state: ModuleState = field(default_factory=ModuleState)

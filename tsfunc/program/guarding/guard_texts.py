@@ -78,7 +78,8 @@ def _tensor(spec: InputSpec) -> str:
     x = spec.example
     layout = "contiguous" if x.is_contiguous() else f"strides {tuple(x.stride())}"
     dims = [dim.name if isinstance(dim, Dim) else dim for dim in spec.dims]
-    return f"{tensor_text(x.dtype, dims, x.device, x.requires_grad)} {layout}"
+    grad = None if spec.any_grad else x.requires_grad
+    return f"{tensor_text(x.dtype, dims, x.device, grad)} {layout}"
 
 
 def _sizes(

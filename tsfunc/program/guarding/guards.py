@@ -157,9 +157,10 @@ def _tensor(
     """A tensor: type, device, layout of memory, and each size that is not a named dim's."""
     i, example = spec.position, spec.example
     scope[f"dtype_{i}"], scope[f"device_{i}"] = example.dtype, example.device
+    grad = "" if spec.any_grad else f" or a.requires_grad is not {example.requires_grad}"
     lines = [
-        f"if not isinstance(a, Tensor) or a.dtype is not dtype_{i} or a.device != device_{i} "
-        f"or a.requires_grad is not {example.requires_grad}: return None",
+        f"if not isinstance(a, Tensor) or a.dtype is not dtype_{i} or a.device != device_{i}"
+        f"{grad}: return None",
     ]
     if _is_fixed(spec):
         lines.append(f"if a.shape != {tuple(spec.dims)!r}: return None")

@@ -55,12 +55,14 @@ class InputSpec:
         name: what the program calls it.
         example: the tensor itself; its data is not looked at.
         dims: for each dim its size, or the named dim or expression that it is.
+        any_grad: whether it may require grad or not, whatever the example does.
     """
 
     position: int
     name: str
     example: torch.Tensor
     dims: tuple[DimForm, ...]
+    any_grad: bool = False
 
     def shape(self, sizes: Mapping[str, Any]) -> list[Any]:
         """Its shape where the named dims have these sizes, numbers or symbols."""
