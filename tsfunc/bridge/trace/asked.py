@@ -19,10 +19,13 @@ has the hooks of a tensor; ``UntypedStorage._cdata`` is the address of a memory,
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -34,6 +37,20 @@ from tsfunc.dispatch.places import called_by_user, users_place
 from tsfunc.errors import TypeCheckError
 
 _T = torch.Tensor
+
+
+@functools.cache
+def users_class(cls: type) -> type:
+    """The class of a tensor if it is one of the user's, else ``torch.Tensor``.
+
+    Such a class may give operators a meaning of its own, so its instances have their own programs.
+    """
+    return torch.Tensor if cls.__module__.partition(".")[0] in ("torch", "tsfunc") else cls
+
+
+def is_tensor_of(value: Any, cls: type) -> bool:
+    """Whether a value is a tensor, and ``users_class`` of its class is this one."""
+    return isinstance(value, torch.Tensor) and users_class(type(value)) is cls
 
 
 def dense_order(x: torch.Tensor) -> tuple[int, ...] | None:
@@ -68,6 +85,7 @@ _FACTS: Final[Mapping[str, Callable[[torch.Tensor], Any]]] = {
     "{}.is_contiguous(memory_format=torch.channels_last_3d)": lambda x: x.is_contiguous(
         memory_format=torch.channels_last_3d
     ),
+    "type({}) is Tensor": lambda x: type(x) is torch.Tensor,
     "isinstance({}, Parameter)": lambda x: isinstance(x, torch.nn.Parameter),
     "isinstance({}, Buffer)": lambda x: isinstance(x, torch.nn.Buffer),
 }
@@ -132,6 +150,8 @@ class Questions:
         asked: the questions about arguments, with their answers.
         of_grad: whether it was asked which tensors require grad.
         attribute_of: reads an attribute of an argument that is Python's alone, or ``grad``.
+        told_apart: whether tensors were keys of a dict, or elements of a set, which tell one from
+            another.
     """
 
     def __init__(self, what: str) -> None:
@@ -139,6 +159,7 @@ class Questions:
         self.of_grad = False
         self.asked: dict[tuple[int, str], Asked] = {}
         self.attribute_of: Callable[[Argument, str], Any] = _attribute
+        self.told_apart = False
         self._arguments: dict[int, tuple[Any, Argument]] = {}
 
     def add(self, tracer: Any, argument: Argument) -> None:
@@ -461,6 +482,59 @@ def offset(self: Any) -> Any:
         if _share_memory(self.value, tracer.value):
             return own + tensor.storage_offset()
     return own
+
+
+def hashed(self: Any) -> int:
+    """``hash(x)`` of a traced tensor."""
+    questions = _questions(self)
+    if questions is not None:
+        questions.told_apart = True
+    return id(self)
+
+
+def class_of(self: Any) -> Any:
+    """``x.__class__`` of a traced tensor, which ``isinstance`` asks for too.
+
+    Instances of a class of the user's have programs of their own. That a tensor is a ``Parameter``
+    the function has to ask for.
+    """
+    questions = _questions(self) if "dispatch_level" in _DICT.__get__(self) else None
+    if questions is None:
+        return type(self)
+    argument = questions.argument(self)
+    if argument is None:
+        return torch.Tensor
+    cls = users_class(type(argument.example))
+    if cls is torch.Tensor and _names_class(inspect.currentframe()):
+        whole = questions.ask(argument, "type({}) is Tensor")
+        return cls if whole else questions.attribute_of(argument, "__class__")
+    return cls
+
+
+def _names_class(property_frame: FrameType | None) -> bool:
+    """Whether it is ``x.__class__`` itself that has called the property."""
+    frame = property_frame and property_frame.f_back
+    return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] in (
+        "LOAD_ATTR", "LOAD_METHOD",
+    )  # fmt: skip
+
+
+def set_class(self: Any, cls: type) -> None:
+    """``x.__class__ = cls``."""
+    vars(object)["__class__"].__set__(self, cls)
+
+
+def attributes_of(self: Any) -> Any:
+    """``x.__dict__`` of a traced tensor."""
+    own = _DICT.__get__(self)
+    questions = _questions(self) if "dispatch_level" in own else None
+    argument = None if questions is None else questions.argument(self)
+    if questions is None or argument is None:
+        return own
+    return questions.attribute_of(argument, "__dict__")
+
+
+_DICT: Final = vars(_T)["__dict__"]
 
 
 for _method in (stride, contiguous, offset):

@@ -45,9 +45,13 @@ from tsfunc.bridge.trace.asked import (
     answer_of,
     asked_by_user,
     attribute,
+    attributes_of,
+    class_of,
     contiguous,
+    hashed,
     offset,
     refuse_version,
+    set_class,
     stride,
 )
 from tsfunc.bridge.trace.copies import Copies
@@ -201,6 +205,10 @@ class TraceTracer(Tracer):
         node = level.record(detach, (self.node,))
         node.meta["op"] = operator_of(detach)
         return traced_as(self.value, node, level, False)
+
+    __class__ = property(class_of, set_class)
+    __dict__ = property(attributes_of)
+    __hash__ = hashed
 
     def from_outside(self) -> bool:
         return self.node.op != "call_function"

@@ -40,10 +40,11 @@ from tsfunc.program.guarding.same_tensors import ToldApart
 from tsfunc.program.guarding.untyped import any_arguments
 from tsfunc.program.guarding.widening import size_names, varying_sizes, widened
 from tsfunc.program.reading.entering import key_orders, opening_lines
-from tsfunc.program.reading.holding import Closure, is_instance
+from tsfunc.program.reading.holding import Closure, is_container, is_instance
 from tsfunc.program.reading.instances import Instances, KeepsTensors
 from tsfunc.program.reading.module_state import state_of
-from tsfunc.program.reading.surroundings import FUNCTIONS, Surroundings
+from tsfunc.program.reading.surroundings import Surroundings
+from tsfunc.program.reading.variables import CODE
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, MetaTensorType
 from tsfunc.types.runs import place_text
 from tsfunc.types.signatures import takes_any_keyword
@@ -379,15 +380,15 @@ class FirstCall:
 
     def _instances(self, every: bool) -> Instances:
         instances = Instances(self.name, self.closure)
+        surroundings = Surroundings(instances, every)
         for i, value in enumerate(self.flat):
-            if is_instance(value):
+            if is_instance(value) or is_container(value):
                 instances.add(value, _spell(self.places[i]), f"args[{i}]")
             elif hasattr(type(value), "__next__"):
                 instances.held.refuse_iterator(_spell(self.places[i]), "an argument", value)
-        surroundings = Surroundings(instances, every)
         surroundings.add(self.func)
         for i, value in enumerate(self.flat):
-            if isinstance(value, FUNCTIONS):
+            if isinstance(value, CODE):
                 surroundings.scan(value)
             instances.generators.add(_spell(self.places[i]), value)
         return instances

@@ -196,7 +196,7 @@ class _Trace:
     def _told_apart(self) -> Groups:
         """Holds later calls to which of their tensors are one: NOTE [one tensor twice]."""
         instances, inputs = self.instances, self.request.inputs
-        if not instances.tells_apart:
+        if not instances.tells_apart and not self.level.questions.told_apart:
             return ()
         own = {**self._own, **instances.held.own_tensors}
         given = self._own if self._as_one else {}

@@ -12,7 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tsfunc.bridge.sizes.symbols import Condition
+from tsfunc.bridge.trace.asked import is_tensor_of, users_class
 from tsfunc.bridge.trace.quick_checks import quick_check
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.program.reading.holding import has_value, is_instance
@@ -157,10 +160,12 @@ def _tensor(
     """A tensor: type, device, layout of memory, and each size that is not a named dim's."""
     i, example = spec.position, spec.example
     scope[f"dtype_{i}"], scope[f"device_{i}"] = example.dtype, example.device
+    scope[f"class_{i}"], scope["is_tensor_of"] = users_class(type(example)), is_tensor_of
+    plain = "Tensor" if scope[f"class_{i}"] is torch.Tensor else f"class_{i}"
     grad = "" if spec.any_grad else f" or a.requires_grad is not {example.requires_grad}"
     lines = [
-        f"if not isinstance(a, Tensor) or a.dtype is not dtype_{i} or a.device != device_{i}"
-        f"{grad}: return None",
+        f"if type(a) is not {plain} and not is_tensor_of(a, class_{i}): return None",
+        f"if a.dtype is not dtype_{i} or a.device != device_{i}{grad}: return None",
     ]
     if _is_fixed(spec):
         lines.append(f"if a.shape != {tuple(spec.dims)!r}: return None")

@@ -22,6 +22,7 @@ from typing import Any
 import optree
 import torch
 
+from tsfunc.bridge.trace.asked import users_class
 from tsfunc.program.reading.holding import is_instance
 from tsfunc.program.reading.shown import has_contents
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
@@ -297,7 +298,8 @@ def call_signature(
     for spec in inputs:
         x = spec.example
         shape = tuple(str(dim) for dim in spec.dims)
-        leaves[spec.position] = shape, (x.dtype, x.device, x.requires_grad, x.is_contiguous())
+        kind = x.dtype, x.device, x.requires_grad, x.is_contiguous(), users_class(type(x))
+        leaves[spec.position] = shape, kind
     return tree, orders, ambient, tuple(leaves)
 
 

@@ -46,6 +46,11 @@ class Access:
     level: int = 0
     only_changes: bool = False
 
+    @property
+    def last(self) -> str:
+        """The name at its end."""
+        return self.attributes[-1] if self.attributes else self.name
+
 
 @dataclass(frozen=True)
 class CodeReads:
@@ -130,7 +135,7 @@ _STORES: dict[str, Kind] = {
     "STORE_DEREF": "free",
     "DELETE_DEREF": "free",
 }
-_BY_IDENTITY = frozenset({"id", "hash", "set", "frozenset"})  # functions that tell objects apart
+_BY_IDENTITY = frozenset({"id", "is_", "is_not"})  # functions that tell objects apart
 _NOT_COUNTED = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL"})
 
 # What follows a variable in `v += 1`, in `v[key] = x`, and in `v[key] += 1` (as CPython 3.10 and
@@ -144,6 +149,11 @@ _PUTS = (
 _CHANGING = frozenset({
     "append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard",
 })  # fmt: skip
+
+
+def _outermost(module: Access) -> Access:
+    """What ``import a.b`` gives: ``a``."""
+    return module if module.level else replace(module, name=module.name.partition(".")[0])
 
 
 def _kind(step: dis.Instruction) -> str:
@@ -182,9 +192,10 @@ class _Scan:
         self.compared: set[Access | None] = set()
         lines = dict(dis.findlinestarts(code))
         line = code.co_firstlineno
-        modules: dict[str, Access] = {}  # local variables that are modules
-        level = 0
+        imports: dict[str, Access] = {}  # local variables that are imported
+        level, names = 0, None
         module: Access | None = None  # what was imported last
+        imported: Any = None  # what it gave
         chain: Access | None = None  # what the instruction before has put on the stack
         before = ""
         counted: set[int] = set()  # where variables are stored that are only counted up
@@ -205,7 +216,7 @@ class _Scan:
                 self._end(chain, steps[i : i + 64], counted)
             if name == "IS_OP" and before != "LOAD_CONST":
                 self.compared.add(chain)
-            elif name == "BUILD_SET" or (chain is not None and chain.name in _BY_IDENTITY):
+            elif chain is not None and chain.last in _BY_IDENTITY:
                 self.compared.add(None)
             chain = None
             if name in _ROOTS and (_ROOTS[name] == "global" or what in free):
@@ -213,18 +224,20 @@ class _Scan:
             elif name in _STORES and (_STORES[name] == "global" or what in free):
                 counts = each.offset in counted
                 self.writes.append(Access(_STORES[name], what, (), line, only_changes=counts))
-            elif name == "LOAD_CONST" and isinstance(what, int):
-                level = what  # the last number before an import is its level
+            elif name == "LOAD_CONST":
+                level = what if isinstance(what, int) else level  # the last number before an import
+                names = what  # the last constant before it: a tuple in `from a import b`, or None
             elif name == "IMPORT_NAME":
                 module = Access("module", what, (), line, level)
+                imported = module if names else _outermost(module)
             elif name == "IMPORT_FROM" and module is not None:
-                self.reads.append(Access("module", module.name, (what,), line, module.level))
-            elif name == "STORE_FAST" and before == "IMPORT_NAME" and module is not None:
-                if "." not in module.name:
-                    modules[what] = module
-            elif name.startswith("LOAD_FAST") and what in modules:
-                found = modules[what]
-                chain = Access("module", found.name, (), line, found.level)
+                whole = module if names else imported
+                imported = replace(whole, attributes=(*whole.attributes, what))
+                self.reads.append(imported)
+            elif name == "STORE_FAST" and before in ("IMPORT_NAME", "IMPORT_FROM"):
+                imports[what] = imported
+            elif name.startswith("LOAD_FAST") and what in imports:
+                chain = replace(imports[what], line=line)
             before = name
 
     def _end(self, chain: Access, rest: Sequence[dis.Instruction], counted: set[int]) -> None:

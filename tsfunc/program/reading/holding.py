@@ -33,7 +33,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import ChainMap, UserDict, UserList, UserString, deque
+from collections import ChainMap, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -226,7 +226,7 @@ class Held:
         at, cls = place.variable, type(value)
         facts = self.facts_of(place.own)
         inside = shown(value)
-        if isinstance(value, (*_SEQUENCES, dict)) or is_namespace(value):
+        if is_container(value):
             self._container(value, place)
         elif inside is not None:
             if isinstance(value, enum.Enum):
@@ -274,7 +274,7 @@ class Held:
     def _elements(self, values: Iterable[Any], place: Place) -> None:
         """Objects that are elements of a set, or keys of a dict, which are compared as such."""
         for each in values:
-            if is_instance(each) and not self.is_known(each):
+            if is_instance(each):
                 facts = self.facts_of(place.own)
                 self.take(each, replace(place, variable=facts.bind(facts.name(each))))
 
@@ -295,6 +295,11 @@ class Held:
             self._elements(items, place)
         else:
             facts.require(f"len({at}) == {len(items)}")
+            if isinstance(value, deque):
+                facts.require(f"{at}.maxlen == {value.maxlen}")
+        if isinstance(value, defaultdict):
+            variable, text = facts.bind(f"{at}.default_factory"), f"{place.text}.default_factory"
+            self.take(value.default_factory, replace(place, variable=variable, text=text))
         for key, item in items.items():
             spelled = f"[{facts.spell(key)}]", f"[{key!r}]"
             way, text = (f".{key}",) * 2 if namespace else spelled
@@ -306,6 +311,11 @@ def _items(value: Any) -> dict[Any, Any]:
     """The elements of a container by their keys."""
     found: dict[Any, Any] = vars(value) if is_namespace(value) else value
     return found if isinstance(found, dict) else dict(enumerate(found))
+
+
+def is_container(value: Any) -> bool:
+    """Whether an object is held to its elements, each in its place."""
+    return isinstance(value, (*_SEQUENCES, dict)) or is_namespace(value)
 
 
 def is_namespace(value: Any) -> bool:

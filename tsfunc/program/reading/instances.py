@@ -298,9 +298,10 @@ class Instance:
             return
         self._require_none_of_its_own(name)
         cls, facts = type(self.value), self._facts
-        if isinstance(found, types.FunctionType) and not (found.__module__ or "").startswith(
-            "torch."
-        ):
+        if isinstance(found, types.FunctionType) and (found.__module__ or "").startswith("torch."):
+            base = next(base for base in cls.__mro__ if name in vars(base))
+            facts.require_member(base, name, found)
+        elif isinstance(found, types.FunctionType):
             facts.require_same(facts.bind(f"{facts.name(cls)}.{name}"), found)
         elif not isinstance(found, _OF_C):
             self._require_in_class(name, found)

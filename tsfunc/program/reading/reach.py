@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.trace.asked import is_tensor_of, users_class
 from tsfunc.bridge.trace.quick_checks import quick_check
 from tsfunc.bridge.tracers import settings
 from tsfunc.program.reading.entering import Enter
@@ -40,6 +41,7 @@ class Facts:
         self._lines: list[str | list[str]] = []
         self._scope: dict[str, Any] = {
             "Tensor": torch.Tensor,
+            "is_tensor_of": is_tensor_of,
             "same_value": same_value,
             "same_float": same_float,
         }
@@ -216,7 +218,8 @@ class Facts:
         self._results.append((at, value))
 
     def _like(self, at: str, example: torch.Tensor) -> list[str]:
-        return [f"if not isinstance({at}, Tensor): return None", *self._type_of(at, example)]
+        cls = self.name(users_class(type(example)))
+        return [f"if not is_tensor_of({at}, {cls}): return None", *self._type_of(at, example)]
 
     def _type_of(self, at: str, example: torch.Tensor) -> list[str]:
         dtype, device = self.name(example.dtype), self.name(example.device)

@@ -43,7 +43,7 @@ def shown(value: Any) -> tuple[str, Any] | None:
             return "{}._value_", own["_value_"]
         return "{}.__dict__", dict(own)
     if isinstance(value, contextvars.ContextVar):
-        return "{}.get(None)", value.get(None)
+        return "{}.get(...)", value.get(...)
     if isinstance(value, _BYTES):
         return "memoryview({}).tobytes()", memoryview(value).tobytes()
     if isinstance(value, weakref.ref):

@@ -35,77 +35,23 @@ from tsfunc.program.reading.changes import MISSING, Change
 from tsfunc.program.reading.code_reads import Access, code_reads
 from tsfunc.program.reading.holding import Copied, Place, is_instance, put_back
 from tsfunc.program.reading.instances import Instances
+from tsfunc.program.reading.variables import (
+    CODE,
+    PACKAGE,
+    Variable,
+    bases_of,
+    is_empty,
+    is_followed,
+    is_installed,
+    is_library_code,
+)
+from tsfunc.program.reading.watching import OURS
 
-FUNCTIONS = (
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType,
-    types.WrapperDescriptorType, functools.partial,
-)  # fmt: skip
-_CODE = (types.ModuleType, type, property, *FUNCTIONS)
+_METHODS = (types.FunctionType, property, functools.cached_property)
 _PLAIN = (int, float, bool, str, type(None))
 _FILLED = (list, dict, set, deque)
 _HAVE_MEMBERS = (types.ModuleType, type)
-_NO_TENSORS = (*_CODE, *_PLAIN, torch.dtype, torch.layout, torch.device, enum.Enum)
-
-
-class _Variable:
-    """A variable from outside: where it is, and what it was when it was first met.
-
-    Args:
-        owner: a namespace (dict), a cell, a module or a class.
-        name: the variable's; None for a cell's content.
-        text: how a user would write it.
-        at: what generated code calls the owner.
-        line: where it is read or assigned; empty if that is not known.
-    """
-
-    def __init__(self, owner: Any, name: str | None, text: str, at: str, line: str) -> None:
-        self.owner, self.name, self.text, self.at, self.line = owner, name, text, at, line
-        self.before = self.read()
-        self.is_read = False
-        self._is_own = isinstance(owner, dict) or name is None or name in vars(owner)
-
-    def read(self) -> Any:
-        """What it is now, or ``MISSING``."""
-        if self.name is None:
-            try:
-                return self.owner.cell_contents
-            except ValueError:
-                return MISSING
-        places = [self.owner] if isinstance(self.owner, dict) else map(vars, _bases(self.owner))
-        return next((place[self.name] for place in places if self.name in place), MISSING)
-
-    @property
-    def target(self) -> str:
-        """As an update has it."""
-        if self.name is None:
-            return "{}.cell_contents"
-        return f"{{}}[{self.name!r}]" if isinstance(self.owner, dict) else f"{{}}.{self.name}"
-
-    def put_back(self) -> None:
-        """Gives it the value again that it had."""
-        missing = self.before is MISSING or not self._is_own
-        if self.name is None:
-            if missing:
-                del self.owner.cell_contents
-            else:
-                self.owner.cell_contents = self.before
-        elif isinstance(self.owner, dict):
-            if missing:
-                del self.owner[self.name]
-            else:
-                self.owner[self.name] = self.before
-        elif missing:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.before)
-
-
-def _bases(owner: Any) -> tuple[Any, ...]:
-    """Where an attribute of a module, class or function may lie."""
-    if not isinstance(owner, type):
-        return (owner,)
-    metas = [meta for meta in type.mro(type(owner)) if not _is_library(meta)]
-    return *owner.__mro__, *metas
+_NO_TENSORS = (*CODE, *_PLAIN, torch.dtype, torch.layout, torch.device, enum.Enum)
 
 
 class Surroundings:
@@ -121,10 +67,10 @@ class Surroundings:
         self.held = instances.held
         self.facts = instances.held.facts_of(own=True)
         self._seen: dict[int, Any] = {}
-        self._variables: dict[tuple[int, str | None], _Variable] = {}
+        self._variables: dict[tuple[int, str | None], Variable] = {}
         self._owners: dict[int, str] = {}
         self._looks_at_environment = self._looks_at_registered = False
-        self._counters: list[tuple[_Variable, Any]] = []
+        self._counters: list[tuple[Variable, Any]] = []
         self._names: set[str] = set()
         self._waiting: dict[str, list[Callable[[], None]]] = {}
         instances.met = self.scan
@@ -150,6 +96,9 @@ class Surroundings:
             elif isinstance(code, type):
                 self._registered(code)
                 self._class(code)
+                self._class(type(code))
+            elif isinstance(code, types.ModuleType):
+                self._module(code)
             elif isinstance(code, functools.partial):
                 self._partial(code)
             elif isinstance(code, types.MethodType):
@@ -173,7 +122,7 @@ class Surroundings:
         inner = getattr(func, "__wrapped__", None)
         if callable(inner):
             self.scan(inner)
-        if _is_installed(func):
+        if is_installed(func):
             self._transformed(func)
             return
         self.facts.require_same(self.facts.bind(f"{self.facts.name(func)}.__code__"), func.__code__)
@@ -202,9 +151,9 @@ class Surroundings:
 
     def _transformed(self, func: types.FunctionType) -> None:
         """The functions that one of ours closes over, as that which ``vmap`` returns does."""
-        if func.__code__.co_filename.startswith(_PACKAGE):
+        if func.__code__.co_filename.startswith(PACKAGE):
             for cell in func.__closure__ or ():
-                inner = _Variable(cell, None, "", "", "").before
+                inner = Variable(cell, None, "", "", "").before
                 if inner is not MISSING and callable(inner):
                     self.scan(inner)
 
@@ -232,14 +181,33 @@ class Surroundings:
     def _class(self, cls: type) -> None:
         """Those methods and attributes of a class whose names the function's code has."""
         for base in cls.__mro__:
-            if base.__module__.partition(".")[0] in _LIBRARIES or _is_installed(base):
+            if is_library_code(base) or is_installed(base):
                 continue
             for name, value in list(vars(base).items()):
                 look = functools.partial(self._member, base, name, value)
-                if name in self._names or (name.startswith("__") and name.endswith("__")):
+                if name.startswith("__") and name.endswith("__"):
                     look()
                 else:
-                    self._waiting.setdefault(name, []).append(look)
+                    self._when_named(name, look)
+
+    def _module(self, module: types.ModuleType) -> None:
+        """The variables of a module whose names the function's code has as those of attributes."""
+        if not is_library_code(module) and not is_installed(module):
+            for name in list(vars(module)):
+                if not (name.startswith("__") and name.endswith("__")):
+                    text = f"{module.__name__}.{name}"
+                    self._when_named(name, functools.partial(self._find, module, name, text))
+
+    def _find(self, owner: Any, name: str, text: str) -> None:
+        """Holds later calls to a variable that the code may read, if its name is meant so."""
+        self._read(self._variable(owner, name, text, ""))
+
+    def _when_named(self, name: str, look: Callable[[], None]) -> None:
+        """Looks at something now if the function's code has its name, else when it is met."""
+        if name in self._names:
+            look()
+        else:
+            self._waiting.setdefault(name, []).append(look)
 
     def _registered(self, cls: type) -> None:
         """What is an instance of an abstract class changes as classes are registered for it."""
@@ -249,12 +217,14 @@ class Surroundings:
             self.facts.require(f"{token}() == {abc.get_cache_token()}")
 
     def _member(self, cls: type, name: str, value: Any) -> None:
+        if isinstance(value, _METHODS) and name not in OURS:
+            self.facts.require_member(cls, name, value)
         for attribute in ("fget", "func", "__func__"):  # of properties and the like
             value = getattr(value, attribute, None) or value
         if isinstance(value, types.FunctionType):
             self.scan(value)
         elif not name.startswith("__") and not hasattr(type(value), "__get__"):
-            self._read(self._variable(cls, name, f"{cls.__name__}.{name}", ""))
+            self._find(cls, name, f"{cls.__name__}.{name}")
 
     # --- variables
 
@@ -274,7 +244,7 @@ class Surroundings:
             self._read(variable)
             self._of_library(owner, name, variable.before, attributes[i:], line)
             owner, name = variable.before, attribute
-            if name is None or not _is_followed(owner, name):
+            if name is None or not is_followed(owner, name):
                 return
             text = f"{text}.{name}"
 
@@ -284,7 +254,7 @@ class Surroundings:
         if found is None:
             return True
         owner, name, text, attributes = found
-        value = _Variable(owner, name, text, "", "").before
+        value = Variable(owner, name, text, "", "").before
         if value is MISSING:
             value = vars(builtins).get(str(name))
         for attribute in attributes:
@@ -295,7 +265,7 @@ class Surroundings:
         """Keeps what a variable is that the function only changes."""
         found = _root(func, access)
         if found is not None and not found[-1]:
-            variable = _Variable(*found[:3], at="", line="")
+            variable = Variable(*found[:3], at="", line="")
             value = variable.before
             self._counters.append((variable, copy.copy(value) if type(value) in _FILLED else None))
 
@@ -345,7 +315,7 @@ class Surroundings:
         if not way or not libraries.is_library(above) or not isinstance(above, _HAVE_MEMBERS):
             return
         found = vars(above).get(way[-1], MISSING)
-        if isinstance(found, (*_CODE, *_PLAIN)):
+        if isinstance(found, (*CODE, *_PLAIN)):
             self.facts.require_member(above, way[-1], found)
             if isinstance(found, type):
                 self._registered(found)
@@ -362,20 +332,24 @@ class Surroundings:
                 ReadOnceWarning, filename, int(number),
             )  # fmt: skip
 
-    def _variable(self, owner: Any, name: str | None, text: str, line: str) -> _Variable:
+    def _variable(self, owner: Any, name: str | None, text: str, line: str) -> Variable:
         key = id(owner), name
         if key not in self._variables:
-            self._variables[key] = _Variable(owner, name, text, self._owner(owner), line)
-        return self._variables[key]
+            self._variables[key] = Variable(owner, name, text, self._owner(owner), line)
+        found = self._variables[key]
+        found.line = found.line or line
+        return found
 
     def _owner(self, owner: Any) -> str:
         if id(owner) not in self._owners:
             self._owners[id(owner)] = self.facts.name(owner)
         return self._owners[id(owner)]
 
-    def _read(self, variable: _Variable) -> None:
+    def _read(self, variable: Variable) -> None:
         """Holds later calls to a variable."""
         value, way = variable.before, variable.target.format(variable.at)
+        if variable.line and value is not MISSING and not isinstance(value, CODE):
+            self.held.refuse_own(variable.text, variable.line)
         if variable.is_read:
             return
         variable.is_read = True
@@ -385,22 +359,27 @@ class Surroundings:
         if isinstance(value, staticmethod | classmethod):
             way = way if isinstance(value, staticmethod) else f"{way}.__func__"
             value = value.__func__
+        elif isinstance(variable.owner, type) and is_instance(value) and hasattr(value, "__get__"):
+            base = next(each for each in bases_of(variable.owner) if variable.name in vars(each))
+            way = f"{self._owner(base)}.__dict__[{variable.name!r}]"
         if isinstance(value, type(os.environ)):
             self._environment()
             return
-        if variable.line and not isinstance(value, _CODE):
-            self.held.refuse_own(variable.text, variable.line)
         self._value(self.facts.bind(way), value, variable.text)
 
-    def _absent(self, variable: _Variable) -> None:
+    def _absent(self, variable: Variable) -> None:
         """There is no such variable; if one is made, it comes before a builtin's name."""
-        if variable.name is not None:
-            way = variable.at if isinstance(variable.owner, dict) else f"vars({variable.at})"
-            bases = [base for base in _bases(variable.owner) if base is not object]
-            if isinstance(variable.owner, type) and len(bases) > 1:
-                self.facts.require(f"not hasattr({variable.at}, {variable.name!r})")
-            else:
-                self.facts.require(f"{variable.name!r} not in {way}")
+        if isinstance(variable.owner, types.ModuleType):
+            self.scan(vars(variable.owner).get("__getattr__"))
+        if variable.name is None:
+            self.facts.require(f"{self.facts.name(is_empty)}({variable.at})")
+        elif isinstance(variable.owner, dict):
+            self.facts.require(f"{variable.name!r} not in {variable.at}")
+        else:
+            for base in bases_of(variable.owner):
+                if base is not object:
+                    way = f"vars({self._owner(base)})"
+                    self.facts.require(f"{variable.name!r} not in {way}")
 
     def _environment(self) -> None:
         """The process's environment variables, all of them: there is no telling which is read."""
@@ -410,12 +389,13 @@ class Surroundings:
             self.facts.require(f"{at} == {self.facts.name(dict(os.environ))}")
 
     def _value(self, at: str, value: Any, text: str) -> None:
-        if isinstance(value, _CODE):
+        if isinstance(value, CODE):
             self.facts.require_same(at, value)
             self.scan(value)
         elif is_instance(value):
             self.facts.require_same(at, value)
             self._object(text, value)
+            self.held.take(value, Place(at, text, text, True))  # an argument may be the same one
             self.scan(value)
         else:
             self.held.take(value, Place(at, text, text, True))
@@ -456,7 +436,7 @@ def _root(
         cells = dict(zip(func.__code__.co_freevars, func.__closure__ or (), strict=True))
         return cells[access.name], None, access.name, access.attributes
     module, (first, *rest) = _imported(func, access), access.attributes
-    if module is None or not _is_followed(module, first):
+    if module is None or not is_followed(module, first):
         return None
     return module, first, f"{access.name}.{first}", tuple(rest)
 
@@ -469,35 +449,3 @@ def _imported(func: types.FunctionType, access: Access) -> types.ModuleType | No
     except ImportError:
         return None
     return sys.modules.get(name)
-
-
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "tsfunc"})
-
-
-def _is_followed(owner: Any, name: str) -> bool:
-    """Whether an attribute is one of a module, class or function, and is the user's, or data."""
-    if not isinstance(owner, types.ModuleType | types.FunctionType | type) or _is_library(owner):
-        return False
-    if name.startswith("__") and name.endswith("__"):
-        return isinstance(owner, types.ModuleType)
-    return not (isinstance(vars(owner).get(name), _CODE) and _is_installed(owner))
-
-
-def _is_library(owner: Any) -> bool:
-    """Whether a module, class or function is of the standard library, of torch, or ours."""
-    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    return (module or "").partition(".")[0] in _LIBRARIES
-
-
-def _is_installed(code: Any) -> bool:
-    """Whether a function, class or module is no code of the user's."""
-    if isinstance(code, types.FunctionType):
-        filename = code.__code__.co_filename
-    elif isinstance(code, types.ModuleType):
-        filename = getattr(code, "__file__", None) or ""
-    else:
-        filename = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
-    return "site-packages" in filename or filename.startswith(_PACKAGE)
-
-
-_PACKAGE = __file__.rsplit("program", 1)[0]

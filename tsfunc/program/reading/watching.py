@@ -19,6 +19,9 @@ _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of CPython's type flags
 _GET, _SET, _DELETE = "__getattribute__", "__setattr__", "__delattr__"
 _ABSENT: Any = object()
 
+OURS = frozenset({_GET, _SET, _DELETE})
+"""What a watched class has others of meanwhile."""
+
 
 class Watcher(Protocol):
     """What is told of attributes."""
