@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import tsfunc
 from tests.transforms.support import loop, same
 from tsfunc import functional_call, stack_module_state, vmap
+from tsfunc.errors import EscapedTracerError
 
 State = dict[str, Tensor]
 SIZE = 3
@@ -180,6 +182,91 @@ def test_a_captured_modules_update_is_refused_with_the_rewrite() -> None:
     exec("\n".join(lines), scope)
     same(scope["out"].detach(), loop(lambda x: copy.deepcopy(model)(x).detach(), 3)(x))
     assert scope["buffers"]["1.running_mean"].shape == (3, 4)
+
+
+class Counting(nn.Module):
+    """Assigns a buffer, where other layers write into one."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + x.sum()
+        return x * self.weight
+
+
+class TestAssignedBuffers:
+    """NOTE [assigned buffers]."""
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda model: model,
+            lambda model: lambda x: model(x),
+            lambda model: tsfunc.grad(lambda x: model(x).sum()),
+            lambda model: tsfunc.specialize(model),
+            lambda model: lambda x: vmap(model, in_dims=None, axis_size=2)(x)[0],
+        ],
+        ids=["module", "closure", "grad", "program", "inner vmap"],
+    )  # fmt: skip
+    def test_those_of_a_captured_module_are_refused(self, wrap: Callable[..., Any]) -> None:
+        model = Counting()
+        before = model.count
+        with pytest.raises(EscapedTracerError, match=r"`\w+\.count` .*\n.*one buffer for all"):
+            vmap(wrap(model))(torch.ones(3, 2))
+        assert model.count is before
+        assert model(torch.ones(2)).equal(torch.ones(2)) and model.count == 2
+
+    def test_the_message_has_the_line_and_a_rewrite_that_runs(self) -> None:
+        model, x = Counting(), examples(2).float()
+        with pytest.raises(EscapedTracerError, match=r"self\.count = self\.count \+ x") as caught:
+            vmap(model)(x)
+        _, _, rewrite = str(caught.value).partition("becomes:\n")
+        scope: dict[str, Any] = {"tsfunc": tsfunc, "model": model, "x": x}
+        exec(textwrap.dedent(rewrite), scope)
+        same(scope["out"].detach(), x)
+        same(scope["buffers"]["count"], x.sum(1))
+
+    def test_an_error_in_the_function_leaves_the_module_as_it_was(self) -> None:
+        model = Counting()
+
+        def fails(x: Tensor) -> Tensor:
+            model(x)
+            raise ValueError("it is what it is")
+
+        with pytest.raises(ValueError, match="it is what it is"):
+            vmap(fails)(torch.ones(3, 2))
+        assert model.count.equal(torch.zeros(()))
+
+    def test_modules_of_the_functions_own_may_have_what_it_assigns(self) -> None:
+        def own(x: Tensor) -> Tensor:
+            model = Counting()
+            model(x)
+            return model.count
+
+        x = examples(2).float()
+        same(vmap(own)(x), x.sum(1))
+
+    def test_what_is_put_back_is_no_update(self) -> None:
+        model, x = Counting(), examples(2).float()
+
+        def borrowed(x: Tensor) -> Tensor:
+            before = model.count
+            model(x)
+            count, model.count = model.count, before
+            return count
+
+        same(vmap(borrowed)(x), x.sum(1))
+        assert model.count.equal(torch.zeros(()))
+
+    def test_values_that_are_the_same_for_all_examples(self) -> None:
+        model = Counting()
+        vmap(lambda x, y: x + model(y), in_dims=(0, None))(torch.ones(3, 2), torch.ones(2))
+        assert model.count == 2
 
 
 NORMALIZED: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -23,6 +23,7 @@ from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.hot_calls import HOT
 from tsfunc.bridge.tracers.tracer import MARKED, seen_here
+from tsfunc.bridge.writing.assigned import ASSIGNED, put_back_assigned, refuse_assigned
 from tsfunc.bridge.writing.marked import settle_all
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.chunks import (
@@ -273,19 +274,26 @@ def _run(
     """One run of the function, for all examples of the level."""
     if not HOT:
         hot.fill()
-    with level, watching_random():
-        inputs: Any = [
-            value if dim is None else wrap(value, dim, level, value.storage_offset())
-            for value, dim in zip(flat, at, strict=True)
-        ]
-        level.axis_name = spec.axis_name
-        if not isinstance(tree, int):
-            inputs = pytrees.unflatten(tree, inputs)
-            if spec.by_name:
-                inputs, kwargs = inputs
-        out = spec.func(*inputs, **kwargs)
-        if MARKED:
-            settle_all(out)
+    try:
+        with level, watching_random():
+            inputs: Any = [
+                value if dim is None else wrap(value, dim, level, value.storage_offset())
+                for value, dim in zip(flat, at, strict=True)
+            ]
+            level.axis_name = spec.axis_name
+            if not isinstance(tree, int):
+                inputs = pytrees.unflatten(tree, inputs)
+                if spec.by_name:
+                    inputs, kwargs = inputs
+            out = spec.func(*inputs, **kwargs)
+            if MARKED:
+                settle_all(out)
+    except BaseException:
+        if ASSIGNED:
+            put_back_assigned(level)
+        raise
+    if ASSIGNED:
+        refuse_assigned(level)
     if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:
         return result_of(spec, out, spec.out_dims, level)
     leaves, out_tree = pytrees.flatten(out)
