@@ -365,3 +365,9 @@ def test_a_program_in_vmap_is_its_function(func: Callable[[Tensor], Any]) -> Non
     want = [func(x) for x in xs.clone()]
     got = vmap(specialize(func))(xs.clone())
     torch.testing.assert_close(got, [torch.stack(each) for each in zip(*want, strict=True)])
+
+
+def test_slices_to_the_end_say_so_by_none() -> None:
+    """torch spells it by the largest of ints, unless there are symbols in the index."""
+    program = program_of(lambda x: x[..., 0::2] + x[:, 0::2], X)
+    assert "slice(x, 1, 0, None, 2)" in program.source

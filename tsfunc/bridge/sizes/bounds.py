@@ -96,6 +96,13 @@ def in_steps(expr: Any, dims: Mapping[str, Dim]) -> Any:
     )
 
 
+def any_size(dim: Dim) -> Any:
+    """Whatever size a dim has, as an expression that divides by what it is a multiple of."""
+    from sympy import Symbol
+
+    return (dim.multiple_of or 1) * _number_of_steps(Symbol(dim.name))
+
+
 def _number_of_steps(symbol: Any) -> Any:
     from sympy import Symbol
 

@@ -422,12 +422,17 @@ class Symbols:
         return node
 
     def _evaluator(self, expr: Any) -> Any:
-        """A function from the sizes of the named dims to the number that an expression is."""
+        """A function from the sizes of the named dims to the number that an expression is.
+
+        Where a size is a symbol of sympy's, that is an expression too.
+        """
         names, steps = self._names, self._steps
 
-        def value(sizes: Mapping[str, int]) -> Any:
+        def value(sizes: Mapping[str, Any]) -> Any:
             known = {each: sizes[names[each]] // steps[each] for each in expr.free_symbols}
             found = expr.subs(known)
+            if found.free_symbols:
+                return found
             return int(found) if found.is_integer else float(found)
 
         return value

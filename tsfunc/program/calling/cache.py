@@ -178,13 +178,14 @@ class Cache:
             if entry in self.entries:
                 self.entries = (entry, *(each for each in self.entries if each is not entry))
 
-    def known(self, signature: Any, flat: Sequence[Any]) -> tuple[Entry, Sequence[Any]] | None:
+    def known(
+        self, signature: Any, flat: Sequence[Any], sizes: Mapping[str, int]
+    ) -> tuple[Entry, Sequence[Any]] | None:
         """The symbolic program for a call, if another size of it was seen before."""
         for entry in self.entries:
-            # What a program is held to beside its form is for the sizes of its own calls.
-            program = entry.program
-            held = program.conditions or program.asked or program.groups
-            if entry.signature == signature and not held:
+            # What a program has asked of values is for its own calls.
+            held = entry.program.asked or entry.program.groups
+            if entry.signature == signature and not held and not entry.form.unmet(flat, sizes):
                 reached = entry.reach(flat)
                 if reached is not None:
                     return entry, reached

@@ -13,6 +13,7 @@ from typing import Any
 import optree
 
 from tsfunc import pytrees, rage
+from tsfunc.bridge.sizes.bounds import any_size
 from tsfunc.bridge.trace.backends import Backend
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.dispatch.places import users_place
@@ -163,8 +164,8 @@ class FirstCall:
             and all(each.signature != signature for each in cache.entries)
         ):
             self.reason = dropped
-        known = cache.known(signature, self.flat)
         sizes = self.bindings.sizes if self.bindings is not None else {}
+        known = cache.known(signature, self.flat, sizes)
         small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
         made = known or self._widened(cache, inputs, bounds) or self._traced(inputs, bounds, small)
         if known is None:
@@ -184,8 +185,8 @@ class FirstCall:
             inputs = [with_sizes_fixed(spec, small) for spec in inputs]
             bounds = {name: dim for name, dim in bounds.items() if name not in small}
             fixed = self.trace(inputs, bounds)
-            whole = made if set(sizes) == set(small) else None
-            made = fixed if whole is None else _one_of(whole, fixed, sizes)
+            some = {**sizes, **{name: any_size(dim) for name, dim in bounds.items()}}
+            made = fixed if made is None else _one_of(made, fixed, some)
         assert made is not None
         entry, reached = made
         cache.keep(entry)
@@ -397,7 +398,7 @@ class FirstCall:
 def _one_of(
     symbolic: tuple[Entry, Sequence[Any]],
     fixed: tuple[Entry, Sequence[Any]],
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, Any],
 ) -> tuple[Entry, Sequence[Any]]:
     """The entry of fixed sizes, with the symbolic program if that does the same there."""
     (one, reached), (other, same_reached) = symbolic, fixed

@@ -3,72 +3,129 @@
 NOTE [sizes 0 and 1]
 Operators treat the sizes 0 and 1 apart: they broadcast, squeeze, and decide contiguity. A trace
 with symbolic sizes therefore takes them for 2 or more. A call with a named dim of size 0 or 1 is
-traced once for itself; where the same operators come out on the same numbers, the symbolic
-program serves that size too, and else the call has a program of its own.
+traced once with that size fixed; where the same operators come out on the same numbers, the
+symbolic program serves that size too, and else the call has a program of its own. What depends on
+sizes alone (``arange(n)``) is folded where they are fixed; it is the same if it has the same value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
 
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.dispatch import state
 from tsfunc.program.graphs.program import Program
+from tsfunc.program.passes.folding import is_computable
 from tsfunc.program.reading.updates import same_updates
 
 
-def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, int]) -> bool:
-    """Whether the symbolic program does for these sizes what the fixed one does."""
+def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, Any]) -> bool:
+    """Whether the symbolic program does what the other one does, in which some sizes are fixed.
+
+    Args:
+        symbolic: a program for any sizes of named dims.
+        fixed: one for some sizes of them.
+        sizes: a number for each that is fixed, and a symbol for each that is not.
+    """
     if symbolic.out_tree != fixed.out_tree or symbolic.inputs != fixed.inputs:
         return False
     if not same_updates(symbolic.updates, fixed.updates):
         return False
-    left, right = _steps(symbolic.graph), _steps(fixed.graph)
-    if len(left) != len(right):
-        return False
-    matched: dict[torch.fx.Node, torch.fx.Node] = {}
-    for a, b in zip(left, right, strict=True):
+    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+        return _Matching(symbolic, fixed, sizes).is_whole()
+
+
+@dataclass
+class _Matching:
+    """Which step of one program is which of the other."""
+
+    symbolic: Program
+    fixed: Program
+    sizes: Mapping[str, Any]
+    matched: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    values: dict[torch.fx.Node, torch.Tensor] = field(default_factory=dict)  # of the symbolic one
+
+    def is_whole(self) -> bool:
+        """Whether the steps are the same, but for those that are constants in the fixed program."""
+        right = iter([node for node in _steps(self.fixed.graph) if not self._is_constant(node)])
+        b = next(right, None)
+        for a in _steps(self.symbolic.graph):
+            if b is not None and self._same_step(a, b):
+                self.matched[a] = b
+                b = next(right, None)
+            elif self._value(a) is None:
+                return False
+        return b is None
+
+    def _same_step(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
         quiet = a.meta.get("no_grad") == b.meta.get("no_grad")
         if a.op != b.op or not quiet or (a.op == "call_function" and a.target is not b.target):
             return False
-        if a.op == "get_attr" and not _same_tensor(symbolic, a, fixed, b):
+        if a.op == "get_attr":
+            return self.symbolic.tensor(a) is self.fixed.tensor(b)
+        return self._same((a.args, a.kwargs), (b.args, b.kwargs))
+
+    def _same(self, a: Any, b: Any) -> bool:
+        if isinstance(a, torch.fx.Node):
+            return self._same_value(a, b)
+        if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+            return len(a) == len(b) and all(map(self._same, a, b))
+        if isinstance(a, dict) and isinstance(b, dict):
+            return a.keys() == b.keys() and all(self._same(a[k], b[k]) for k in a)
+        return type(a) is type(b) and (a is b or bool(a == b))
+
+    def _same_value(self, a: torch.fx.Node, b: Any) -> bool:
+        if "value" in a.meta:
+            return self._same_number(a.meta["value"](self.sizes), b)
+        if not isinstance(b, torch.fx.Node):
             return False
-        if not _same((a.args, a.kwargs), (b.args, b.kwargs), matched, sizes):
-            return False
-        matched[a] = b
-    return True
+        if not self._is_constant(b):
+            return self.matched.get(a) is b
+        one, other = self._value(a), self.fixed.tensor(b)
+        return one is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+    def _same_number(self, a: Any, b: Any) -> bool:
+        """Whether a number of the symbolic program, at the sizes, is one of the fixed program."""
+        if isinstance(b, torch.fx.Node):
+            return "value" in b.meta and bool(b.meta["value"](self.sizes) == a)
+        return type(b) in (int, float) and bool(a == b)
+
+    def _is_constant(self, node: torch.fx.Node) -> bool:
+        return node.op == "get_attr" and str(node.target) in self.fixed.constants
+
+    def _value(self, node: Any) -> torch.Tensor | None:
+        """A tensor of the symbolic program that depends on constants and sizes alone, or None."""
+        if node not in self.values:
+            if node.op == "get_attr" and str(node.target) in self.symbolic.constants:
+                self.values[node] = self.symbolic.tensor(node)
+            elif is_computable(node):
+                known = {each: self._known(each) for each in node.all_input_nodes}
+                if any(value is None for value in known.values()):
+                    return None
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                try:
+                    self.values[node] = node.meta["op"].overload(*args, **kwargs)
+                except Exception:  # it is not called with such sizes
+                    return None
+        return self.values.get(node)
+
+    def _known(self, node: torch.fx.Node) -> Any:
+        """A tensor as ``_value`` has it, or a number; None: it is not known."""
+        if "value" not in node.meta:
+            return self._value(node)
+        number = node.meta["value"](self.sizes)
+        return number if isinstance(number, int | float) else None
 
 
-def _same_tensor(symbolic: Program, a: torch.fx.Node, fixed: Program, b: torch.fx.Node) -> bool:
-    """Whether two nodes stand for one tensor from outside, or for equal constants."""
-    one, other = symbolic.tensor(a), fixed.tensor(b)
-    if str(a.target) in symbolic.constants and str(b.target) in fixed.constants:
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one is other
-
-
-def _steps(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+def _steps(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
     """The nodes whose values are tensors; numbers are compared where they are used."""
     return [node for node in graph.nodes if "expr" not in node.meta and not _is_number(node)]
 
 
 def _is_number(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and "op" not in node.meta and "val" not in node.meta
-
-
-def _same(
-    a: Any, b: Any, matched: Mapping[torch.fx.Node, torch.fx.Node], sizes: Mapping[str, int]
-) -> bool:
-    if isinstance(a, torch.fx.Node):
-        if "value" in a.meta:
-            return type(b) in (int, float) and bool(a.meta["value"](sizes) == b)
-        return matched.get(a) is b
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(
-            _same(x, y, matched, sizes) for x, y in zip(a, b, strict=True)
-        )
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k], matched, sizes) for k in a)
-    return type(a) is type(b) and (a is b or bool(a == b))

@@ -15,6 +15,7 @@ from tsfunc.program.passes.dead import remove_dead
 from tsfunc.program.passes.folding import fold_constants
 from tsfunc.program.passes.layouts import free_layouts
 from tsfunc.program.passes.noops import remove_noops
+from tsfunc.program.passes.slices import end_slices_alike
 
 
 def simplify(
@@ -56,6 +57,7 @@ def simplify(
 
 _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
     free_layouts,
+    end_slices_alike,
     remove_noops,
     merge_common,
     fold_constants,
@@ -65,6 +67,7 @@ _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
 )
 
 __all__ = [
+    "end_slices_alike",
     "fold_constants",
     "free_layouts",
     "merge_common",

@@ -58,15 +58,23 @@ def fold_constants(
     }
 
 
-def _foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) -> bool:
+def is_computable(node: torch.fx.Node) -> bool:
+    """Whether a node is a tensor that follows from its arguments, whenever it is computed."""
     op = node.meta.get("op")
-    value = node.meta.get("val")
     return (
         isinstance(op, TorchOperator)
-        and isinstance(value, torch.Tensor)
+        and isinstance(node.meta.get("val"), torch.Tensor)
         and is_pure(node)
         and op.overload.overloadpacket.__name__ not in _UNDEFINED
+    )
+
+
+def _foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) -> bool:
+    value = node.meta.get("val")
+    return (
+        is_computable(node)
         and all(arg in values for arg in node.all_input_nodes)
+        and isinstance(value, torch.Tensor)
         and all(isinstance(size, int) for size in value.shape)
         and 0 < value.numel() <= max(MOST_ELEMENTS, *_sizes_of(node, values))
         and not aliases.escapes(node)
