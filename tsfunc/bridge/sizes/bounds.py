@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tsfunc.bridge.sizes.remainders import holds_by_remainders
 from tsfunc.types import Dim
 
 _MANY = 4096  # sizes that are tried one by one
@@ -28,7 +29,7 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
     """Whether a fact holds for all sizes that the dims allow, as far as can be seen.
 
     Where the sizes are few, each is tried; else it is seen from what they are multiples of, or
-    from the bounds of what is compared.
+    from the bounds of what is compared, or from the remainders that sizes leave.
     """
     names = sorted(str(symbol) for symbol in fact.free_symbols)
     ranges = [_few_sizes(dims[name]) for name in names]
@@ -38,7 +39,8 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
         return all(holds_at(fact, dict(zip(names, each, strict=True))) for each in combinations)
     if is_true(in_steps(fact, dims)) or _holds_by_bounds(fact, dims):
         return True
-    return len(names) == 1 and _holds_by_period(fact, dims[names[0]])
+    steps = {name: (smallest(dims[name]), dims[name].multiple_of or 1) for name in names}
+    return holds_by_remainders(fact, steps)
 
 
 def with_larger(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
@@ -193,48 +195,6 @@ def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
 
     found = fact.replace(Min, smallest_of).replace(Max, largest_of)
     return found if found == fact else _without_choices(found, dims)
-
-
-def _holds_by_period(fact: Any, dim: Dim) -> bool:
-    """Whether a fact about one size holds for all sizes, by those of two periods.
-
-    What is made of a size by ``+``, ``-``, and ``*``, ``//`` and ``%`` with numbers grows by the
-    same amount whenever the size grows by a period, which is a multiple of all that it is divided
-    by. So of sizes that are a period apart two tell the others.
-    """
-    from sympy import Eq, Ge, Gt, Le, Lt, Ne
-
-    if not isinstance(fact, Eq | Ne | Ge | Gt | Le | Lt):
-        return False
-    if isinstance(fact, Le | Lt):
-        fact = fact.reversed
-    difference = fact.lhs - fact.rhs
-    period = period_of(difference)
-    if period is None or period > _LONGEST_PERIOD:
-        return False
-    (symbol,) = fact.free_symbols
-    step = dim.multiple_of or 1
-    low = -(-smallest(dim) // step) * step
-
-    def at(size: int) -> int:
-        return int(difference.xreplace({symbol: size}))
-
-    for first in range(low, low + period * step, step):
-        here = at(first)
-        growth = at(first + period * step) - here
-        match fact:
-            case Eq():
-                always = here == 0 == growth
-            case Ne():
-                always = here != 0 and here * growth >= 0
-            case _:
-                always = here >= isinstance(fact, Gt) and growth >= 0
-        if not always:
-            return False
-    return True
-
-
-_LONGEST_PERIOD = 256
 
 
 def period_of(expr: Any) -> int | None:
