@@ -66,6 +66,19 @@ def test_one_program_for_multiples() -> None:
     assert g.cache_info().programs == 1
 
 
+def test_one_program_whatever_a_number_is() -> None:
+    def scaled(x: Tensor, k: int, rate: float) -> Tensor:
+        return x.sum(1) * rate + max(k, 0) * rate
+
+    g = specialize(scaled, {"x": Meta(["b", "t"]), "k": int, "rate": float})
+    for k, (b, t) in enumerate([(3, 4), (3, 1), (1, 4), (0, 1), (5, 5)]):
+        x = torch.randn(b, t)
+        torch.testing.assert_close(g(x, k + 1, 0.5 / (k + 1)), scaled(x, k + 1, 0.5 / (k + 1)))
+    assert g.cache_info().programs == 1
+    reasons = [entry.reason for entry in g.cache_info().entries]
+    assert sorted(reasons) == ["b is 0; t is 1", "b is 1", "t is 1", "the first call"]
+
+
 def squeezed(x: Tensor, y: Tensor) -> Tensor:
     return x.squeeze(0) + y.squeeze(1).sum()
 

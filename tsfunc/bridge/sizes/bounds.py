@@ -105,6 +105,13 @@ def any_size(dim: Dim) -> Any:
     return (dim.multiple_of or 1) * _number_of_steps(Symbol(dim.name))
 
 
+def any_number(kind: type[int] | type[float]) -> Any:
+    """Whatever number an argument is, as an expression."""
+    from sympy import Dummy
+
+    return Dummy(integer=True) if kind is int else Dummy(real=True)
+
+
 def _number_of_steps(symbol: Any) -> Any:
     from sympy import Symbol
 

@@ -429,7 +429,8 @@ class Symbols:
         names, steps = self._names, self._steps
 
         def value(sizes: Mapping[str, Any]) -> Any:
-            known = {each: sizes[names[each]] // steps[each] for each in expr.free_symbols}
+            known = {each: sizes[names[each]] for each in expr.free_symbols}
+            known = {each: x if steps[each] == 1 else x // steps[each] for each, x in known.items()}
             found = expr.subs(known)
             if found.free_symbols:
                 return found

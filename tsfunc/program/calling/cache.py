@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -179,13 +179,13 @@ class Cache:
                 self.entries = (entry, *(each for each in self.entries if each is not entry))
 
     def known(
-        self, signature: Any, flat: Sequence[Any], sizes: Mapping[str, int]
+        self, signatures: Collection[Any], flat: Sequence[Any], sizes: Mapping[str, int]
     ) -> tuple[Entry, Sequence[Any]] | None:
         """The symbolic program for a call, if another size of it was seen before."""
         for entry in self.entries:
             # What a program has asked of values is for its own calls.
             held = entry.program.asked or entry.program.groups
-            if entry.signature == signature and not held and not entry.form.unmet(flat, sizes):
+            if entry.signature in signatures and not held and not entry.form.unmet(flat, sizes):
                 reached = entry.reach(flat)
                 if reached is not None:
                     return entry, reached

@@ -13,7 +13,7 @@ from typing import Any
 import optree
 
 from tsfunc import pytrees, rage
-from tsfunc.bridge.sizes.bounds import any_size
+from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.trace.backends import Backend
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.dispatch.places import users_place
@@ -155,17 +155,18 @@ class FirstCall:
         inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
         facts = self.facts(inputs)
         self.reason = reason or reason_for(facts, cache.history)
-        signature = self.signature(inputs)
+        scalars = self.scalars(inputs, bounds)
+        signatures = {self.signature(inputs, each) for each in (scalars, ())}
         dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
         is_full = len(cache.entries) == cache.limit
         if (
             self.reason == UNSEEN
             and is_full
-            and all(each.signature != signature for each in cache.entries)
+            and all(each.signature not in signatures for each in cache.entries)
         ):
             self.reason = dropped
-        sizes = self.bindings.sizes if self.bindings is not None else {}
-        known = cache.known(signature, self.flat, sizes)
+        sizes = self.sizes
+        known = cache.known(signatures, self.flat, sizes)
         small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
         made = known or self._widened(cache, inputs, bounds) or self._traced(inputs, bounds, small)
         if known is None:
@@ -180,12 +181,16 @@ class FirstCall:
             # program/dims/edges
             if known is None and made is not None:
                 cache.keep(made[0])
-            if self.reason in (UNSEEN, dropped):
+            if known is not None or self.reason in (UNSEEN, dropped):
                 self.reason = "; ".join(f"{name} is {size}" for name, size in small.items())
             inputs = [with_sizes_fixed(spec, small) for spec in inputs]
             bounds = {name: dim for name, dim in bounds.items() if name not in small}
             fixed = self.trace(inputs, bounds)
-            some = {**sizes, **{name: any_size(dim) for name, dim in bounds.items()}}
+            some = {
+                **sizes,
+                **{name: any_size(dim) for name, dim in bounds.items()},
+                **{scalar.name: any_number(type(scalar.value)) for scalar in scalars},
+            }
             made = fixed if made is None else _one_of(made, fixed, some)
         assert made is not None
         entry, reached = made
@@ -237,16 +242,29 @@ class FirstCall:
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
     ) -> tuple[Entry, Sequence[Any]]:
         """A program for such calls, and the tensors that it reads of objects in the arguments."""
-        scalars = describe_scalars(self.flat, self.places, self.contract, inputs, bounds)
-        if scalars and self.target.backend is None:  # backends burn numbers in
+        scalars = self.scalars(inputs, bounds)
+        if scalars:
             try:
                 found = self._trace(inputs, bounds, scalars)
             except Exception:  # a symbol can't do all that a number can, such as being hashed
                 return self._trace(inputs, bounds, ())
             # What holds of the number and of sizes in general may not hold of these sizes.
-            if found[0].accepts([*self.flat]) is not None:
+            if not found[0].form.unmet(self.flat, self.sizes):
                 return found
         return self._trace(inputs, bounds, ())
+
+    def scalars(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+    ) -> Sequence[ScalarSpec]:
+        """The numbers among the arguments that are inputs of a program; backends burn them in."""
+        if self.target.backend is not None:
+            return ()
+        return describe_scalars(self.flat, self.places, self.contract, inputs, bounds)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of named dims in the call."""
+        return {} if self.bindings is None else self.bindings.sizes
 
     def _trace(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
@@ -258,7 +276,7 @@ class FirstCall:
             scalars, any_arguments(self.func, described, self.places, _spell), described,
         )  # fmt: skip
         program, instances = self._captured(request)
-        signature = self.signature(inputs)
+        signature = self.signature(inputs, scalars)
         bounds = {**bounds, **program.raised}
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
         form = form_of_call(
@@ -343,9 +361,9 @@ class FirstCall:
             program=program.source,
         )
 
-    def signature(self, inputs: Sequence[InputSpec]) -> Any:
-        """What calls have in common that differ in nothing but the sizes of named dims."""
-        return call_signature(self.flat, self.tree, self.orders, self.ambient, inputs)
+    def signature(self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]) -> Any:
+        """What calls have in common that differ in no more than sizes of named dims and numbers."""
+        return call_signature(self.flat, self.tree, self.orders, self.ambient, inputs, scalars)
 
     def guards(
         self,

@@ -292,9 +292,12 @@ def call_signature(
     orders: Any,
     ambient: Any,
     inputs: Sequence[InputSpec],
+    scalars: Sequence[ScalarSpec],
 ) -> Any:
-    """What calls have in common that differ in nothing but the sizes of named dims."""
+    """What calls have in common that differ in no more than sizes of named dims and numbers."""
     leaves: list[tuple[Any, Any]] = [(type(value), _static_key(value)) for value in flat]
+    for scalar in scalars:
+        leaves[scalar.position] = type(scalar.value), scalar.name
     for spec in inputs:
         x = spec.example
         shape = tuple(str(dim) for dim in spec.dims)
