@@ -434,6 +434,8 @@ class Symbols:
             found = expr.subs(known)
             if found.free_symbols:
                 return found
+            if found.is_Boolean:
+                return bool(found)
             return int(found) if found.is_integer else float(found)
 
         return value

@@ -93,7 +93,7 @@ class _Matching:
         """Whether a number of the symbolic program, at the sizes, is one of the fixed program."""
         if isinstance(b, torch.fx.Node):
             return "value" in b.meta and bool(b.meta["value"](self.sizes) == a)
-        return type(b) in (int, float) and bool(a == b)
+        return type(b) in (int, float, bool) and bool(a == b)
 
     def _is_constant(self, node: torch.fx.Node) -> bool:
         return node.op == "get_attr" and str(node.target) in self.fixed.constants
