@@ -18,6 +18,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Any, list[int]]] = {
     "halves": (lambda x: x.chunk(2), "n", [9, 2, 3, 4, 100, 1, 0]),
     "thirds": (lambda x: x.chunk(3), Dim("n", min=5), [9, 5, 6, 7, 100]),
     "thirds of the other dim": (lambda x: x.chunk(3, -1), "n", [9, 2, 0]),
+    "as many as go evenly": (lambda x: x.chunk(6), Dim("n", multiple_of=6), [12, 6, 60, 0]),
     "without a check": (lambda x: x.unsafe_chunk(2), "n", [9, 2, 3]),
     "as even as it goes": (lambda x: x.tensor_split(4), "n", [9, 2, 3, 4, 10, 11, 1, 0]),
     "by a length": (lambda x: x.split(4), Dim("n", min=9, max=12), [9, 12, 10]),
@@ -49,9 +50,14 @@ def test_one_program_for_all_lengths(name: str) -> None:
         (lambda x: [row.sum() for row in x], "n == 9", "9"),
         (lambda x: x.split(4), "(3 + n) // 4 == 3", "Dim('n', min=9, max=12)"),
         (lambda x: x.chunk(3), "n > 4", "Dim('n', min=5)"),
-        (lambda x: x.chunk(5), "n <= 16", "Dim('n', min=9, max=10)"),
+        (lambda x: x.chunk(9), "n % 9 == 0", "Dim('n', multiple_of=9)"),
+        (
+            lambda x: x.chunk(5),
+            "((-1) + n + ((4 + n) // 5)) // ((4 + n) // 5) == 5",
+            "Dim('n', min=9, max=10)",
+        ),
     ],
-    ids=["unbind", "for", "split", "chunk", "chunk of few"],
+    ids=["unbind", "for", "split", "chunk", "chunks of one", "chunk of few"],
 )
 def test_the_number_of_parts_is_asked(f: Callable[[Tensor], Any], fact: str, dim: str) -> None:
     with pytest.raises(ConstraintViolation) as caught:

@@ -489,6 +489,17 @@ def test_what_no_descriptor_says_is_left_open() -> None:
         torch.testing.assert_close(g(torch.ones(n), torch.ones(m)), f(torch.ones(n), torch.ones(m)))
 
 
+def test_what_is_left_open_has_names_of_the_users() -> None:
+    """What a name of ours was offered for first is open too."""
+
+    def f(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return x.new_zeros(max(t.shape[0] for t in (x, y, z)))
+
+    described = {"x": Meta(["a"]), "y": Meta(["b"]), "z": Meta(["c"])}
+    text, _ = refused(f, described, torch.ones(3), torch.ones(5), torch.ones(4))
+    assert "it of a, b, c: left open" in text
+
+
 def test_an_equality_is_solved_for_what_the_call_has() -> None:
     """Zero solves it, too."""
 

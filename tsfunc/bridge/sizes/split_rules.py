@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.sizes.shape_environment import count_of
-from tsfunc.bridge.sizes.shape_rules import is_of_data, new_like, shape_rule, view_like
+from tsfunc.bridge.sizes.shape_rules import is_of_data, known, new_like, shape_rule, view_like
+from tsfunc.bridge.tracers.questions import unasked
 from tsfunc.ops.dims import wrap as wrap_dim
 
 
@@ -65,8 +66,8 @@ def split_of(x: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
 def chunk_of(x: torch.Tensor, chunks: int, dim: int = 0) -> Any:
     """``aten::chunk``: parts of the length for which there are no more than so many.
 
-    There are just so many where the dim is longer than ``(chunks - 1) ** 2``, which is what is
-    asked; of smaller ones how many there are.
+    There are just so many where the dim goes evenly, or is longer than ``(chunks - 1) ** 2``, which
+    is what is asked; of smaller ones how many there are.
     """
     if not _is_served(x) or type(chunks) is not int or chunks < 1:
         return NotImplemented
@@ -74,8 +75,13 @@ def chunk_of(x: torch.Tensor, chunks: int, dim: int = 0) -> Any:
     size = x.shape[dim]
     if type(size) is int and size == 0:
         return NotImplemented  # as many empty ones
+    goes_evenly, is_long = size % chunks == 0, size > (chunks - 1) ** 2
+    with unasked(x.fake_mode):
+        in_call = bool(goes_evenly), bool(is_long)
+    if known(goes_evenly) or (in_call == (True, False) and goes_evenly):
+        return _parts(x, dim, [size // chunks] * chunks)
     length = (size + (chunks - 1)) // chunks
-    if size > (chunks - 1) ** 2:
+    if in_call[1] and is_long:
         return _parts(x, dim, [length] * (chunks - 1) + [size - length * (chunks - 1)])
     return split_of(x, length, dim)
 

@@ -179,7 +179,8 @@ class _Mending:
                        if name not in self.given)  # fmt: skip
 
     def result(self) -> dict[str, DimSpec]:
-        found: dict[str, DimSpec] = {**self.bounded, **dict.fromkeys(self.opened)}
+        opened = [name for name in self.opened if name in self.given]
+        found: dict[str, DimSpec] = {**self.bounded, **dict.fromkeys(opened)}
         for name, value in self.solved.items():
             names = map(str, value.free_symbols)
             found[name] = spelled(value) if self.opened.isdisjoint(names) else None
