@@ -97,10 +97,10 @@ def _polynomial(expr: Any, known: Mapping[str, Polynomial]) -> Polynomial:
         return _plus({}, {(): int(expr)})
     if expr.is_Symbol:
         return _plus({}, known[str(expr)])
-    if isinstance(expr, FloorDiv):
-        return _divided(*expr.args, known)[0]
-    if isinstance(expr, Mod | PythonMod):
-        return _divided(*expr.args, known)[1]
+    if isinstance(expr, FloorDiv | Mod | PythonMod):
+        value, by = expr.args
+        quotient, rest = _divided(value, by, known)
+        return quotient if isinstance(expr, FloorDiv) else rest
     found: Polynomial
     if expr.is_Add:
         found = {}

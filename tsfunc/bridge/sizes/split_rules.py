@@ -63,7 +63,7 @@ def split_of(x: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
 
 
 @shape_rule("chunk", "unsafe_chunk")
-def chunk_of(x: torch.Tensor, chunks: int, dim: int = 0) -> Any:
+def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
     """``aten::chunk``: parts of the length for which there are no more than so many.
 
     There are just so many where the dim goes evenly, or is longer than ``(chunks - 1) ** 2``, which
