@@ -424,6 +424,26 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
                 _dual_lock.notify_all()
 
 
+@contextmanager
+def no_duals(levels: Sequence[TracerLevel], enabled: bool) -> Iterator[None]:
+    """The code of the block is in no jvp: neither of plain tensors nor of these levels.
+
+    Args:
+        enabled: whether operators push tangents there.
+    """
+    plain, counts = _plain_forward.depth, [level.forward for level in levels]
+    _plain_forward.depth = 0
+    for level in levels:
+        level.forward = 0
+    try:
+        with forward_ad._set_fwd_grad_enabled(enabled):
+            yield
+    finally:
+        _plain_forward.depth = plain
+        for level, count in zip(levels, counts, strict=True):
+            level.forward = count
+
+
 def make_dual(
     primal: torch.Tensor, tangent: torch.Tensor, level: TracerLevel | None
 ) -> torch.Tensor:

@@ -55,8 +55,7 @@ def _generator(fn: Callable[..., Any], *options: Any, **kwargs: Any) -> Any:
     given = innermost_level(args)
     if not state.levels and given is not None:
         state = given.inner  # on a thread that was started inside of it
-    if not state.levels and not differentiates_here():
-        return _theirs(fn, *options, *args, **kwargs)
+    inside = differentiates_here()
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
     made: list[Any] = []
@@ -65,13 +64,11 @@ def _generator(fn: Callable[..., Any], *options: Any, **kwargs: Any) -> Any:
         with (
             entered_again(state.forgetful()),
             _recording_at(recorded),
-            differentiating(),
+            differentiating() if inside else nullcontext(),
             another_run(made),
+            duals.again(args) as given,
         ):
-            if not duals.levels:
-                return fn(*args, **kwargs)
-            with duals.again(args) as given:
-                return fn(*given, **kwargs)
+            return fn(*given, **kwargs)
 
     generator = _theirs(again, *options, *args, **kwargs)
     return _noting(generator, duals, args, made)

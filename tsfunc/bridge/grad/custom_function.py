@@ -36,6 +36,7 @@ from tsfunc.bridge.grad.mapped_function import (
     MappedFunction,
     dim_of,
     has_setup,
+    on_primals,
     results_of_rule,
     rewrapped,
     torch_jvp,
@@ -70,7 +71,23 @@ on_first_transform(install)
 
 def torch_apply(cls: Any, *args: Any) -> Any:
     """torch's own: one node in the graph of the tensors given."""
+    if cls.jvp is not torch_jvp and tangents_here():
+        cls = _on_primals(cls)
     return super(_base, cls).apply(*args)
+
+
+_ON_PRIMALS = "__tsfunc_on_primals__"
+
+
+def _on_primals(cls: Any) -> Any:
+    """The class with a ``jvp`` that sees no tangents of the tensors that it has saved."""
+    if hasattr(cls.jvp, "on_primals"):
+        return cls
+    made = cls.__dict__.get(_ON_PRIMALS)
+    if made is None:
+        made = type(cls.__name__, (cls,), {"jvp": staticmethod(on_primals(cls.jvp))})
+        setattr(cls, _ON_PRIMALS, made)
+    return made
 
 
 def _apply(cls: Any, *args: Any) -> Any:

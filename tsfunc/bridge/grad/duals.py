@@ -19,10 +19,16 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.overrides import TorchFunctionMode
 
-from tsfunc.bridge.grad.autograd import dual_level, forward_in_use, make_dual, unpack_dual
+from tsfunc.bridge.grad.autograd import (
+    dual_level,
+    forward_in_use,
+    make_dual,
+    no_duals,
+    unpack_dual,
+)
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.torch_state import below_autograd
+from tsfunc.bridge.tracers.torch_state import below_autograd, faking, tangents_enabled
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch.state import State
 
@@ -39,8 +45,10 @@ class Duals:
 
     def __init__(self, state: State) -> None:
         self.around = frozenset(state.levels)
+        self.active = [x for x in state.levels if isinstance(x, TracerLevel)]
         self.levels: list[TracerLevel | None] = [None] if forward_in_use(None) else []
-        self.levels += [x for x in state.levels if isinstance(x, TracerLevel) and x.forward]
+        self.levels += [x for x in self.active if x.forward]
+        self.enabled = tangents_enabled()
         self.given: list[_Build | None] = []
         self.closed: dict[int, tuple[weakref.ref[torch.Tensor], _Build]] = {}
 
@@ -53,8 +61,14 @@ class Duals:
 
     @contextmanager
     def again(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Another run; gives the arguments that the function is to be called with."""
-        with ExitStack() as stack:
+        """Another run; gives the arguments that the function is to be called with.
+
+        It may be in the middle of a jvp that the first run was not in.
+        """
+        with no_duals(self.active, self.enabled), ExitStack() as stack:
+            if not self.levels:
+                yield args
+                return
             for level in self.levels:
                 stack.enter_context(dual_level(level))
             stack.enter_context(_Looking(self.replaced, self.around))
@@ -89,7 +103,7 @@ class _Looking(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if below_autograd():
+        if below_autograd() or faking():
             return func(*args, **kwargs)  # where no tangents are
         args = [self.seen(arg) for arg in args]
         return func(*args, **{name: self.seen(arg) for name, arg in kwargs.items()})

@@ -194,7 +194,8 @@ class MappedFunction:
         with using(outer.outer):
             if not isinstance(outer, BatchLevel):
                 return call(outer, list(values))
-            level = outer.twin(f"vmap of {self.cls.__name__}")
+            with torch.enable_grad():  # where the method switches it on, as ``Call.watched`` does
+                level = outer.twin(f"vmap of {self.cls.__name__}")
             with level, watching_random():
                 return call(level, _wrapped(values, at, level))
 
@@ -353,17 +354,28 @@ def differentiable(x: torch.Tensor) -> bool:
 
 # NOTE [tangents of outer levels]
 # C++ runs a ``jvp`` method with forward mode switched off, for the tensors' own tangents would be
-# pushed a second time. The tangents of levels outside, which hang on the values inside of tracers,
-# are to be pushed: so forward mode is on, and the method sees tensors without tangents of their
-# own.
+# pushed a second time. That they are not there at all is what every ``jvp`` needs that switches
+# forward mode on again, by a jvp of its own or by a checkpoint: it sees tensors without tangents of
+# their own. The tangents of levels outside, which hang on the values inside of tracers, are to be
+# pushed: so for tracers forward mode is on.
+def on_primals(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``jvp`` method that sees no tangents but those that it is given."""
+
+    def run(ctx: Any, *tangents: Any) -> Any:
+        return jvp(_Primals(ctx), *tangents)
+
+    run.on_primals = True  # type: ignore[attr-defined]
+    return run
+
+
 def with_outer_tangents(jvp: Callable[..., Any]) -> Callable[..., Any]:
     """A ``jvp`` method for tracers, from that of the class."""
 
     def run(ctx: Any, *tangents: Any) -> Any:
         with forward_ad._set_fwd_grad_enabled(True):
-            return jvp(_Primals(ctx), *tangents)
+            return jvp(ctx, *tangents)
 
-    return run
+    return on_primals(run)
 
 
 class _Primals:

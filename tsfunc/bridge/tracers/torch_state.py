@@ -12,9 +12,12 @@ fails by name when one goes):
 - ``_parse_dispatch_key``, ``DispatchKeySet``, ``DispatchKey``;
 - ``_dispatch_keyset_full_after``: all keys of a lower priority than one;
 - ``_len_torch_dispatch_stack``: how many dispatch modes are active on this thread;
+- ``_get_dispatch_mode``, ``_TorchDispatchModeKey``: the dispatch mode of a kind that is active;
 - ``_set_grad_enabled``: the function behind ``torch.set_grad_enabled``, as graphs call it;
 - ``_is_any_autocast_enabled``: whether autocast is on, for whichever device, and
   ``_DisableAutocast``, which excludes its keys for a block;
+- ``_is_fwd_grad_enabled``: whether operators push tangents on this thread, and
+  ``forward_ad._set_fwd_grad_enabled``, which says so for a block;
 - ``_dispatch_has_kernel_for_dispatch_key``: whether an operator has a kernel for a key;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
@@ -40,12 +43,16 @@ from torch._C import (
     _dispatch_tls_local_include_set,
     _ExcludeDispatchKeyGuard,
     _ForceDispatchKeyGuard,
+    _get_dispatch_mode,
     _IncludeDispatchKeyGuard,
     _is_any_autocast_enabled,
+    _is_fwd_grad_enabled,
     _len_torch_dispatch_stack,
     _parse_dispatch_key,
     _set_grad_enabled,
+    _TorchDispatchModeKey,
 )
+from torch.autograd import forward_ad
 
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
 
@@ -200,12 +207,18 @@ class RestoredTorchState:
 
 
 set_grad_mode = _set_grad_enabled
+tangents_enabled = _is_fwd_grad_enabled
 any_autocast = _is_any_autocast_enabled
 
 
 def in_dispatch_modes() -> bool:
     """Whether dispatch modes (``TorchDispatchMode``) are active on this thread."""
     return _len_torch_dispatch_stack() > 0
+
+
+def faking() -> bool:
+    """Whether tensors without data are worked out, as a trace does, which carry no tangents."""
+    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
 def below_autograd() -> bool:
@@ -246,6 +259,11 @@ def storing_data() -> bool:
     a call of ``lift_fresh``, which comes after.
     """
     return _dispatch_tls_is_dispatch_key_excluded(TorchKey.FuncTorchDynamicLayerFrontMode)
+
+
+def without_tangents() -> Any:
+    """Context manager: no operator pushes tangents."""
+    return forward_ad._set_fwd_grad_enabled(False)
 
 
 def without_factory_keys() -> Any:

@@ -43,7 +43,9 @@ from tsfunc.bridge.tracers.torch_state import (
     autocast_of_the_call,
     below_autograd,
     is_casting,
+    tangents_enabled,
     without_autograd,
+    without_tangents,
 )
 from tsfunc.dispatch import DispatchKey, Level, messages
 from tsfunc.dispatch.state import tls, using
@@ -79,6 +81,10 @@ class TracerLevel(Level):
         self.serial = next(serials)
         self.forward = 0
         self.torch_state = TorchState()
+        if not tangents_enabled():
+            # In a method of an ``autograd.Function``, where C++ pushes tangents that come from
+            # outside by the class' own ``jvp``: a jvp inside of the level pushes but its own.
+            self._restores += (without_tangents,)
         self.functorch_depth = _functorch.maybe_current_level() or 0
 
     @property
