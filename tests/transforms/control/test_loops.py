@@ -179,6 +179,54 @@ def test_a_carry_that_changes_its_type_is_refused(run: Any) -> None:
     assert "At result['x'] f32[2] has become f32[4]" in str(error.value)
 
 
+WITHOUT_STEPS: dict[str, Any] = {
+    "while_loop": lambda body, x: while_loop(lambda c: c.sum() < 0, body, x),
+    "while_loop of entries": lambda body, x: while_loop(
+        lambda c, d: c.sum() < 0, lambda c, d: (body(c), d), (x, 2.0)
+    )[0],
+    "fori_loop": lambda body, x: fori_loop(2, 2, lambda i, c: body(c), x),
+    "fori_loop of tensors": lambda body, x: fori_loop(
+        torch.tensor(3), torch.tensor(0), lambda i, c: body(c), x
+    ),
+    "with a checkpoint": lambda body, x: while_loop(
+        lambda c: c.sum() < 0, body, x, checkpoint="sqrt"
+    ),
+    "of every example": lambda body, x: vmap(lambda n: fori_loop(0, n, lambda i, c: body(c), x))(
+        torch.zeros(3, dtype=torch.long)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("run", [lambda f: f, specialize, grad, vmap], ids=str)
+@pytest.mark.parametrize("loop", WITHOUT_STEPS.values(), ids=WITHOUT_STEPS)
+def test_the_body_of_a_loop_without_steps_keeps_the_type_of_its_carry(run: Any, loop: Any) -> None:
+    """As that of one with steps: a program's types do not depend on how often it runs."""
+    x = torch.ones(4, 2) if run is vmap else torch.ones(2)
+    calls: list[Any] = []
+
+    def scalar(y: torch.Tensor) -> torch.Tensor:
+        return y.sum() if run is grad else y
+
+    def kept(c: torch.Tensor) -> torch.Tensor:
+        calls.append(type(c))
+        return c.cumsum(0) * x.sum()
+
+    for _ in range(2):
+        torch.testing.assert_close(run(lambda x: scalar(loop(kept, x)))(x), torch.ones_like(x))
+    with pytest.raises(TypeCheckError, match=r"f32\[2\] has become f64\[2\]"):
+        run(lambda x: scalar(loop(lambda c: c.double(), x)))(x)
+    assert torch.Tensor not in calls  # it was not run
+
+
+def test_nothing_is_said_of_the_body_of_a_loop_without_steps_that_needs_numbers() -> None:
+    def fails(c: torch.Tensor) -> torch.Tensor:
+        raise IndexError
+
+    x = torch.ones(2)
+    assert while_loop(lambda c: c.sum() < 0, lambda c: c.double() if c.sum() > 0 else c, x) is x
+    assert while_loop(lambda c: c.sum() < 0, fails, x) is x
+
+
 def test_what_is_no_bound_and_no_policy_is_refused() -> None:
     with pytest.raises(TypeError, match="the bounds must be integers, got a bool"):
         fori_loop(0, True, lambda i, c: c, 0)

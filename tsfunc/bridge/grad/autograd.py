@@ -133,10 +133,19 @@ def _is_of(value: Any, level: TracerLevel) -> bool:
 def outside_graph(grad_mode: bool) -> Iterator[None]:
     """Inside of an ``autograd.Function``'s forward: what is called belongs to other levels.
 
-    Their graphs and tangents go on, which C++ has switched off.
+    Their graphs and tangents go on, which C++ has switched off. A level that was made meanwhile, to
+    map the function, has captured that: for it, too, what it calls is recorded.
     """
-    with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
-        yield
+    made = [level for level in current_levels() if isinstance(level, TracerLevel)][-1:]
+    captured = [level.torch_state.grad_mode for level in made]
+    for level in made:
+        level.torch_state.grad_mode |= grad_mode
+    try:
+        with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
+            yield
+    finally:
+        for level, mode in zip(made, captured, strict=True):
+            level.torch_state.grad_mode = mode
 
 
 def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:

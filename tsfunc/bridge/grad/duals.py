@@ -71,9 +71,10 @@ class Duals:
                 return
             for level in self.levels:
                 stack.enter_context(dual_level(level))
-            stack.enter_context(_Looking(self.replaced, self.around))
             pairs = zip(args, self.given, strict=True)
-            yield [arg if build is None else build(arg) for arg, build in pairs]
+            given = [arg if build is None else build(arg) for arg, build in pairs]
+            stack.enter_context(_Looking(self.replaced, self.around))
+            yield given
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         """Notes a tensor, for as long as there is one."""
@@ -103,7 +104,7 @@ class _Looking(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if below_autograd() or faking():
+        if below_autograd() or faking() or not tangents_enabled():
             return func(*args, **kwargs)  # where no tangents are
         args = [self.seen(arg) for arg in args]
         return func(*args, **{name: self.seen(arg) for name, arg in kwargs.items()})
@@ -132,12 +133,13 @@ def _how(value: Any) -> _Build | None:
     if tangent is None and inside is None:
         return None
     level = value.dispatch_level if tracer else None  # type: ignore[attr-defined]
+    pushed = _how(tangent)  # by a jvp around that of the tangent
 
     def build(value: Any) -> torch.Tensor:
         found = value if inside is None else _around(inside(value.value), value)
         if tangent is None or unpack_dual(found)[1] is not None:
             return found
-        return make_dual(found, tangent, level)
+        return make_dual(found, tangent if pushed is None else pushed(tangent), level)
 
     return build
 

@@ -194,8 +194,7 @@ class MappedFunction:
         with using(outer.outer):
             if not isinstance(outer, BatchLevel):
                 return call(outer, list(values))
-            with torch.enable_grad():  # where the method switches it on, as ``Call.watched`` does
-                level = outer.twin(f"vmap of {self.cls.__name__}")
+            level = outer.twin(f"vmap of {self.cls.__name__}")
             with level, watching_random():
                 return call(level, _wrapped(values, at, level))
 

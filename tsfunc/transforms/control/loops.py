@@ -8,6 +8,7 @@ batch: a step costs what its examples cost, and a loop the sum of its examples' 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any, Final
@@ -46,6 +47,7 @@ from tsfunc.transforms.control.choice import (
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import as_tensor, check_carried, in_tensors, together
 from tsfunc.transforms.control.programs import record_scan, record_while
+from tsfunc.transforms.control.unmade import check_unmade
 
 _ADVICE = (
     "The carry keeps its structure, types and shapes from step to step: convert what the body "
@@ -108,7 +110,9 @@ def while_loop(
             new = (new,)
         return type(init_val)(new) if type(new) in (tuple, list) else new
 
-    return Loop("while_loop", lambda carry: cond_fun(*carry), body, checkpoint).whole(init_val)
+    loop = Loop("while_loop", lambda carry: cond_fun(*carry), body, checkpoint)
+    loop.written = body_fun
+    return loop.whole(init_val)
 
 
 def fori_loop(
@@ -151,6 +155,8 @@ def fori_loop(
     trace = current_trace()
     if trace is not None and _numbered(*bounds):
         if all(isinstance(b, int) for b in bounds) and bounds[1] <= bounds[0]:
+            step = functools.partial(body_fun, bounds[0])
+            check_unmade("fori_loop", body_fun, step, init_val, _ADVICE)
             return init_val
         numbers = torch.arange(bounds[0], torch.sym_max(*bounds))
         return record_scan(
@@ -167,7 +173,7 @@ def fori_loop(
         return i + 1, last, body_fun(i, value)
 
     loop = _Counted("fori_loop", lambda carry: carry[0] < carry[1], body, checkpoint)
-    loop.numbered = body_fun
+    loop.numbered = loop.written = body_fun
     return loop.whole((*bounds, init_val))[2]
 
 
@@ -204,6 +210,7 @@ class Loop:
     ) -> None:
         self.what, self.cond_fun, self.body_fun = what, cond_fun, body_fun
         self.checkpoint = checkpoint
+        self.written: Callable[..., Any] = body_fun  # the user's function, which it calls
         self.checked = False
 
     def whole(self, carry: Any) -> Any:
@@ -243,7 +250,7 @@ class Loop:
             if isinstance(choice, Traced):
                 return self.record(carry, choice.value), True
             if not choice:
-                return carry, True
+                return self.ended(carry), True
             if steps == limit:
                 return carry, False
             if steps == 0 and traced:
@@ -300,6 +307,13 @@ class Loop:
             self.checked = True
         return new
 
+    def ended(self, carry: Any) -> Any:
+        """The last carry; where no step was made, the body's type is looked at all the same."""
+        if not self.checked:
+            self.checked = True
+            check_unmade(self.what, self.written, self.body_fun, carry, _ADVICE)
+        return carry
+
     def by_lanes(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
         """Steps of those examples that are not done, which grow fewer as the loop goes on."""
         lanes = choice.level
@@ -310,7 +324,7 @@ class Loop:
             count = int(active.sum())
             if count < lanes.batch_size:
                 if not count:
-                    return put_away.merged_with(lanes, carry), True
+                    return put_away.merged_with(lanes, self.ended(carry)), True
                 put_away.add(lanes, ~active, carry)
                 # Errors of batched values are those of a step on tracers.
                 lanes = _some_of(lanes, active, alone=count == 1 and steps > 0)
@@ -361,8 +375,7 @@ class Loop:
             new, again = optree.tree_map(lambda x: retag(x, lanes, level), (new, again))
             return _kept(level, active, new, carry), active & values_at(again, level, self)
 
-        outer = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
-        return outer.whole((carry, active))[0]
+        return self.outer(body).whole((carry, active))[0]
 
     def selected(self, carry: Any, value: Any, level: BatchLevel) -> Any:
         """Every step on all examples, for a body that asks for values of those that are done."""
@@ -372,8 +385,13 @@ class Loop:
             new, again = self.and_condition(carry)
             return _kept(level, active, new, carry), active & values_at(again, level, self)
 
-        outer = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
-        return outer.whole((carry, values_at(value, level)))[0]
+        return self.outer(body).whole((carry, values_at(value, level)))[0]
+
+    def outer(self, body: Callable[[Any], Any]) -> Loop:
+        """A loop as long as it goes on for some examples."""
+        loop = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
+        loop.checked = True  # the steps in its body are
+        return loop
 
     def record(self, carry: Any, value: Any) -> Any:
         """As one node of the program that is being traced."""
@@ -467,7 +485,7 @@ def _run(op: While, *operands: Any) -> Any:
         lambda carry: body(*carry, *rest),
         op.checkpoint,
     )
-    loop.bodies, loop.rest = (condition, body), rest
+    loop.bodies, loop.rest, loop.checked = (condition, body), rest, True
     return loop.whole(operands[: op.carried])
 
 
