@@ -42,6 +42,23 @@ INNER_ROOMS = {
 # Imports against that order, inside of functions: methods by which a user goes on from an object.
 ENTRANCES = {("tsfunc.program.graphs.program", "tsfunc.program.files.saving")}  # Program.save
 
+# Imports that close a circle between modules. None of them runs as a module is loaded.
+CLOSING = {
+    # In methods by which a user goes on from an object.
+    ("tsfunc.types.meta", "tsfunc.types.text"),
+    ("tsfunc.types.meta", "tsfunc.types.descriptor_lattice"),
+    ("tsfunc.types.meta", "tsfunc.types.descriptor_sets"),
+    ("tsfunc.program.graphs.program", "tsfunc.program.graphs.exporting"),
+    ("tsfunc.program.graphs.program", "tsfunc.program.files.saving"),
+    ("tsfunc.transforms.specialize", "tsfunc.transforms.files"),
+    # Loaded by the first who asks for the catalogue.
+    ("tsfunc.bridge.tracers.operators", "tsfunc.bridge.tracers.schemas"),
+    # In annotations.
+    ("tsfunc.bridge.tracers.courses", "tsfunc.bridge.tracers.batch_tracer"),
+    ("tsfunc.bridge.control.gathering", "tsfunc.bridge.control.lanes"),
+    ("tsfunc.bridge.control.taking_over", "tsfunc.bridge.control.lanes"),
+}
+
 # Installed packages that `import tsfunc` may load where `import torch` has not.
 LIGHT = {"tsfunc", "optree", "typing_extensions"}
 # Parts of torch that `import torch` leaves alone, and that take long to load.
@@ -136,6 +153,35 @@ def inner_import_violations(module: str, source: str) -> list[str]:
     return found
 
 
+def imports_between(files: Iterable[tuple[str, Path]]) -> dict[str, set[str]]:
+    """For each module those that it imports; what a package shows of its modules is left out."""
+    sources = {name: file.read_text() for name, file in files if not name.endswith("__init__")}
+    found: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        dotted = [full for _, full in imported(name, ast.parse(source))]
+        known = {*dotted, *(full.rpartition(".")[0] for full in dotted)}
+        found[name] = (known & sources.keys()) - {name}
+    return found
+
+
+def circles(loads: dict[str, set[str]]) -> list[list[str]]:
+    """The ways on which modules come back to themselves, one for each that is found."""
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(module: str, way: list[str]) -> None:
+        if module in way:
+            found.append([*way[way.index(module) :], module])
+        elif module not in done:
+            for other in sorted(loads[module]):
+                visit(other, [*way, module])
+            done.add(module)
+
+    for module in loads:
+        visit(module, [])
+    return found
+
+
 def is_private(dotted: str) -> bool:
     """Whether a dotted name below ``torch`` has a part that starts with a single underscore.
 
@@ -225,6 +271,19 @@ def test_imports_go_one_way() -> None:
 def test_imports_go_one_way_within_rooms() -> None:
     found = [v for name, file in modules() for v in inner_import_violations(name, file.read_text())]
     assert not found, "\n".join(found)
+
+
+def test_modules_import_in_no_circle() -> None:
+    imports = imports_between(modules())
+    rest = {name: {x for x in to if (name, x) not in CLOSING} for name, to in imports.items()}
+    assert circles(rest) == []
+    unneeded = [(name, to) for name, to in CLOSING if to not in imports[name]]
+    assert unneeded == []
+
+
+def test_a_circle_of_imports_is_found() -> None:
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": {"b"}}) == [["b", "c", "b"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_an_import_against_the_order_within_a_room_is_found() -> None:

@@ -97,3 +97,15 @@ def test_nor_does_an_argument_that_is_recorded_outside() -> None:
     with pytest.raises(RuntimeError, match="of nothing else that requires gradients"):
         vmap(f)(x, WEIGHTS)
     torch.testing.assert_close(vmap(f)(x.detach(), WEIGHTS), x.detach())
+
+
+def test_a_leaf_that_a_factory_function_makes_is_told_how_to_be_made() -> None:
+    def trained(y: Tensor, made: Any) -> Any:
+        weight = made(y)
+        ((weight - y) ** 2).sum().backward()
+        return weight.grad
+
+    with pytest.raises(RuntimeError, match=r"write x.new_zeros\(3\).requires_grad_\(\)"):
+        vmap(lambda y: trained(y, lambda y: torch.zeros(3, requires_grad=True)))(torch.ones(2, 3))
+    found = vmap(lambda y: trained(y, lambda y: y.new_zeros(3).requires_grad_()))(torch.ones(2, 3))
+    torch.testing.assert_close(found, torch.full((2, 3), -2.0))

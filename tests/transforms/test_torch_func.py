@@ -11,7 +11,8 @@ import torch.func as theirs
 from torch import Tensor
 
 import tsfunc as ours
-from tests.transforms.support import same
+from tests.transforms.support import leaves, same
+from tsfunc.errors import DataDependentError
 
 X = torch.arange(12.0).view(3, 4).sin()
 W = torch.arange(4.0).cos()
@@ -126,3 +127,39 @@ def test_a_program_is_traced_through_torch_func(f: Callable[[Tensor], Any]) -> N
     assert program.cache_info().programs == 1
     both = torch.stack([X, X * 2])
     torch.testing.assert_close(ours.vmap(program)(both), ours.vmap(f)(both))
+
+
+PROGRAMS: dict[str, Callable[[Tensor], Any]] = {
+    "operators": lambda x: x.sin() * x,
+    "a loop": lambda x: ours.while_loop(lambda c: c.sum() < 10, lambda c: c * 2 + 1, x),
+    "a scan": lambda x: ours.scan(lambda c, a: (c * a, c), x.sum(), x),
+    "a choice": lambda x: ours.cond(x.sum() > 0, torch.sin, torch.cos, x),
+}
+
+
+def total(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: sum(part.sum() for part in leaves(f(x)))
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["traced inside", "traced before"])
+@pytest.mark.parametrize("f", PROGRAMS.values(), ids=PROGRAMS)
+def test_torch_func_differentiates_programs(f: Callable[[Tensor], Any], known: bool) -> None:
+    """A program is made outside of torch.func's transforms, as it is outside of ours."""
+    program = ours.specialize(f)
+    if known:
+        program(W)
+    for made in (theirs.grad, theirs.jacfwd, theirs.hessian):
+        same(made(total(program))(W), made(total(f))(W))
+    same(theirs.vjp(program, W)[0], f(W))
+
+
+@pytest.mark.parametrize("run", [lambda f: f, ours.specialize], ids=["eager", "a program"])
+@pytest.mark.parametrize(
+    ("f", "what"), [(PROGRAMS["a loop"], "while_loop"), (PROGRAMS["a choice"], "cond")]
+)
+def test_torch_func_runs_no_examples_apart(run: Any, f: Any, what: str) -> None:
+    match = f"{what}: the choice differs from example to example of torch.func.vmap.* Use tsfunc"
+    for transform in (lambda f: f, theirs.grad):
+        with pytest.raises(DataDependentError, match=match):
+            theirs.vmap(transform(total(run(f))))(X)
+    assert torch._C._functorch.maybe_current_level() is None

@@ -197,7 +197,9 @@ WITHOUT_STEPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("run", [lambda f: f, specialize, grad, vmap], ids=str)
+@pytest.mark.parametrize(
+    "run", [lambda f: f, specialize, grad, vmap], ids=["eager", "specialize", "grad", "vmap"]
+)
 @pytest.mark.parametrize("loop", WITHOUT_STEPS.values(), ids=WITHOUT_STEPS)
 def test_the_body_of_a_loop_without_steps_keeps_the_type_of_its_carry(run: Any, loop: Any) -> None:
     """As that of one with steps: a program's types do not depend on how often it runs."""

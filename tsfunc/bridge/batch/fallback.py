@@ -185,7 +185,13 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         begin(i)
         sliced = [v if dim is None else v.select(dim, i) for v, dim in pairs]
         one_args, one_kwargs = optree.tree_unflatten(tree, sliced)
+        shapes = _written_shapes(op, one_args)
         results.append(op.native(*one_args, **one_kwargs))
+        if _written_shapes(op, one_args) != shapes:
+            raise MissingRuleError(
+                f"vmap: {op.name} gives what it writes to another size, which an example of a "
+                f"batch can't have. Call the form of it that returns its result."
+            )
     begin(None)
     returned = op.returned if isinstance(op, TorchOperator) else ()
     if len(returned) == 1 and returned[0] is not None:
@@ -206,6 +212,13 @@ def _check_written(op: Operator, level: BatchLevel, args: Sequence[Any]) -> None
             for target in tensors_in(args[place : place + 1]):
                 if unwrap(target, level)[1] is None:
                     refuse_inplace(op.native)
+
+
+def _written_shapes(op: Operator, args: Sequence[Any]) -> list[torch.Size]:
+    """The shapes of the tensors that an operator writes to."""
+    if not isinstance(op, TorchOperator) or not op.writes:
+        return []
+    return [x.shape for place in op.written for x in tensors_in(args[place : place + 1])]
 
 
 def _beginning(

@@ -27,6 +27,7 @@ from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import is_recorded
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.tracing import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer import TracerLevel
@@ -208,15 +209,8 @@ def _mapped(result: Result, inside: Sequence[Layer], trace: TraceLevel) -> Resul
     for layer in inside:
         assert isinstance(layer.level, BatchLevel)
         shape = (layer.level.batch_size, *value.shape)
-        value = trace.fake_like(value, shape, contiguous_strides(shape))
+        value = trace.fake_like(value, shape, in_order(shape))
     return Result(value, _batched(result.wrapping, inside))
-
-
-def contiguous_strides(shape: Sequence[Any]) -> list[Any]:
-    strides: list[Any] = [1] * len(shape)
-    for i in reversed(range(len(shape) - 1)):
-        strides[i] = strides[i + 1] * shape[i + 1]
-    return strides
 
 
 def _like(value: Any) -> Result:

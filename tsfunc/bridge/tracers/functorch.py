@@ -4,7 +4,9 @@ Where a transform of torch.func is the innermost one, what it traces are tensors
 which torch's plain autograd may not be used, and whose levels a tracer of ours would leave in
 the wrong order. A transform that is called there is given to torch.func's of the same name.
 
-``_functorch.maybe_current_level`` (torch 2.11 to 2.13) is the depth of torch.func's stack.
+Private names used here (torch 2.11 to 2.13): ``_functorch.maybe_current_level`` is the depth of
+torch.func's stack; ``is_functorch_wrapped_tensor``, ``is_batchedtensor`` and ``get_unwrapped`` tell
+what a tensor of its transforms is.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.func
 from torch._C import _functorch
 
@@ -33,3 +36,14 @@ def delegate(name: str) -> Callable[..., Any] | None:
         return None
     found: Callable[..., Any] = getattr(torch.func, name)
     return found
+
+
+def differs_in_functorch(value: torch.Tensor) -> bool:
+    """Whether a tensor differs among the examples of a vmap of torch.func."""
+    if _functorch.maybe_current_level() is None:
+        return False
+    while _functorch.is_functorch_wrapped_tensor(value):
+        if _functorch.is_batchedtensor(value):
+            return True
+        value = _functorch.get_unwrapped(value)
+    return False

@@ -18,6 +18,8 @@ fails by name when one goes):
   ``_DisableAutocast``, which excludes its keys for a block;
 - ``_is_fwd_grad_enabled``: whether operators push tangents on this thread, and
   ``forward_ad._set_fwd_grad_enabled``, which says so for a block;
+- ``_functorch.pyfunctorch.temporarily_clear_interpreter_stack``: no transform of torch.func is
+  active within a block;
 - ``_dispatch_has_kernel_for_dispatch_key``: whether an operator has a kernel for a key;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
@@ -26,6 +28,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import or_
 from types import TracebackType
 from typing import Any
@@ -52,6 +56,7 @@ from torch._C import (
     _set_grad_enabled,
     _TorchDispatchModeKey,
 )
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
@@ -271,7 +276,14 @@ def without_factory_keys() -> Any:
     return _ExcludeDispatchKeyGuard(_BOTH_KEYS)
 
 
-def outside_all_levels() -> Any:
-    """Context manager: torch's thread-local sets as if no level were active here."""
-    include = _dispatch_tls_local_include_set().remove(_RANDOM_KEY).remove(_FACTORY_KEY)
-    return _ForceDispatchKeyGuard(include, _dispatch_tls_local_exclude_set())
+@contextmanager
+def outside_all_levels() -> Iterator[None]:
+    """Context manager: torch's thread-local sets as if no level were active here.
+
+    Nor a transform of torch.func, whose kernels, on their way outwards, take torch's dispatcher to
+    be at the place where they have left it.
+    """
+    with temporarily_clear_interpreter_stack():
+        include = _dispatch_tls_local_include_set().remove(_RANDOM_KEY).remove(_FACTORY_KEY)
+        with _ForceDispatchKeyGuard(include, _dispatch_tls_local_exclude_set()):
+            yield

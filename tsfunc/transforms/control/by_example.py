@@ -12,10 +12,11 @@ from typing import Any
 from tsfunc.bridge.control.attempts import NotApart
 from tsfunc.bridge.control.bodies import Apart, needed_layers, peeled
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
-from tsfunc.bridge.control.control_flow_calls import call, contiguous_strides
+from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.lanes import LaneLevel
 from tsfunc.bridge.control.taking_over import refused_write
 from tsfunc.bridge.control.traced_bodies import Result
+from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import TorchOperator
@@ -106,5 +107,5 @@ def _base(node: Any) -> Any:
 
 def _of_all(one: Result, sizes: Sequence[Any], apart: Apart, trace: TraceLevel) -> Result:
     shape = (*sizes, *one.value.shape)
-    value = trace.fake_like(one.value, shape, contiguous_strides(shape))
+    value = trace.fake_like(one.value, shape, in_order(shape))
     return Result(value, apart.around_result(one.wrapping))

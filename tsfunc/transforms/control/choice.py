@@ -11,9 +11,11 @@ import torch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.functorch import differs_in_functorch
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.hot_calls import MadeTracer
 from tsfunc.bridge.tracers.tracer import Tracer, seen_here
+from tsfunc.errors import DataDependentError
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def choice_of(value: Any, what: str) -> Choice:
 
     Raises:
         TypeError: it is neither a number nor a tensor of one element.
+        DataDependentError: it differs among the examples of a vmap of torch.func.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -105,6 +108,12 @@ def choice_of(value: Any, what: str) -> Choice:
         inner = inner.value
     if isinstance(inner, TraceTracer):
         return Traced(inner)
+    if differs_in_functorch(inner):
+        raise DataDependentError(
+            f"{what}: the choice differs from example to example of torch.func.vmap, which runs "
+            f"all of them alike. Use tsfunc.vmap (and tsfunc's transforms around it), which runs "
+            f"those apart that differ; or compute both and choose by torch.where."
+        )
     return bool(inner) if inner.dtype is torch.bool else int(inner)
 
 
@@ -124,7 +133,7 @@ def truth_of(value: Any, lanes: BatchLevel | None = None) -> bool | None:
         if type(inner) is torch.Tensor and inner.dtype is torch.bool and inner.dim() == 1:
             return True if bool(inner.all()) else None
     elif kind is torch.Tensor and value.dtype is torch.bool and value.dim() == 0:
-        return bool(value)
+        return None if differs_in_functorch(value) else bool(value)
     return None
 
 

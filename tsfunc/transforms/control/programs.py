@@ -23,8 +23,9 @@ from tsfunc.bridge.control.bodies import (
     wrapped_in,
 )
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.control_flow_calls import call, contiguous_strides
+from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import Result, TracedBody, common, operands_of
+from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.sizes.symbolic_numbers import same_number
 from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here
@@ -227,7 +228,7 @@ def stacked_result(one: Result, size: Any, trace: TraceLevel) -> Result:
     """What is known of the stacked results of all steps, from those of one."""
     value = one.value
     shape = [size, *value.shape]
-    like = trace.fake_like(value, shape, contiguous_strides(shape))
+    like = trace.fake_like(value, shape, in_order(shape))
     return Result(like, _one_dim_in(one.wrapping))
 
 
