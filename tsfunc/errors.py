@@ -47,7 +47,13 @@ class DescriptorError(TsfuncError, ValueError):
 
 
 class AnnotationError(DescriptorError, TypeError):
-    """An annotation, or a text, is no type of the language."""
+    """An annotation, or a text, is no type of the language.
+
+    Attributes:
+        undefined: whether for a name that is not defined, or not yet.
+    """
+
+    undefined = False
 
 
 class TypeCheckError(TsfuncError, TypeError):

@@ -58,7 +58,7 @@ from tsfunc.types import (
     from_annotation,
     interface,
 )
-from tsfunc.types.annotation import attribute_types
+from tsfunc.types.annotation import attribute_types, says_any
 
 META = MetaTensorType(["n", 64], dtype=torch.float32)
 X = TSTensor(meta=META)
@@ -262,10 +262,47 @@ class TestAttributes:
             call: typing.Callable[[], int]
             missing: nowhere  # type: ignore[name-defined]  # noqa: F821
             own: Holder
+            any: Any
 
         types = attribute_types(Holder)
         assert types["call"] == types["missing"] == ANY
         assert types["own"] == TSCustomClass(Holder)
+        assert says_any(Holder, "any") and not says_any(Holder, "call")
+        assert not says_any(Holder, "missing") and not says_any(Holder, "none such")
+
+    def test_a_class_that_is_defined_later(self) -> None:
+        class Early:
+            call: typing.Callable[[], int]
+            later: Later
+
+        assert attribute_types(Early)["later"] == ANY
+
+        class Later:
+            pass
+
+        def knows() -> type:
+            return Later
+
+        Early.knows = knows  # type: ignore[attr-defined]
+        assert attribute_types(Early)["later"] == TSCustomClass(Later)
+
+    def test_they_are_read_once(self) -> None:
+        """What is no type in them is none the next time: every module has such attributes."""
+
+        class Layer(torch.nn.Module):
+            width: int
+
+        assert attribute_types(Layer)["width"] == INT
+        assert attribute_types(Layer) is attribute_types(Layer)
+
+    def test_names_are_those_of_the_module_that_has_them(self) -> None:
+        """``torch.nn.Module`` calls itself ``Module``, which may be another here."""
+
+        class Layer(torch.nn.Module):
+            pass
+
+        wanted = TSDict(STR, TSOptional(TSCustomClass(torch.nn.Module)))
+        assert attribute_types(Layer)["_modules"] == wanted
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="`type X = ...` is new in Python 3.12")

@@ -11,7 +11,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, Union
+from typing import Any, NamedTuple, TypeAlias, Union
 
 import optree
 import torch
@@ -151,7 +151,9 @@ def _from_string(text: str, reading: _Reading) -> TSType:
         try:
             return read_type(text, reading.scope, lambda found: _read(found, reading))
         except AnnotationError:
-            raise reading.error(f"{text!r} can't be read: {error}") from None
+            refused = reading.error(f"{text!r} can't be read: {error}")
+            refused.undefined = isinstance(error, NameError | AttributeError)
+            raise refused from None
     return _read(found, reading)
 
 
@@ -320,7 +322,19 @@ def closure_of(func: Any) -> dict[str, object]:
     return found
 
 
-_known: weakref.WeakKeyDictionary[type, dict[str, TSType]] = weakref.WeakKeyDictionary()
+class _Declared(NamedTuple):
+    """What a class says of its attributes.
+
+    Attributes:
+        types: what each is annotated as; ``Any`` where the annotation is no type.
+        any: those that are annotated as ``Any``.
+    """
+
+    types: Mapping[str, TSType]
+    any: frozenset[str]
+
+
+_known: weakref.WeakKeyDictionary[type, _Declared] = weakref.WeakKeyDictionary()
 
 
 def attribute_types(cls: type) -> Mapping[str, TSType]:
@@ -329,28 +343,33 @@ def attribute_types(cls: type) -> Mapping[str, TSType]:
     An attribute is checked when it is reached for: an annotation that says nothing to us must
     not keep the rest of the class from being used.
     """
-    known = _known.get(cls)
-    if known is not None:
-        return known
-    scope, clear = class_scope(cls), True
-    found: dict[str, TSType] = {}
-    for name, annotation in raw_annotations(cls):
-        try:
-            found[name] = from_annotation(annotation, scope, where=f"{cls.__name__}.{name}")
-        except AnnotationError:
-            found[name] = ANY
-            clear = False  # it may name a class that is yet to be defined
-    if clear:
-        _known[cls] = found
-    return found
+    return _declared(cls).types
 
 
 def says_any(cls: type, name: str) -> bool:
     """Whether an attribute is annotated as ``Any``, and not merely as what is no type."""
-    if attribute_types(cls).get(name) != ANY:
-        return False
-    annotation = dict(raw_annotations(cls))[name]
-    try:
-        return from_annotation(annotation, class_scope(cls)) == ANY
-    except AnnotationError:
-        return False
+    return name in _declared(cls).any
+
+
+def _declared(cls: type) -> _Declared:
+    known = _known.get(cls)
+    if known is not None:
+        return known
+    found: dict[str, TSType] = {}
+    no_types: set[str] = set()
+    clear, scope = True, class_scope(cls)
+    for home in reversed(cls.__mro__):
+        names = ChainMap(dict(class_scope(home)), dict(scope))
+        for name, annotation in inspect.get_annotations(home).items():
+            no_types.discard(name)
+            try:
+                found[name] = from_annotation(annotation, names, where=f"{cls.__name__}.{name}")
+            except AnnotationError as error:
+                found[name] = ANY
+                no_types.add(name)
+                clear = clear and not error.undefined
+    anys = frozenset(name for name, type_ in found.items() if type_ == ANY) - no_types
+    declared = _Declared(found, anys)
+    if clear:
+        _known[cls] = declared
+    return declared
