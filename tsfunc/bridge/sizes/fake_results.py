@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
-from tsfunc.bridge.sizes.elsewhere import Elsewhere
+from tsfunc.bridge.sizes.elsewhere import Elsewhere, symbols_among
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.results_by_example import found_by_example
 from tsfunc.bridge.sizes.shape_rules import SHAPE_RULES
@@ -65,19 +65,19 @@ def results_of(
         args, kwargs: fake values.
     """
     env = fake.shape_env
+    # The mode keeps results, which with symbolic sizes takes longer than most of its rules do. It
+    # asks nothing where it has one, and it may be one that was wrong.
+    keeps = name not in UNKEPT and (env is None or not symbols_among((args, kwargs)))
     if name in SHAPE_RULES:
-        with DisableTorchFunction(), fake:
+        with _kept(fake, keeps):
             results = SHAPE_RULES[name](*args, **kwargs)
         if results is not NotImplemented:
             return results
-    keeps = name not in UNKEPT
     if env is None or writes:
         with _kept(fake, keeps):
             return call(*args, **kwargs)
-    # The mode keeps results, and asks nothing where it has one: not where these were wrong before.
-    wrong: set[int] = env.__dict__.setdefault("tsfunc_wrong", set())
     try:
-        with set_aside(env) as asked, _kept(fake, keeps and id(call) not in wrong):
+        with set_aside(env) as asked, _kept(fake, keeps):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
@@ -95,7 +95,6 @@ def results_of(
     elsewhere = Elsewhere(env, call, args, kwargs)
     elsewhere.keep_needed(asked)
     if not elsewhere.agrees(results):
-        wrong.add(id(call))
         results = found_by_example(elsewhere, fake)
     if results is not None:
         elsewhere.ask_needed(multiples=name in OTHER_SHAPES)

@@ -42,14 +42,8 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 def view_like(x: Any, shape: Sequence[Any], strides: Sequence[Any], offset: Any = None) -> Any:
     """A view of a fake tensor."""
     offset = x.storage_offset() if offset is None else offset
-    fake = x.fake_mode
-    # Expressions make a key, and with what is asked of them to keep it cost more than the call.
-    cached, fake.cache_enabled = fake.cache_enabled, False
-    try:
-        with unasked(fake):
-            return torch.as_strided(x, shape, strides, offset)
-    finally:
-        fake.cache_enabled = cached
+    with unasked(x.fake_mode):
+        return torch.as_strided(x, shape, strides, offset)
 
 
 def new_like(
