@@ -194,6 +194,14 @@ class KeptResults:
     def _worked_out(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
         return results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
 
+    def new(
+        self, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A fake tensor that no operator has made."""
+        with DisableTorchFunction(), in_kernel_invocation_manager(self.fake):
+            meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            return FakeTensor(self.fake, meta, device)
+
     # --- what a call is known by
 
     def _key(

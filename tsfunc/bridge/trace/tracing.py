@@ -127,7 +127,7 @@ class TraceLevel(TracerLevel):
     ) -> torch.Tensor:
         """A fake tensor of the example's type and device, conjugated lazily if that is."""
         with without_factory_keys(), self.fake:
-            made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+            made = self.results.new(shape, strides, example.dtype, example.device)
             made = made.conj() if example.is_conj() else made
             return torch._neg_view(made) if example.is_neg() else made
 

@@ -307,8 +307,8 @@ class FirstCall:
         entry = Entry(
             program,
             self.tree,
-            facts.function(self.ambient, lines, scope),
-            facts.function(self.ambient),
+            facts.function(self.ambient, lines, scope, late=opening is not None),
+            facts.function(self.ambient, late=True),
             self.reason,
             signature,
             form,

@@ -34,6 +34,23 @@ def same_float(a: Any, b: float) -> bool:
     return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
 
 
+def _compiled(source: str, scope: dict[str, Any]) -> Any:
+    exec(compile(source, "<tsfunc guard>", "exec"), scope)
+    return scope["reach"]
+
+
+def _compiled_late(source: str, scope: dict[str, Any]) -> Reach:
+    """The function of a source, which is compiled when it is first called."""
+    made: list[Reach] = []
+
+    def reach(flat: Sequence[Any]) -> tuple[Any, ...] | None:
+        if not made:
+            made.append(_compiled(source, scope))
+        return made[0](flat)
+
+    return reach
+
+
 class Facts:
     """The lines of the function, and the objects that they name."""
 
@@ -52,7 +69,11 @@ class Facts:
         self._members: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def function(
-        self, now: tuple[Any, ...], guard: Sequence[str] = (), scope: dict[str, Any] | None = None
+        self,
+        now: tuple[Any, ...],
+        guard: Sequence[str] = (),
+        scope: dict[str, Any] | None = None,
+        late: bool = False,
     ) -> Reach:
         """The function that the lines make.
 
@@ -60,9 +81,11 @@ class Facts:
             now: torch's settings.
             guard: lines that come before the others, about the arguments.
             scope: what these name.
+            late: whether it is compiled when it is first called, which it may never be.
         """
         results = "".join(f"{name}, " for name, _ in self._results)
-        reach: Reach = self._made("args", now, guard, scope, f"({results})")
+        written = self._written("args", now, guard, scope, f"({results})")
+        reach: Reach = (_compiled_late if late else _compiled)(*written)
         return reach
 
     def entering(
@@ -80,17 +103,18 @@ class Facts:
         """
         results = ", ".join(["*args", *(name for name, _ in self._results)])
         given = f"[{results}]" if self._results else "args"
-        enter: Enter = self._made("args, kwargs", now, [*opening, *guard], scope, given)
+        written = self._written("args, kwargs", now, [*opening, *guard], scope, given)
+        enter: Enter = _compiled(*written)
         return enter
 
-    def _made(
+    def _written(
         self,
         parameters: str,
         now: tuple[Any, ...],
         guard: Sequence[str],
         scope: dict[str, Any] | None,
         results: str,
-    ) -> Any:
+    ) -> tuple[str, dict[str, Any]]:
         alike, check = self._still_alike()
         names = {**self._scope, **(scope or {}), "quick_own": check}
         lines = [f"if {settings.condition(now, names)}: return None", *guard]
@@ -101,9 +125,7 @@ class Facts:
         lines.append(f"return {results}")
         body = "".join(f"        {line}\n" for line in lines)
         ending = f"    except {_GONE}:\n        return None\n"
-        source = f"def reach({parameters}):\n    try:\n{body}{ending}"
-        exec(compile(source, "<tsfunc guard>", "exec"), names)
-        return names["reach"]
+        return f"def reach({parameters}):\n    try:\n{body}{ending}", names
 
     def _still_there(self, scope: dict[str, Any]) -> Iterator[str]:
         """Lines for what modules and classes of libraries have, those of each looked at at once."""
