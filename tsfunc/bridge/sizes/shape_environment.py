@@ -3,8 +3,8 @@
 Private names used here (torch 2.11 to 2.13): ``torch.fx.experimental.symbolic_shapes`` has
 ShapeEnv, of which ``evaluate_expr`` answers what is asked of sizes, ``guards`` lists it, and
 ``guard_or_defer_runtime_assert`` and ``num_deferred_runtime_asserts`` are about what can't be
-answered yet, and ``constrain_symbol_range`` and ``get_implications`` are kept in caches without a
-bound; ``torch._guards.Source`` says where a symbol comes from. They import sympy, which
+answered yet, and ``_version_counter`` tells its caches that it knows more;
+``torch._guards.Source`` says where a symbol comes from. They import sympy, which
 takes half a second, so they are imported where the first symbol is made.
 """
 
@@ -29,6 +29,7 @@ def environment_class() -> Any:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
     base: Any = ShapeEnv
+    cached = {name: each for name, each in vars(ShapeEnv).items() if hasattr(each, "cache_clear")}
 
     class Environment(base):  # type: ignore[misc]
         """An environment that notes the user's line of what it is asked.
@@ -37,28 +38,20 @@ def environment_class() -> Any:
             symbols: whose it is; it has what is asserted written into the program.
             asked: for each guard the line, whether it is meant as it is asked, which the user's
                 code does, and whether the function raises where it does not hold.
+            kept: those of its methods that keep what they return.
             counts: whether what is asked now is how many results an operator has, which is meant.
         """
 
         def __init__(self, symbols: Any) -> None:
+            self.kept = {name: _Kept(self, method) for name, method in cached.items()}
+            own = vars(Environment)  # what is written out here calls the one that is kept
+            self.__dict__.update({name: x for name, x in self.kept.items() if name not in own})
             super().__init__(
                 duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
             )
             self.symbols = symbols
             self.asked: list[tuple[Place, bool, bool]] = []
             self.counts = False
-            self._implications: dict[Any, Any] = {}
-
-        # torch keeps results of these two with the environment that was asked, and so each one for
-        # good: a trace for every size that a service sees would fill its memory.
-
-        def constrain_symbol_range(self, *args: Any, **kwargs: Any) -> None:
-            _without_cache(base.constrain_symbol_range)(self, *args, **kwargs)
-
-        def get_implications(self, expr: Any) -> Any:
-            if expr not in self._implications:
-                self._implications[expr] = _without_cache(base.get_implications)(self, expr)
-            return self._implications[expr]
 
         def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -85,7 +78,7 @@ def environment_class() -> Any:
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts
-            holds = super().guard_or_defer_runtime_assert(expr, *args, **kwargs)
+            holds = self.kept["guard_or_defer_runtime_assert"](expr, *args, **kwargs)
             if self.num_deferred_runtime_asserts > count:
                 self.symbols.assert_in_program(expr, users_place())
             return holds
@@ -93,8 +86,42 @@ def environment_class() -> Any:
     return Environment
 
 
-def _without_cache(method: Any) -> Any:
-    return getattr(method, "__wrapped__", method)
+class _Kept:
+    """A method of an environment that keeps what it returns.
+
+    torch has one cache a method for all environments. It keeps each that was asked, and so the
+    trace that it is of: for good, or until one is asked that knows more or less than the last one.
+    Traces of many sizes would fill the memory. So each environment has caches of its own.
+
+    Args:
+        env: the environment.
+        method: as torch keeps its results: by ``functools.lru_cache``, or by what is around that
+            and forgets them when the environment knows more.
+    """
+
+    __slots__ = ("_call", "_env", "_for_good", "_known", "_version")
+
+    def __init__(self, env: Any, method: Any) -> None:
+        self._env, self._call = env, method.__wrapped__
+        self._for_good = isinstance(method, type(_LRU))
+        self._known: dict[Any, Any] = {}
+        self._version = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._for_good and self._version != self._env._version_counter:
+            self._version = self._env._version_counter
+            self._known = {}
+        known, key = self._known, (args, tuple(kwargs.items()))
+        if key not in known:
+            known[key] = self._call(self._env, *args, **kwargs)
+        return known[key]
+
+    def cache_clear(self) -> None:
+        """Forgets all of it; torch calls it by this name."""
+        self._known = {}
+
+
+_LRU = functools.lru_cache(len)
 
 
 def count_of(size: Any) -> int:

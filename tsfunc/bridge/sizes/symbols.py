@@ -383,9 +383,19 @@ class Symbols:
 
     # --- numbers as nodes
 
-    def record_in(self, graph: torch.fx.Graph | None, inputs: Mapping[str, torch.fx.Node]) -> None:
-        """Begins to record symbolic numbers in a graph, from the nodes of named dims; or ends."""
+    def record_in(self, graph: torch.fx.Graph, inputs: Mapping[str, torch.fx.Node]) -> None:
+        """Begins to record symbolic numbers in a graph, from the nodes of named dims."""
         self.graph, self._inputs = graph, inputs
+
+    def end(self) -> None:
+        """Ends that, and lets go of the nodes.
+
+        Their fake tensors hold the environment of their sizes in C++, where Python does not see
+        that it holds them in turn: nobody would free either.
+        """
+        self.graph, self._inputs = None, {}
+        self._nodes.clear()
+        self._born.clear()
 
     def record(self, value: Any) -> Any:
         """A symbolic number as a node, or as the number that it is known to be."""

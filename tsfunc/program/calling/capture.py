@@ -110,7 +110,10 @@ def outline(request: TraceRequest) -> Any:
         DataDependentError: the function uses a tensor as a Python number or bool.
     """
     trace = _Trace(request, Instances(request.what))
-    return pytrees.tree_map(trace.fake_value, trace.run())
+    try:
+        return pytrees.tree_map(trace.fake_value, trace.run())
+    finally:
+        trace.symbols.end()
 
 
 class _Trace:
@@ -135,6 +138,7 @@ class _Trace:
                 with self.level, watching_random(), watching_factories(), unlogged():
                     return self._call(self._arguments())
             except BaseException:
+                self.symbols.end()
                 self.instances.put_back()
                 raise
 
@@ -226,7 +230,7 @@ class _Trace:
         check_bodies(request.what, updates, leaves, level)
         results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
         level.graph.output(tuple(results))
-        symbols.record_in(None, {})
+        symbols.end()
         raised = check_needs(
             request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
             request.described, bool(request.retraced),
