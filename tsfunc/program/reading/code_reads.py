@@ -37,6 +37,7 @@ class Access:
         level: of an import, how many packages up it starts.
         only_changes: whether nothing is done with what it finds but to count it up, or to put
             something into it: NOTE [counters].
+        bare: whether it is called without arguments.
     """
 
     kind: Kind
@@ -45,6 +46,7 @@ class Access:
     line: int
     level: int = 0
     only_changes: bool = False
+    bare: bool = False
 
     @property
     def last(self) -> str:
@@ -136,6 +138,7 @@ _STORES: dict[str, Kind] = {
     "DELETE_DEREF": "free",
 }
 _BY_IDENTITY = frozenset({"id", "is_", "is_not"})  # functions that tell objects apart
+_CALLS = frozenset({"CALL", "CALL_FUNCTION", "CALL_METHOD"})
 _NOT_COUNTED = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL"})
 
 # What follows a variable in `v += 1`, in `v[key] = x`, and in `v[key] += 1` (as CPython 3.10 and
@@ -245,13 +248,14 @@ class _Scan:
         if chain.kind == "module" and not chain.attributes:
             return
         only_changes = False
+        steps = [each for each in rest if each.opname not in _NOT_COUNTED]
+        bare = bool(steps) and steps[0].opname in _CALLS and steps[0].arg == 0
         if chain.attributes and chain.attributes[-1] in _CHANGING:
             only_changes = _is_statement(rest)
             chain = replace(chain, attributes=chain.attributes[:-1])
         elif not chain.attributes:
-            steps = [each for each in rest if each.opname not in _NOT_COUNTED]
             if _follows(steps, _COUNTS) and steps[2].argval == chain.name:
                 only_changes = steps[2].opname in _STORES
                 counted.add(steps[2].offset)
             only_changes = only_changes or any(_follows(steps, each) for each in _PUTS)
-        self.reads.append(replace(chain, only_changes=only_changes))
+        self.reads.append(replace(chain, only_changes=only_changes, bare=bare))

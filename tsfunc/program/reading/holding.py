@@ -359,6 +359,7 @@ _OTHERS = (
 )  # fmt: skip
 _WATCHED = (  # of the standard library
     argparse.Namespace, ChainMap, UserDict, UserList, UserString, queue.Queue, threading.Event,
+    threading.Semaphore,
 )  # fmt: skip
 _OPERATORS = ("torch._library", "torch._ops")  # where the classes of operators are
 # A class that was made where there is no module says it is of the builtins.

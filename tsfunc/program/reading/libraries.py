@@ -11,7 +11,10 @@ import builtins
 import datetime
 import functools
 import gc
+import glob
 import os
+import pathlib
+import random
 import sys
 import threading
 import time
@@ -41,8 +44,44 @@ def _questions() -> frozenset[Callable[[], Any]]:
         torch.is_anomaly_check_nan_enabled, torch.is_warn_always_enabled,
         cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,
         cuda.cudnn_sdp_enabled, os.getcwd, os.getpid, sys.getrecursionlimit, gc.isenabled,
-        threading.get_ident, threading.current_thread,
+        threading.get_ident, threading.current_thread, threading.active_count,
+        *_of_numpy("geterr", "get_printoptions"),
     })  # fmt: skip
+
+
+def _of_numpy(*names: str) -> list[Any]:
+    """Functions of NumPy, if somebody has imported it."""
+    numpy = sys.modules.get("numpy")
+    return [] if numpy is None else [getattr(numpy, name) for name in names]
+
+
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
+def settings_of(value: Any) -> tuple[Callable[[], Any], ...]:
+    """The questions on whose answers a function, class or number of a library depends."""
+    if (value if isinstance(value, _CODE) else type(value)).__module__ == "decimal":
+        return (_decimal_context,)
+    return _SETTINGS.get(value, ()) if isinstance(value, types.FunctionType) else ()
+
+
+def _decimal_context() -> str:
+    """How decimal numbers are rounded here."""
+    return repr(sys.modules["decimal"].getcontext())
+
+
+_SETTINGS: dict[Any, tuple[Callable[[], Any], ...]] = {
+    os.path.abspath: (os.getcwd,), os.path.realpath: (os.getcwd,), os.path.relpath: (os.getcwd,),
+}  # fmt: skip
+_OF_ENVIRONMENT = (
+    os.getenv, getattr(os, "getenvb", None), os.path.expandvars, os.path.expanduser,
+)  # fmt: skip
+
+
+def asks_environment(owner: Any, name: str | None, value: Any) -> bool:
+    """Whether something looks at the process's environment."""
+    by_name = owner is os and name in ("environ", "environb")
+    return by_name or (isinstance(value, types.FunctionType) and value in _OF_ENVIRONMENT)
 
 
 def is_library(owner: Any) -> bool:
@@ -79,10 +118,23 @@ def _changing() -> frozenset[Any]:
         for name in (
             "time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns",
             "process_time", "process_time_ns", "thread_time", "thread_time_ns", "localtime",
-            "gmtime", "ctime", "asctime",
+            "gmtime", "ctime", "asctime", "strftime",
         )
     ]  # fmt: skip
-    return frozenset([*found, os.urandom, builtins.open, builtins.input])
+    path, numpy = os.path, _of_numpy("load", "loadtxt", "genfromtxt", "fromfile", "memmap")
+    files = [path.exists, path.isfile, path.isdir, path.getsize, path.getmtime, os.listdir,
+             os.scandir, os.stat, os.walk, glob.glob, glob.iglob]  # fmt: skip
+    return frozenset([*found, *files, *numpy, os.urandom, builtins.open, builtins.input])
+
+
+_OF_PATHS = frozenset({
+    "open", "read_text", "read_bytes", "exists", "is_file", "is_dir", "stat", "iterdir", "glob",
+    "rglob", "cwd", "home",
+})  # fmt: skip
+_UNSEEDED = frozenset({
+    ("random", "Random"), ("random", "SystemRandom"), ("numpy.random", "default_rng"),
+    ("numpy.random", "RandomState"), ("numpy.random", "SeedSequence"),
+})  # fmt: skip
 
 
 _NOISE = frozenset({
@@ -91,19 +143,37 @@ _NOISE = frozenset({
 })  # fmt: skip
 
 
+def _module_of(value: Any) -> str:
+    """The public module of a function or class of NumPy, whose own are told by their files."""
+    module = getattr(value, "__module__", None) or ""
+    return "numpy.random" if module.startswith("numpy.random") else module
+
+
+def changes_of_object(value: Any, name: str) -> bool:
+    """Whether a method of an object reads a file, or noise of the system."""
+    if isinstance(value, pathlib.PurePath):
+        return name in _OF_PATHS
+    return isinstance(value, random.SystemRandom)
+
+
 _OF_DATES = frozenset({"now", "utcnow", "today"})
 
 
-def changes_by_itself(owner: Any, name: str | None, value: Any) -> bool:
-    """Whether a function gives something else each time: a clock, a file, the system's noise.
+def changes_by_itself(owner: Any, name: str | None, value: Any, bare: bool = False) -> bool:
+    """Whether a function may give something else each time: a clock, a file, the system's noise.
 
     Args:
         owner: what it is an attribute of, if anything.
         name: which.
         value: the function.
+        bare: whether it is called without arguments.
     """
     if isinstance(owner, type) and issubclass(owner, datetime.date):
         return name in _OF_DATES
+    if isinstance(owner, type) and issubclass(owner, pathlib.PurePath):
+        return name in _OF_PATHS
+    if bare and (_module_of(value), getattr(value, "__name__", "")) in _UNSEEDED:
+        return True
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return False
     return value in _changing() or (value.__module__, value.__name__) in _NOISE

@@ -140,7 +140,12 @@ class Facts:
     def _still_alike(self) -> tuple[list[str], Any]:
         """Lines for the tensors that are the same: a look at all of them at once, else at each."""
         own = list(self._own.values())
-        closely = [line for at, value in own for line in self._type_of(at, value)]
+        closely = [
+            line
+            for at, value in own
+            for line in (f"if type({at}) is not {self.name(type(value))}: return None",
+                         *self._type_of(at, value))
+        ]  # fmt: skip
         check = quick_check([value for _, value in own])
         if check is None:
             return closely, None

@@ -8,6 +8,9 @@ from __future__ import annotations
 import array
 import contextvars
 import enum
+import logging
+import queue
+import threading
 import types
 import weakref
 from typing import Any
@@ -17,6 +20,14 @@ import torch
 _DICT: dict[Any, Any] = {}
 _VIEWS = (type(_DICT.keys()), type(_DICT.values()), type(_DICT.items()))
 _BYTES = (bytearray, array.array, memoryview)
+
+# Objects with a state, and the Python for that part of it which others can ask for.
+_TELL: dict[type, str] = {
+    type(threading.Lock()): "{}.locked()",
+    threading.Thread: "{}.name",
+    queue.SimpleQueue: "{}.qsize()",
+    logging.Logger: "[{0}.getEffectiveLevel(), {0}.disabled]",
+}
 
 _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}  # which every enum member has
 
@@ -46,6 +57,9 @@ def shown(value: Any) -> tuple[str, Any] | None:
         return "{}.get(...)", value.get(...)
     if isinstance(value, _BYTES):
         return "memoryview({}).tobytes()", memoryview(value).tobytes()
+    for cls, expression in _TELL.items():
+        if isinstance(value, cls):
+            return expression, eval(expression.format("value"), {"value": value})
     if isinstance(value, weakref.ref):
         # A tensor that is referred to is the same for as long as it is there.
         referent = value()

@@ -19,9 +19,8 @@ import inspect
 import os
 import sys
 import types
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,12 +28,11 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.errors import ReadOnceWarning
-from tsfunc.program.reading import libraries
 from tsfunc.program.reading.changes import MISSING, Change
 from tsfunc.program.reading.code_reads import Access, code_reads
 from tsfunc.program.reading.holding import Copied, Place, is_instance, put_back
 from tsfunc.program.reading.instances import Instances
+from tsfunc.program.reading.library_reads import LibraryReads
 from tsfunc.program.reading.variables import (
     CODE,
     PACKAGE,
@@ -49,8 +47,8 @@ from tsfunc.program.reading.watching import OURS
 
 _METHODS = (types.FunctionType, property, functools.cached_property)
 _PLAIN = (int, float, bool, str, type(None))
+_TOLD = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"})
 _FILLED = (list, dict, set, deque)
-_HAVE_MEMBERS = (types.ModuleType, type)
 _NO_TENSORS = (*CODE, *_PLAIN, torch.dtype, torch.layout, torch.device, enum.Enum)
 
 
@@ -69,7 +67,8 @@ class Surroundings:
         self._seen: dict[int, Any] = {}
         self._variables: dict[tuple[int, str | None], Variable] = {}
         self._owners: dict[int, str] = {}
-        self._looks_at_environment = self._looks_at_registered = False
+        self._looks_at_registered = False
+        self._libraries = LibraryReads(instances, self._owner, self._registered)
         self._counters: list[tuple[Variable, Any]] = []
         self._names: set[str] = set()
         self._waiting: dict[str, list[Callable[[], None]]] = {}
@@ -136,8 +135,10 @@ class Surroundings:
         for access in found.reads:
             if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
                 self._follow(func, access)
-                for text in found.texts - {*access.attributes}:
-                    self._follow(func, replace(access, attributes=(*access.attributes, text)))
+                way = access.attributes  # a name in `__dict__` is one of what has that
+                way = way[: way.index("__dict__")] if "__dict__" in way else way
+                for text in found.texts - {*way}:
+                    self._follow(func, replace(access, attributes=(*way, text)))
             else:
                 self._count(func, access)
         if any(self._may_be_tensor(func, access) for access in found.compared):
@@ -234,7 +235,7 @@ class Surroundings:
         found = _root(func, access)
         if found is None:
             if access.kind == "module":
-                self._members(_imported(func, access), access.attributes)
+                self._libraries.hold_member(_imported(func, access), access.attributes)
             return
         owner, name, text, attributes = found
         for i, attribute in enumerate((*attributes, None)):
@@ -242,9 +243,12 @@ class Surroundings:
             if writes and attribute is None:
                 return
             self._read(variable)
-            self._of_library(owner, name, variable.before, attributes[i:], line)
+            self._libraries.look(owner, name, variable.before, attributes[i:], line, access.bare)
             owner, name = variable.before, attribute
-            if name is None or not is_followed(owner, name):
+            if name is None:
+                return
+            self._of_object(owner, name, f"{text}.{name}")
+            if not is_followed(owner, name):
                 return
             text = f"{text}.{name}"
 
@@ -283,54 +287,13 @@ class Surroundings:
             kept = True
         return kept
 
-    def _of_library(
-        self, owner: Any, name: str | None, value: Any, attributes: Sequence[str], line: str
-    ) -> None:
-        """Looks at what the code reaches for of a library: it may be known what that tells."""
-        if value is MISSING and isinstance(owner, dict):
-            value = vars(builtins).get(str(name), MISSING)
-        for attribute in attributes:
-            if value is os and attribute in ("environ", "environb", "getenv", "getenvb"):
-                self._environment()
-        way = tuple(attributes)
-        if libraries.is_setting(value, way):
-            at = self.facts.bind(".".join((self.facts.name(value), *way)))
-            self.held.take(libraries.reached(value, way), Place(at, ".".join(way), "", True))
-            return
-        above = libraries.reached(value, way[:-1])
-        if not libraries.is_library(above if way else value):
-            return
-        last = libraries.reached(value, way)
-        self._members(value, way)
-        self.instances.generators.mentioned(last, line)
-        if libraries.is_question(last):
-            at = self.facts.bind(f"{self.facts.name(last)}()")
-            self.held.take(last(), Place(at, f"{last.__name__}()", "", True))
-        elif libraries.changes_by_itself(above, way[-1] if way else None, last):
-            self._warn(last, line)
-
-    def _members(self, owner: Any, way: Sequence[str]) -> None:
-        """Holds later calls to what is reached for of a library: somebody may put another there."""
-        above = libraries.reached(owner, way[:-1])
-        if not way or not libraries.is_library(above) or not isinstance(above, _HAVE_MEMBERS):
-            return
-        found = vars(above).get(way[-1], MISSING)
-        if isinstance(found, (*CODE, *_PLAIN)):
-            self.facts.require_member(above, way[-1], found)
-            if isinstance(found, type):
-                self._registered(found)
-
-    def _warn(self, function: Any, line: str) -> None:
-        """Tells of a function that gives something else each time."""
-        if self.held.closure != "freeze":
-            place, _, _ = line.rpartition(", in ")
-            filename, _, number = place.rpartition(":")
-            warnings.warn_explicit(
-                f"specialize({self.instances.name}): {function.__qualname__} gives something else "
-                f"at every call, and a program keeps what the first call got. If results depend on "
-                f"it, read it before the call and pass it.",
-                ReadOnceWarning, filename, int(number),
-            )  # fmt: skip
+    def _of_object(self, owner: Any, name: str, text: str) -> None:
+        """Holds later calls to what functions and classes are called, and to what tensors lack."""
+        if name in _TOLD and isinstance(owner, types.FunctionType | type):
+            at = self.facts.bind(f"{self._owner(owner)}.{name}")
+            self.held.take(getattr(owner, name), Place(at, text, text, True))
+        elif isinstance(owner, torch.Tensor) and not hasattr(owner, name):
+            self.facts.require(f"not hasattr({self._owner(owner)}, {name!r})")
 
     def _variable(self, owner: Any, name: str | None, text: str, line: str) -> Variable:
         key = id(owner), name
@@ -363,7 +326,7 @@ class Surroundings:
             base = next(each for each in bases_of(variable.owner) if variable.name in vars(each))
             way = f"{self._owner(base)}.__dict__[{variable.name!r}]"
         if isinstance(value, type(os.environ)):
-            self._environment()
+            self._libraries.hold_environment()
             return
         self._value(self.facts.bind(way), value, variable.text)
 
@@ -380,13 +343,6 @@ class Surroundings:
                 if base is not object:
                     way = f"vars({self._owner(base)})"
                     self.facts.require(f"{variable.name!r} not in {way}")
-
-    def _environment(self) -> None:
-        """The process's environment variables, all of them: there is no telling which is read."""
-        if not self._looks_at_environment:
-            self._looks_at_environment = True
-            at = self.facts.name(os.environ)
-            self.facts.require(f"{at} == {self.facts.name(dict(os.environ))}")
 
     def _value(self, at: str, value: Any, text: str) -> None:
         if isinstance(value, CODE):

@@ -1,0 +1,123 @@
+"""What the user's code reaches for of libraries: what is known of it is held to, or told of."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tsfunc.errors import ReadOnceWarning
+from tsfunc.program.reading import libraries
+from tsfunc.program.reading.changes import MISSING
+from tsfunc.program.reading.holding import Place
+from tsfunc.program.reading.instances import Instances
+from tsfunc.program.reading.variables import CODE
+
+_PLAIN = (int, float, bool, str)
+_HAVE_MEMBERS = (types.ModuleType, type)
+
+
+class LibraryReads:
+    """Has a trace's facts take in what a function reads of libraries.
+
+    Args:
+        instances: of the trace.
+        name: names an object for generated code.
+        met: is told of classes.
+    """
+
+    def __init__(
+        self, instances: Instances, name: Callable[[Any], str], met: Callable[[type], None]
+    ) -> None:
+        self.instances = instances
+        self.held = instances.held
+        self.facts = instances.held.facts_of(own=True)
+        self._name, self._met = name, met
+        self._holds_environment = False
+
+    def look(
+        self, owner: Any, name: str | None, value: Any, attributes: Sequence[str], line: str,
+        bare: bool,
+    ) -> None:  # fmt: skip
+        """Looks at a variable and what the code reaches for of it.
+
+        Args:
+            owner: what has the variable.
+            name: which.
+            value: what it is.
+            attributes: those that are reached for, one of the other.
+            line: where.
+            bare: whether what comes of it is called without arguments.
+        """
+        if value is MISSING and isinstance(owner, dict):
+            value = vars(builtins).get(str(name), MISSING)
+        way = tuple(attributes)
+        above = last = value
+        self._look_at_environment(None, None, value)
+        for attribute in way:
+            above, last = last, libraries.reached(last, (attribute,))
+            self._look_at_environment(above, attribute, last)
+        if libraries.is_setting(value, way):
+            at = self.facts.bind(".".join((self.facts.name(value), *way)))
+            self.held.take(last, Place(at, ".".join(way), "", True))
+            return
+        for question in libraries.settings_of(last):
+            self._ask(question)
+        if way and libraries.changes_of_object(value, way[0]):
+            self._warn(f"{type(value).__name__}.{way[0]}", line)
+        if libraries.is_library(above):
+            self.hold_member(value, way)
+            self.instances.generators.mentioned(last, line)
+            if libraries.is_question(last):
+                self._ask(last)
+            if libraries.changes_by_itself(above, way[-1] if way else None, last, bare):
+                self._warn(getattr(last, "__qualname__", str(last)), line)
+
+    def hold_member(self, owner: Any, way: Sequence[str]) -> None:
+        """Holds later calls to what is reached for of a library: somebody may put another there."""
+        above = libraries.reached(owner, way[:-1])
+        if not way or not libraries.is_library(above) or not isinstance(above, _HAVE_MEMBERS):
+            return
+        found = vars(above).get(way[-1], MISSING)
+        if isinstance(found, (*CODE, *_PLAIN, types.NoneType)):
+            self.facts.require_member(above, way[-1], found)
+            if isinstance(found, type):
+                self._met(found)
+        elif isinstance(found, list) or (found is MISSING and isinstance(above, types.ModuleType)):
+            # A list, which may be filled; or a flag that the module makes up as it is asked.
+            value = libraries.reached(above, way[-1:])
+            if isinstance(value, (list, *_PLAIN)):
+                text = f"{above.__name__}.{way[-1]}"
+                at = self.facts.bind(f"{self._name(above)}.{way[-1]}")
+                self.held.take(value, Place(at, text, text, True))
+
+    def hold_environment(self) -> None:
+        """The process's environment variables, all of them: there is no telling which is read."""
+        if not self._holds_environment:
+            self._holds_environment = True
+            at = self.facts.name(os.environ)
+            self.facts.require(f"{at} == {self.facts.name(dict(os.environ))}")
+
+    def _look_at_environment(self, owner: Any, name: str | None, value: Any) -> None:
+        if libraries.asks_environment(owner, name, value):
+            self.hold_environment()
+
+    def _ask(self, question: Callable[[], Any]) -> None:
+        """Holds later calls to what a function answers."""
+        at = self.facts.bind(f"{self._name(question)}()")
+        self.held.take(question(), Place(at, f"{question.__name__}()", "", True))
+
+    def _warn(self, function: str, line: str) -> None:
+        """Tells of a function that may give something else each time."""
+        if self.held.closure != "freeze":
+            place, _, _ = line.rpartition(", in ")
+            filename, _, number = place.rpartition(":")
+            warnings.warn_explicit(
+                f"specialize({self.instances.name}): {function} may give something else at another "
+                f"call, and a program keeps what the first call got. If results depend on it, read "
+                f"it before the call and pass it.",
+                ReadOnceWarning, filename, int(number),
+            )  # fmt: skip
