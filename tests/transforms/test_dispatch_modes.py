@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.transforms.support import same
-from tsfunc import grad, vmap
+from tsfunc import grad, specialize, vmap
 
 X = torch.arange(12.0).view(3, 4).sin()
 
@@ -51,3 +53,39 @@ def test_flops_of_a_batch_are_counted() -> None:
         vmap(lambda x: weight @ x)(X).sum().backward()
     assert counter.get_total_flops() >= 2 * 3 * 4 * 5
     assert weight.grad is not None
+
+
+class TenTimes(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 10 if getattr(func, "__name__", "") == "sin" else out
+
+
+class TenTimesBelow(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 10 if func is torch.ops.aten.sin.default else out
+
+
+@pytest.mark.parametrize("mode", [TenTimes, TenTimesBelow])
+def test_a_mode_sees_a_program_run_and_not_its_trace(mode: Callable[[], Any]) -> None:
+    """It would do its part twice, and do it in calls outside of it too."""
+    for first_inside in (True, False):
+        f = specialize(lambda x: x.sin())
+        for inside in (first_inside, True, False, True):
+            with mode() if inside else contextlib.nullcontext():
+                got = f(X)
+            same(got, X.sin() * (10 if inside else 1))
+
+
+def test_the_default_device_is_a_mode_that_a_trace_keeps() -> None:
+    f = specialize(lambda x: (x.sin(), torch.ones(4)))
+    for _ in range(2):
+        with TenTimes(), torch.device("meta"):
+            sine, ones = f(X)
+        assert ones.is_meta and sine.equal(X.sin() * 10)
+        assert f(X)[1].equal(torch.ones(4))

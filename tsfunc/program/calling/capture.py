@@ -17,6 +17,7 @@ from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.asked import Argument
+from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.seeding import no_seeding
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.trace.untyped import without_stand_ins
@@ -132,7 +133,7 @@ class _Trace:
 
     def run(self) -> Any:
         """Runs the function outside of all levels; what it returns."""
-        with torch_state.outside_all_levels(), state.outside_all_levels():
+        with torch_state.outside_all_levels(), state.outside_all_levels(), outside_modes():
             self.level = TraceLevel(self.request.what, self.symbols)
             try:
                 with self.level, watching_random(), watching_factories(), unlogged():
