@@ -138,7 +138,7 @@ class TestChecks:
         loaded.save(tmp_path / "again.tsf")
         for each in (loaded, load(tmp_path / "again.tsf")):
             assert each(torch.ones(8), torch.ones(5)).shape == (5,)
-            with pytest.raises(DescriptorViolation, match=r"n % 2\) == 0 does not hold"):
+            with pytest.raises(DescriptorViolation, match=r"n % 2 == 0 does not hold"):
                 each(torch.ones(7), torch.ones(5))
             with pytest.raises(DescriptorViolation, match="n >= m does not hold"):
                 each(torch.ones(4), torch.ones(5))

@@ -143,6 +143,12 @@ class TestRoundTrips:
         x = torch.randn(6)
         same(loaded(x), f(x))
         loaded.program.verify()
+        made = specialize(f)
+        made(x)
+        assert str(loaded.program) == str(made.program)
+        assert loaded.properties() == made.properties()
+        loaded.save(tmp_path / "g.tsf")
+        assert (tmp_path / "f.tsf").read_bytes() == (tmp_path / "g.tsf").read_bytes()
 
     @pytest.mark.parametrize("check", CHECKS)
     def test_what_is_checked_is_known_when_it_is_verified(self, check: str, tmp_path: Path) -> None:
@@ -622,7 +628,7 @@ class TestVersions:
         got = loaded(torch.ones(8), torch.ones(5))
         same(got[0], torch.full((5,), 2.0))
         assert got[1] == torch.Size([8])
-        with pytest.raises(DescriptorViolation, match=r"n % 2\) == 0 does not hold"):
+        with pytest.raises(DescriptorViolation, match=r"n % 2 == 0 does not hold"):
             loaded(torch.ones(7), torch.ones(5))
 
     def test_a_file_of_format_2(self) -> None:

@@ -530,6 +530,31 @@ def test_rules(change: Callable[[Any], Any], match: str, tmp_path: Path) -> None
     refused(tmp_path, edited(data, GRAPH, lambda d: change(d) and None), match)
 
 
+@pytest.mark.parametrize(
+    ("told", "match"),
+    [
+        ({"number": "bool", "text": "n"}, "number: expected int or float"),
+        ({"number": "int", "text": "a\nb"}, "text: expected a line of text"),
+        ({"dtype": "float32", "shape": [-1], "device": "cpu"}, r"shape\[0\]: expected an integer"),
+        ({"dtype": "float32", "shape": "n", "device": "cpu"}, "shape: expected a list"),
+        ({"dtype": "object", "shape": [], "device": "cpu"}, "expected a dtype"),
+        ({"dtype": "float32", "shape": []}, "device is missing"),
+    ],
+)
+def test_what_people_are_told(told: Any, match: str, tmp_path: Path) -> None:
+    f = specialize(lambda x: x[x > 0])
+    f(torch.ones(2))
+    f.save(tmp_path / "f.tsf", exact=True)
+    data = (tmp_path / "f.tsf").read_bytes()
+
+    def changed(program: Any) -> None:
+        next(n for n in program["graph"]["nodes"] if "told" in n)["told"] = told
+
+    refused(tmp_path, edited(data, GRAPH, changed), f"told.*{match}|{match}")
+    older = edited(data, "format.json", lambda head: {**head, "version": 4})
+    refused(tmp_path, older, "there is no 'told' in such an object")
+
+
 def test_generators(tmp_path: Path) -> None:
     data = (Path(__file__).parent / "files" / "format_4.tsf").read_bytes()
 

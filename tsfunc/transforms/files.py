@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` is to do with
 class LoadedFunction(Specialized):
     """A function of which there are the programs alone; made by :func:`load`."""
 
+    _has_function = False
+
     def __repr__(self) -> str:
         return f"<loaded {self.name}, {len(self.programs)} programs>"
 

@@ -45,6 +45,8 @@ register_all()  # files are to know what programs may hold
 class Specialized:
     """A function that runs as programs; made by :func:`specialize`."""
 
+    _has_function = True  # which can be traced for more calls
+
     def __init__(
         self,
         func: Callable[..., Any],
@@ -269,6 +271,7 @@ class Specialized:
         # Here, and not above: files need safetensors, which `import tsfunc` is to do without.
         from tsfunc.program.files.saving import function_to_save, write
 
+        exact = exact or not self._has_function
         write(Path(path), function_to_save(self.target, self.cache, programs, exact))
 
     def __reduce__(self) -> Any:
@@ -276,7 +279,8 @@ class Specialized:
         from tsfunc.program.files.saving import function_to_save, pickled
         from tsfunc.transforms.files import unpickle
 
-        return unpickle, pickled(function_to_save(self.target, self.cache, ()))
+        exact = not self._has_function
+        return unpickle, pickled(function_to_save(self.target, self.cache, (), exact))
 
     def __copy__(self) -> Specialized:
         return self._with(self.func)

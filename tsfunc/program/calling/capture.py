@@ -155,6 +155,8 @@ class _Trace:
             )
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
+        for name, node in sizes.items():
+            node.meta["number"] = symbols.sizes[name]
         symbols.record_in(level.graph, {**sizes, **numbers})
         traced = list(request.flat)
         for scalar in request.scalars:

@@ -216,11 +216,13 @@ def _require_sizes(field: Field, inputs: Sequence[InputSpec], bounds: Collection
 
 def _condition(field: Field, bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> Condition:
     text = field.line()
+    variables = variables_of(bounds, scalars)
     try:
-        code = fact_code(text, variables_of(bounds, scalars))
+        code = fact_code(text, variables)
+        shown = fact_code(text, {name: name for name in variables})
     except DescriptorError as error:
         field.fail(str(error))
-    return Condition(code, text, tuple(bounds), text)
+    return Condition(code, shown, tuple(bounds), text)
 
 
 def read_scalar(field: Field, position: int, value: Any, taken: Collection[str]) -> ScalarSpec:

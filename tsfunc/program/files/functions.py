@@ -30,7 +30,7 @@ from tsfunc.program.files.control import version_of
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.forms import FormReader, encode_form, facts_of
 from tsfunc.program.files.operators import NUMBER
-from tsfunc.program.files.programs import decode_program, encode_program, what_it_does
+from tsfunc.program.files.programs import decode_program, encode_program, has_key, what_it_does
 from tsfunc.program.files.state import State, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
@@ -102,7 +102,7 @@ def function_bytes(function: SavedFunction) -> bytes:
     entries: dict[str, bytes] = {}
     try:
         state = StateWriter([answer.program for answer in function.answers])
-        numbers = _write_programs(function, tensors, state, entries)
+        numbers, tells = _write_programs(function, tensors, state, entries)
         calls = [
             {
                 "program": numbers[answer.program],
@@ -134,7 +134,8 @@ def function_bytes(function: SavedFunction) -> bytes:
         "tensors.json": json_bytes(records),
         "tensors.safetensors": memory,
     }
-    version = max(4 if tensors.has_generators else 1, _version_of(function, bool(len(state))))
+    used = 5 if tells else 4 if tensors.has_generators else 1
+    version = max(used, _version_of(function, bool(len(state))))
     about = {"format": KIND, "version": version, "tsfunc": _version(), "torch": torch.__version__}
     return write_archive(about, all_entries)
 
@@ -144,19 +145,25 @@ def _write_programs(
     tensors: TensorWriter,
     state: StateWriter,
     entries: dict[str, bytes],
-) -> dict[Program, int]:
-    """Writes the programs, those that do the same once; the number of each."""
+) -> tuple[dict[Program, int], bool]:
+    """Writes the programs, those that do the same once.
+
+    Returns:
+        The number of each, and whether they tell people what is not in the types of values.
+    """
     numbers: dict[Program, int] = {}
     written: dict[bytes, int] = {}
+    tells = False
     for program in dict.fromkeys(answer.program for answer in function.answers):
         only = function.descriptors[0] if len(function.descriptors) == 1 else None
         encoded = encode_program(program, tensors, state, only)
         number = written.setdefault(json_bytes(what_it_does(encoded)), len(written))
         numbers[program] = number
+        tells = tells or has_key(encoded, "told")
         if f"programs/{number}.json" not in entries:
             entries[f"programs/{number}.json"] = json_bytes(encoded)
             entries[f"programs/{number}.py"] = f"{program}\n".encode(errors="replace")
-    return numbers
+    return numbers, tells
 
 
 def _version_of(function: SavedFunction, has_state: bool) -> int:

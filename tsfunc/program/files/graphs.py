@@ -37,7 +37,7 @@ from tsfunc.program.files.control import (
     encode_control,
 )
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.node_types import NodeTypes, encode_type
+from tsfunc.program.files.node_types import NodeTypes, encode_told, encode_type
 from tsfunc.program.files.operators import (
     NAMES_OF_FUNCTIONS,
     NOTHING,
@@ -60,7 +60,7 @@ _RESERVED = frozenset({"args"})
 # What a file has for the checks of sizes that depend on data.
 _ASSERTION = "aten::_assert_scalar"
 _FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
-_SINCE_GENERATORS = 4  # the version of the format that has them
+_SINCE_GENERATORS, _SINCE_TOLD = 4, 5  # the versions of the format that have them
 _OPTIONAL = ("type", "number", "line", *_FLAGS)
 
 
@@ -155,7 +155,8 @@ def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]
     number = form_of_size(node.meta["number"], names) if "number" in node.meta else None
     if number is not None:
         facts["number"] = number
-    return facts
+    told = None if facts else encode_told(node)
+    return facts if told is None else {"told": told}
 
 
 def _kind_of_input(node: torch.fx.Node) -> str:
@@ -230,6 +231,7 @@ class GraphReader:
     ) -> None:
         self._callees, self._is_body = callees, is_body
         self._version = version
+        self._optional = (*_OPTIONAL, "told") if version >= _SINCE_TOLD else _OPTIONAL
         self._tensors = tensors
         self._device = device
         self._types = types
@@ -292,6 +294,9 @@ class GraphReader:
         number = field.get("number")
         if number is not None:
             self._types.read_number(number, node)
+        told = field.get("told")
+        if told is not None:
+            self._types.read_told(told, node)
         for key, name in _FLAGS.items():
             flag = field.get(key)
             if flag is not None:
@@ -301,7 +306,7 @@ class GraphReader:
             node.meta["place"] = line.line()
 
     def _input(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        field.require_keys(("name", "input"), _OPTIONAL)
+        field.require_keys(("name", "input"), self._optional)
         kind = field.at("input").one_of({TENSOR: TENSOR, NUMBER: NUMBER}, "tensor or number")
         if any(node.op != "placeholder" for node in self._nodes.values()):
             field.fail("inputs come first")
@@ -310,7 +315,7 @@ class GraphReader:
         return kind, node
 
     def _lifted_tensor(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        field.require_keys(("name", "lifted"), _OPTIONAL)
+        field.require_keys(("name", "lifted"), self._optional)
         if self._is_body:
             field.fail("there are no tensors of the file inside of control flow")
         self.lifted[name] = self._tensors.tensor(field.at("lifted"))
@@ -348,7 +353,7 @@ class GraphReader:
         )
 
     def _item(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        field.require_keys(("name", "item", "of"), _OPTIONAL)
+        field.require_keys(("name", "item", "of"), self._optional)
         of, index = self._known(field.at("of")), field.at("item").integer(0, 1 << 31)
         kind = kind_of_item(self._kinds[of], index)
         if kind is None:
@@ -379,7 +384,7 @@ class GraphReader:
         return self._tensors.generator(state, self._values.device(device))
 
     def _arguments(self, field: Field, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        field.require_keys(("name", kind, "args", "kwargs"), _OPTIONAL)
+        field.require_keys(("name", kind, "args", "kwargs"), self._optional)
         args = tuple(self._values.decode(arg) for arg in field.at("args").items())
         kwargs = {}
         for name, value in field.at("kwargs").mapping().items():

@@ -14,7 +14,8 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.values import Values, dtype_of
+from tsfunc.program.files.values import Values, dtype_of, printable
+from tsfunc.program.graphs.properties import Properties, properties_of_node
 
 _MOST_PARTS = 1000  # operators and operands of one size
 
@@ -32,6 +33,25 @@ def encode_type(value: torch.Tensor, names: Mapping[Any, Any]) -> Any | None:
         "shape": shape,
         "strides": strides,
         "device": str(value.device),
+    }
+
+
+_KINDS_OF_NUMBERS = {"int": int, "float": float}
+
+
+def encode_told(node: torch.fx.Node) -> Any | None:
+    """What people are told of a value as JSON, where its sizes are not those of named dims."""
+    known = properties_of_node(node)
+    if known is None:
+        return None
+    if isinstance(known.dtype, type):
+        return {"number": known.dtype.__name__, "text": printable(known.expression or "")}
+    if known.layout is not torch.strided:
+        return None
+    return {
+        "dtype": str(known.dtype).removeprefix("torch."),
+        "shape": [dim if isinstance(dim, int) else printable(dim) for dim in known.shape],
+        "device": str(known.device),
     }
 
 
@@ -75,6 +95,21 @@ class NodeTypes:
                 )
             except (RuntimeError, OverflowError, ValueError, TypeError) as error:
                 field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
+
+    def read_told(self, field: Field, node: torch.fx.Node) -> None:
+        """Gives a node what `encode_told` wrote; nothing is worked out of that."""
+        if field.get("number") is not None:
+            number, text = field.record("number", "text")
+            kind = number.one_of(_KINDS_OF_NUMBERS, "int or float")
+            node.meta["told"] = Properties(kind, expression=text.line())
+            return
+        dtype, shape, device = field.record("dtype", "shape", "device")
+        dims = [
+            dim.integer(0) if isinstance(dim.value, int) else dim.line() for dim in shape.items()
+        ]
+        node.meta["told"] = Properties(
+            dtype_of(dtype), tuple(dims), self._values.device(device), torch.strided
+        )
 
     def read_number(self, field: Field, node: torch.fx.Node) -> None:
         """Gives a node that is a number what is known of it."""

@@ -123,9 +123,16 @@ def what_it_does(encoded: Any) -> Any:
         return {
             key: what_it_does(value)
             for key, value in encoded.items()
-            if key not in ("requires_grad", "line")
+            if key not in ("requires_grad", "line", "told")
         }
     return [what_it_does(item) for item in encoded] if isinstance(encoded, list) else encoded
+
+
+def has_key(encoded: Any, key: str) -> bool:
+    """Whether any object of some JSON has a key."""
+    if isinstance(encoded, dict):
+        return key in encoded or any(has_key(value, key) for value in encoded.values())
+    return isinstance(encoded, list) and any(has_key(item, key) for item in encoded)
 
 
 def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, Any]:

@@ -50,14 +50,14 @@ def _lines(
     for node in graph.nodes:
         if node.op == "get_attr":
             yield f"# {node.target}: {known[node.name]}"
-    last: Place | str | None = None
+    last = ""
     for statement in statements(graph, inputs, names_of(name, graph, lifted), updates):
         node = statement.node
         place = node.meta.get("place") if node is not None else None
-        if place is not None and place != last:
-            last = place
+        if place is not None and line_of(place) != last:
+            last = line_of(place)
             indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
-            yield f"{indent}# {line_of(place)}"
+            yield f"{indent}# {last}"
         comment = f"  # {known[node.name]}" if node is not None and node.name in known else ""
         yield statement.text + comment
 

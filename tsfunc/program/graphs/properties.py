@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.fx
@@ -104,20 +104,25 @@ def properties_of(
     """
     found = {}
     for node in graph.nodes:
-        value = node.meta.get("val")
-        if "expr" in node.meta:
-            kind = float if isinstance(node.meta.get("number"), torch.SymFloat) else int
-            found[node.name] = Properties(kind, expression=str(node.meta["expr"]))
-        elif isinstance(value, torch.Tensor):
-            found[node.name] = Properties(
-                value.dtype,
-                dims_of(node),
-                value.device,
-                value.layout,
-                bool(node.meta.get("requires_grad")),
-                (constants or {}).get(str(node.target)) if node.op == "get_attr" else None,
-            )
+        known = properties_of_node(node)
+        if known is None:
+            continue
+        constant = (constants or {}).get(str(node.target)) if node.op == "get_attr" else None
+        found[node.name] = known if constant is None else replace(known, constant=constant)
     return ProgramProperties(found)
+
+
+def properties_of_node(node: torch.fx.Node) -> Properties | None:
+    """The properties of one value; None where nothing is known of it."""
+    value, told = node.meta.get("val"), node.meta.get("told")
+    requires_grad = bool(node.meta.get("requires_grad"))
+    if "expr" in node.meta:
+        kind = float if isinstance(node.meta.get("number"), torch.SymFloat) else int
+        return Properties(kind, expression=str(node.meta["expr"]))
+    if isinstance(value, torch.Tensor):
+        return Properties(value.dtype, dims_of(node), value.device, value.layout, requires_grad)
+    # What a file says of sizes that data give.
+    return replace(told, requires_grad=requires_grad) if isinstance(told, Properties) else None
 
 
 def dims_of(node: torch.fx.Node) -> tuple[int | str, ...]:

@@ -1,0 +1,176 @@
+"""What is loaded is what was saved, in all that can be seen of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.program.saved_functions import MADE
+from tsfunc import MetaTensorType as Meta
+from tsfunc import grad, jvp, load, pytrees, specialize, vmap
+
+
+def _made(f: Callable[..., Any], *calls: tuple[Any, ...], dims: Any = None) -> Any:
+    made = specialize(f, dims)
+    for args in calls:
+        made(*args)
+    return made
+
+
+def _sizes(x: Tensor) -> Any:
+    size: Any = x.argmax().item()
+    return x.nonzero(), x[x > 0] * 2, torch.zeros(size + 1)
+
+
+X, Y = torch.tensor([0.5, -1.0, 2.0]), torch.ones(3)
+N3 = {"x": Meta(["n", 3])}
+# What makes a specialized function; the calls that are compared; by which argument it is
+# differentiated and batched, if by any.
+CASES: dict[str, tuple[Callable[[], Any], Sequence[tuple[Any, ...]], int | None]] = {
+    **{
+        name: (MADE[name][0], calls, by)
+        for name, calls, by in (
+            ("net", [(torch.randn(6, 4),)], 0),
+            ("flowing", [(torch.randn(4, 3), torch.tensor(2))], 0),
+            ("counting", [(torch.ones(2),), (torch.randn(2),)], None),
+            ("running", [(torch.ones(2),), (torch.randn(2),)], None),
+            ("chosen", [(torch.randn(2, 5), "sum"), (torch.randn(2, 5), "none")], 0),
+            ("checking", [(torch.randn(8), torch.randn(5))], 0),
+            ("again", [(torch.randn(4, 3),)], None),
+            ("numbered", [(torch.randn(4, 2), 3, 0.5), (torch.randn(4, 2), 4, 7.5)], 0),
+            ("ruled", [(torch.randn(5, 3),)], None),
+            ("solving", [(torch.eye(3) * 4, torch.ones(3))], None),
+        )
+    },
+    "sizes of data": (lambda: _made(_sizes, (X,)), [(X,), (-X,), (torch.ones(3),)], None),
+    "a tree": (
+        lambda: _made(lambda d: {"s": d["a"] * d["b"][0]}, ({"a": X, "b": [Y]},)),
+        [({"a": Y, "b": [X]},)],
+        None,
+    ),
+    "written into": (lambda: _made(lambda x: x.add_(1).mul(2), (X.clone(),)), [(Y.clone(),)], None),
+    "autocast": (
+        lambda: _made(torch.autocast("cpu", dtype=torch.bfloat16)(lambda x: x @ x.mT),
+                      (torch.ones(2, 3),), dims=N3),
+        [(torch.randn(5, 3),), (torch.randn(1, 3),), (torch.randn(5, 2),)],
+        0,
+    ),
+}  # fmt: skip
+
+
+def outcome(f: Any, *args: Any) -> Any:
+    """What a call returns, or the class of its error."""
+    torch.manual_seed(0)
+    try:
+        return f(*pytrees.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args))
+    except Exception as error:
+        return type(error).__name__
+
+
+def alike(got: Any, want: Any) -> None:
+    assert pytrees.structure_of(got) == pytrees.structure_of(want)
+    for g, w in zip(pytrees.leaves_of(got), pytrees.leaves_of(want), strict=True):
+        assert type(g) is type(w)
+        if isinstance(w, Tensor):
+            torch.testing.assert_close(g, w, equal_nan=True)
+            assert g.requires_grad is w.requires_grad
+        else:
+            assert g == w
+
+
+def total(f: Any) -> Any:
+    """The sum of all that a function returns."""
+    return lambda *args: sum(
+        x.sin().sum() for x in pytrees.leaves_of(f(*args)) if x.is_floating_point()
+    )
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    make, calls, by = CASES[request.param]
+    f = make()
+    # Rules are traced for each of the calls that are added, which takes long.
+    f.save(tmp_path / "f.tsf", exact=request.param in ("again", "ruled", "solving"))
+    return f, load(tmp_path / "f.tsf"), calls, by, tmp_path
+
+
+def test_calls(case: Any) -> None:
+    f, loaded, calls, _, _ = case
+    for call in (*calls, *calls):
+        alike(outcome(loaded, *call), outcome(f, *call))
+
+
+def test_what_is_printed_and_known(case: Any) -> None:
+    f, loaded, _, _, folder = case
+    if not loaded.state:  # which has another name in a file
+        assert str(loaded.program) == str(f.program)
+    assert str(loaded.properties()) == str(f.properties())
+    assert dict(loaded.descriptors) == dict(f.descriptors)
+    # What the function has from its surroundings is burnt in: no guard of what is loaded.
+    assert set(loaded.guards) <= set(f.guards)
+    for program in loaded.programs:
+        program.verify()
+    loaded.save(folder / "again.tsf")
+    again = load(folder / "again.tsf")
+    assert str(again.program) == str(loaded.program)
+    assert str(again.properties()) == str(loaded.properties())
+
+
+def test_copies(case: Any) -> None:
+    _, loaded, calls, _, _ = case
+    for copied in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        want = copy.deepcopy(loaded)
+        for call in calls:
+            alike(outcome(copied, *call), outcome(want, *call))
+
+
+def test_under_transforms(case: Any) -> None:
+    f, loaded, ((*args,), *_), by, _ = case
+    if by is None:
+        return
+    rest = {i: arg for i, arg in enumerate(args) if i != by}
+
+    def of(g: Any) -> Any:
+        return lambda x: g(*(rest.get(i, x) for i in range(len(args))))
+
+    x = args[by]
+    batch = torch.stack([x, x * 0.9])
+    for transformed in (
+        lambda g: grad(total(of(g)))(x),
+        lambda g: jvp(of(g), (x,), (torch.ones_like(x),)),
+        lambda g: vmap(of(g), randomness="same")(batch),
+        lambda g: vmap(grad(total(of(g))), randomness="same")(batch),
+        lambda g: specialize(g)(*args),
+        lambda g: specialize(grad(total(of(g))))(x),
+    ):
+        alike(outcome(transformed, loaded), outcome(transformed, f))
+
+
+@pytest.mark.slow
+def test_in_a_process_that_has_not_seen_the_functions(tmp_path: Path) -> None:
+    want = {}
+    for i, name in enumerate(CASES):
+        make, calls, _ = CASES[name]
+        f = make()
+        f.save(tmp_path / f"{i}.tsf", exact=True)
+        want[name] = outcome(load(tmp_path / f"{i}.tsf"), *calls[0])
+        torch.save(calls[0], tmp_path / f"{i}.pt")
+    code = """
+import sys, torch, tsfunc
+for i in range(int(sys.argv[2])):
+    args = torch.load(f"{sys.argv[1]}/{i}.pt")
+    torch.manual_seed(0)
+    torch.save(tsfunc.load(f"{sys.argv[1]}/{i}.tsf")(*args), f"{sys.argv[1]}/{i}.out")
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), str(len(CASES))], check=True)
+    for i, name in enumerate(CASES):
+        alike(torch.load(tmp_path / f"{i}.out", weights_only=False), want[name])
