@@ -159,7 +159,7 @@ class TestChecks:
         made.save(tmp_path / "f.tsf")
         loaded = load(tmp_path / "f.tsf")
         assert loaded(torch.ones(16), 3).shape == (3,)
-        with pytest.raises(DescriptorViolation, match=r"math\.floor\(\(4\*\(n // 4\)\) / 3\) > 1"):
+        with pytest.raises(DescriptorViolation, match=r"math\.floor\(4 \* \(n // 4\) / 3\) > 1"):
             loaded(torch.ones(4), 3)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tests.program.saved_functions import MADE
 from tsfunc import MetaTensorType as Meta
-from tsfunc import grad, jvp, load, pytrees, specialize, vmap
+from tsfunc import checkpoint, cond, grad, jvp, load, pytrees, specialize, value_and_grad, vmap
+from tsfunc.errors import TypeCheckError
 
 
 def _made(f: Callable[..., Any], *calls: tuple[Any, ...], dims: Any = None) -> Any:
@@ -153,6 +154,27 @@ def test_under_transforms(case: Any) -> None:
         lambda g: specialize(grad(total(of(g))))(x),
     ):
         alike(outcome(transformed, loaded), outcome(transformed, f))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "cond"])
+def test_a_derivative_draws_what_the_call_has_drawn(kind: str, tmp_path: Path) -> None:
+    """Also where it is traced again: else value and slope would be of two functions."""
+    drop = {
+        "checkpoint": checkpoint(torch.nn.functional.dropout),
+        "cond": lambda x: cond(x.sum() > 0, torch.nn.functional.dropout, torch.cos, x),
+    }[kind]
+    f = specialize(value_and_grad(lambda x: (drop(x) * x).sum()))
+    x = torch.arange(1.0, 9.0)
+    (value, slope) = outcome(f, x)
+    torch.testing.assert_close((slope * x).sum() / 2, value)
+    for again in (specialize(f), specialize(lambda x: f(x))):
+        for _ in range(2):
+            alike(outcome(again, x), (value, slope))
+    f.save(tmp_path / "f.tsf")
+    loaded = load(tmp_path / "f.tsf")
+    alike(outcome(loaded, x), (value, slope))
+    with pytest.raises(TypeCheckError, match="differentiates what draws random"):
+        specialize(loaded)(x)
 
 
 @pytest.mark.slow

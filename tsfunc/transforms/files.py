@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.errors import DescriptorError, DescriptorViolation, FileFormatError
+from tsfunc.errors import (
+    DescriptorError,
+    DescriptorViolation,
+    FileFormatError,
+    TypeCheckError,
+)
 from tsfunc.program.calling.cache import Entry
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.unanswered import why_unanswered
@@ -40,6 +45,15 @@ class LoadedFunction(Specialized):
             f"{self.name}, loaded from {self.what}: there is no program for this call, and a file "
             f"does not have the function itself: {why_unanswered(call, self.cache.entries)}"
             f"Call it as these were called, or save it after a call like this one."
+        )
+
+    def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Says that there is no function to trace."""
+        raise TypeCheckError(
+            f"{self.name}, loaded from {self.what}, differentiates what draws random numbers, and "
+            f"a trace can't record that it draws the same ones twice. Call it outside of "
+            f"specialize, or save the function without the derivative, and differentiate what is "
+            f"loaded."
         )
 
     @property

@@ -24,7 +24,7 @@ from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
 from tsfunc.errors import DescriptorError, UnboundAxisError
 from tsfunc.program import Program
-from tsfunc.program.calling.cache import Cache, CacheInfo
+from tsfunc.program.calling.cache import Cache, CacheInfo, TracedAgain
 from tsfunc.program.calling.calls import FirstCall, Target
 from tsfunc.program.calling.own_checks import raise_own
 from tsfunc.program.graphs.backends import resolve
@@ -93,6 +93,8 @@ class Specialized:
                     self.cache.use(entry)
                 try:
                     return entry.build(entry.run(values))
+                except TracedAgain:
+                    return self._traced_again(args, kwargs)
                 except RuntimeError as error:
                     raise_own(self.func, args, kwargs, entry.program, error)
                     raise
@@ -103,6 +105,10 @@ class Specialized:
                 raise
             # A program is made outside of all transforms, where the vmap that has the name is not.
             return self.func(*args, **kwargs)
+
+    def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function itself, where a trace could not record what its program does."""
+        return self.func(*args, **kwargs)
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checks the contract, traces, and keeps the program."""

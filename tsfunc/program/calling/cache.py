@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import optree
 
 from tsfunc import pytrees
+from tsfunc.bridge.control.control_flow import RandomStates, every_node
+from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import CallForm
@@ -103,6 +105,8 @@ class Entry:
     def __post_init__(self) -> None:
         self.enter = self.given or self._flattened
         self.run, self.build = self.program.run, builder(self.program.out_tree)
+        if any(isinstance(node.target, RandomStates) for node in every_node(self.program.graph)):
+            self.run = _outside_traces(self.program.run)
 
     @classmethod
     def of_form(cls, program: Program, form: CallForm, reason: str) -> Entry:
@@ -133,6 +137,25 @@ class Entry:
             return None
         reached = self.accepts(flat)
         return None if reached is None else [*flat, *reached]
+
+
+class TracedAgain(Exception):
+    """Internal: a program is called in a trace that could not record what it does."""
+
+
+def _outside_traces(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A program that keeps states of generators (NOTE [random numbers of derivatives]).
+
+    A trace can record neither reading nor setting them, and would draw other numbers for the
+    derivative than for what is differentiated.
+    """
+
+    def checked(values: Sequence[Any]) -> Any:
+        if tracing_here():
+            raise TracedAgain
+        return run(values)
+
+    return checked
 
 
 class Cache:
