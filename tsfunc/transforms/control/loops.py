@@ -80,7 +80,7 @@ def while_loop(
 
     Raises:
         TypeError: the condition is no choice.
-        TypeCheckError: the carry changes its type.
+        TypeCheckError: the carry changes its type, or would do so if a step were made.
 
     Example:
         >>> import torch
@@ -138,7 +138,7 @@ def fori_loop(
 
     Raises:
         TypeError: a bound is no number.
-        TypeCheckError: the carry changes its type.
+        TypeCheckError: the carry changes its type, or would do so if a step were made.
 
     Example:
         >>> import torch
