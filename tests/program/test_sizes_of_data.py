@@ -147,5 +147,22 @@ def test_a_test_of_a_number_whose_other_side_raises_is_checked() -> None:
     for k in (1, 9):
         with pytest.raises(FailedCheckError, match=r"item_default .* does not hold"):
             f(torch.tensor(k))
-    with pytest.raises(DataDependentError, match="item_default > 3 depends on data"):
+    with pytest.raises(DataDependentError, match=r"n\.item\(\) > 3 depends on data"):
         tsfunc.specialize(lambda n: n + 1 if n.item() > 3 else n)(torch.tensor(3))
+
+
+CHOICES: list[Callable[[Tensor], Any]] = [
+    lambda x: x * 2 if x[0].item() > 1 else x,
+    lambda x: [x * 2 if x[0].item() > 1 else x for _ in range(2)],
+    lambda x: {key: (x if x[0].item() > 1 else x * 2) for key in "ab"},
+    lambda x: [y for y in (x, x * 2) if x[0].item() > 1],
+]
+
+
+@pytest.mark.parametrize("f", CHOICES, ids=["lambda", "list", "dict", "filter"])
+def test_a_choice_in_an_expression_is_told_in_the_users_words(f: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(DataDependentError) as caught:
+        tsfunc.specialize(f)(torch.full((2,), 2.0))
+    said = str(caught.value)
+    assert "x[0].item() > 1 depends on data" in said
+    assert "torch._check(x[0].item() > 1)" in said and "item_default" not in said

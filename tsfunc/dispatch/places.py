@@ -105,10 +105,12 @@ def source_of(place: Place, before: str = "") -> str:
 
 
 def condition_of(place: Place) -> str | None:
-    """What a line asks that begins an ``if``, ``while`` or ``assert``; None if it is none."""
-    found = re.match(r"(?:if|elif|while|assert)\b(.*)", source_of(place))
-    rest = found[1].strip() if found else ""
-    for end in [i for i, c in enumerate(rest) if c in ":,"] + [len(rest)]:
+    """What a line asks in its one ``if``, ``while`` or ``assert``; None where there is no such."""
+    _, *others = re.split(r"\b(?:if|elif|while|assert)\b", source_of(place))
+    if len(others) != 1:
+        return None
+    rest = others[0]
+    for end in [found.start() for found in re.finditer(r"[:,)\]}]|\belse\b|\bfor\b|$", rest)]:
         try:
             return ast.unparse(ast.parse(rest[:end].strip(), mode="eval").body)
         except SyntaxError:
