@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Dict, List, Tuple  # noqa: UP035
 
 import pytest
@@ -113,6 +114,34 @@ def test_a_call_takes_the_narrowest_set_that_it_keeps() -> None:
     for shape in ((4, 4), (5, 5), (2, 3), (6, 6), (7, 8)):
         assert s(torch.ones(shape)).equal(torch.full(shape, 2.0))
     assert s.cache_info().programs == 3
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([(2, 3), (5, 5), (4, 4)])))
+def test_whichever_program_was_there_before(order: tuple[tuple[int, int], ...]) -> None:
+    s = specialize(
+        lambda x: x * 2,
+        [{"x": Meta(["n", "m"])}, {"x": Meta([4, 4])}, {"x": Meta(["n", "n"])}],
+    )
+    wanted: dict[tuple[int, int], Any] = {(2, 3): ("n", "m"), (5, 5): ("n", "n"), (4, 4): (4, 4)}
+    for shape in (*order, *order):
+        assert s(torch.ones(shape)).equal(torch.full(shape, 2.0))
+        assert s.cache_info().entries[0].descriptors["x"].shape == wanted[shape]
+    assert s.cache_info().programs == 3 and s.cache_info().hits == 3
+
+
+def test_bounds_tell_programs_apart() -> None:
+    s = specialize(
+        lambda x, k: x * k,
+        [
+            {"x": Meta(["n"])},
+            {"x": Meta([Dim("n", min=6)])},
+            {"x": Meta([Dim("n", min=6)]), "k": 2},
+        ],
+    )
+    for _ in range(2):
+        for n, k in ((3, 2), (7, 3), (8, 2), (4, 3), (9, 3)):
+            assert s(torch.ones(n), k=k).equal(torch.full((n,), float(k)))
+    assert s.cache_info().programs == 4 and s.cache_info().misses == 4
 
 
 @given(described, described, examples)

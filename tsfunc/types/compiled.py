@@ -9,11 +9,11 @@ from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.types.checks import compile_check
-from tsfunc.types.descriptor_facts import class_of
+from tsfunc.types.descriptor_facts import class_of, entries_of
 from tsfunc.types.descriptors import Anything, Descriptor, OneOf, governing, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.polynomials import solved_for
+from tsfunc.types.polynomials import most, solved_for
 from tsfunc.types.quick import Quick, generate_check
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.runs import Check, Path, Run
@@ -101,6 +101,16 @@ class CompiledDescriptors:
             return Bindings(sizes, lambda: self._run(arguments).leaves)
         run = self._run(arguments)
         return Bindings(run.sizes, run.leaves)
+
+    def is_kept(self, arguments: Mapping[str, object]) -> bool:
+        """Whether a call keeps the descriptors, as far as is quickly seen: it may say no."""
+        if self._quick is not None:
+            return self._quick(arguments) is not None
+        try:
+            self._run(arguments)
+        except DescriptorViolation:
+            return False
+        return True
 
     def _run(self, arguments: Mapping[str, object]) -> Run:
         """A whole check, which finds every mismatch.
@@ -203,10 +213,11 @@ def _read(
         if parameter in descriptors
     }
     for parameter, each in read.items():
-        _require_kind(signature.parameters[parameter], each)
+        _require_kind(signature, signature.parameters[parameter], each)
     leaves = [leaf for p, each in read.items() for leaf in tensor_leaves(each, p)]
     dims = _named_dims(leaves)
     _solve(leaves, dims)
+    _require_sizes(leaves, dims)
     return read, dims
 
 
@@ -230,8 +241,10 @@ _STARRED = {
 }
 
 
-def _require_kind(parameter: inspect.Parameter, descriptor: Descriptor) -> None:
-    """What stars gather is a tuple or a dict."""
+def _require_kind(
+    signature: inspect.Signature, parameter: inspect.Parameter, descriptor: Descriptor
+) -> None:
+    """What stars gather is a tuple or a dict, and no argument of another parameter."""
     if parameter.kind not in _STARRED or isinstance(descriptor, Anything | OneOf):
         return
     stars, words, kind, spelling = _STARRED[parameter.kind]
@@ -241,6 +254,17 @@ def _require_kind(parameter: inspect.Parameter, descriptor: Descriptor) -> None:
             f"{parameter.name}: {stars}{parameter.name} is {words} of what comes, got "
             f"{descriptor}; describe all of it, for example by {spelling}"
         )
+    by_name = {
+        each.name
+        for each in signature.parameters.values()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
+    for name in entries_of(descriptor, kind):
+        if name in by_name:
+            raise DescriptorError(
+                f"{parameter.name}[{name!r}]: {name!r} is a parameter of its own, and never comes "
+                f"in {stars}{parameter.name}; describe it by its name"
+            )
 
 
 def _default(parameter: inspect.Parameter) -> Any:
@@ -306,3 +330,17 @@ def _solve(leaves: list[tuple[str, MetaTensorType]], dims: dict[str, Dim]) -> No
             f"{at} is {form.text!r}, but no shape has {name!r} as a dim of its own, so that "
             f"nothing gives it a size"
         )
+
+
+def _require_sizes(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, Dim]) -> None:
+    """Expressions are sizes for some of the sizes that the names in them allow."""
+    for where, meta in leaves:
+        for part, form in _sizes(meta):
+            if not isinstance(form, DimExpr):
+                continue
+            ranges = {name: (dims[name].min or 0, dims[name].max) for name in form.names}
+            if most(form.text, ranges) < 0:
+                known = ", ".join(repr(dims[name]) for name in form.names)
+                raise DescriptorError(
+                    f"{where}{part} is {form.text!r}, which is negative for every size of {known}"
+                )

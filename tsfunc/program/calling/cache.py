@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -84,6 +85,7 @@ class Entry:
         form: what is taken for granted of the arguments.
         given: the same as ``accepts``, for arguments that are not flattened: None, or all that
             the program runs on.
+        is_for_another: whether a call keeps a narrower contract, whose programs answer it.
         seconds: how long it took to make.
         hits: how many calls it has answered since.
     """
@@ -96,6 +98,7 @@ class Entry:
     signature: Any
     form: CallForm
     given: Enter | None = None
+    is_for_another: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     seconds: float = 0.0
     hits: int = field(default=0, init=False)
     enter: Enter = field(init=False)
@@ -104,6 +107,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.enter = self.given or self._flattened
+        if self.is_for_another is not None:
+            self.enter = functools.partial(_enter_own, self.enter, self.is_for_another)
         self.run, self.build = self.program.run, builder(self.program.out_tree)
         if any(isinstance(node.target, RandomStates) for node in every_node(self.program.graph)):
             self.run = _outside_traces(self.program.run)
@@ -156,6 +161,16 @@ def _outside_traces(run: Callable[..., Any]) -> Callable[..., Any]:
         return run(values)
 
     return checked
+
+
+def _enter_own(
+    enter: Enter,
+    is_for_another: Callable[[tuple[Any, ...], dict[str, Any]], bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Any] | None:
+    values = enter(args, kwargs)
+    return None if values is None or is_for_another(args, kwargs) else values
 
 
 class Cache:

@@ -46,7 +46,7 @@ from tsfunc.program.reading.instances import Instances, KeepsTensors
 from tsfunc.program.reading.module_state import state_of
 from tsfunc.program.reading.surroundings import Surroundings
 from tsfunc.program.reading.variables import CODE
-from tsfunc.types import Bindings, CompiledDescriptors, Dim, MetaTensorType
+from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, Dim, MetaTensorType
 from tsfunc.types.runs import place_text
 from tsfunc.types.signatures import takes_any_keyword
 
@@ -88,6 +88,21 @@ class Target:
             return dict(self.signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
+
+    def is_narrower(
+        self, contract: CompiledDescriptors | None
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
+        """Whether a call keeps a contract that is narrower than one; None where there is none."""
+        if contract is None:
+            return None
+        own = Descriptors(contract.descriptors)
+        narrower = [each for each in self.contracts if Descriptors(each.descriptors) < own]
+
+        def is_kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            arguments = self.bound(args, kwargs)
+            return any(each.is_kept(arguments) for each in narrower)
+
+        return is_kept if narrower else None
 
     def contract(
         self, arguments: Mapping[str, Any]
@@ -313,6 +328,7 @@ class FirstCall:
             signature,
             form,
             None if opening is None else facts.entering(self.ambient, opening, lines, scope),
+            self.target.is_narrower(self.contract),
             time.perf_counter() - start,
         )
         self._record(entry)
@@ -363,7 +379,8 @@ class FirstCall:
 
     def signature(self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]) -> Any:
         """What calls have in common that differ in no more than sizes of named dims and numbers."""
-        return call_signature(self.flat, self.tree, self.orders, self.ambient, inputs, scalars)
+        parts = self.flat, self.tree, self.orders, self.ambient, inputs, scalars
+        return self.contract, call_signature(*parts)
 
     def guards(
         self,
