@@ -146,7 +146,7 @@ def named(case: Case, entry: str = "", wanted: int = 3) -> Named | None:
     if not all(size for shape in shapes for size in shape) or answer(case, shapes) is None:
         return None
     groups = list(_groups(case, shapes, not _is_unchecked(entry)))
-    if not any(_together(case, shapes, groups, change) for change in CHANGES):
+    if not _all_together(case, shapes, groups):
         # Sizes of 1 that are broadcast change by themselves, but not with what they meet.
         groups = [g for g in groups if any(shapes[i][d] != 1 for i, d in g)]
     return _with_names(case, shapes, groups, wanted, entry)
@@ -158,7 +158,7 @@ def named_by_size(case: Case, entry: str = "", wanted: int = 3) -> Named | None:
     if answer(case, shapes) is None:
         return None
     groups = list(_equal(shapes, _places(shapes)))
-    if not any(_together(case, shapes, groups, change) for change in CHANGES):
+    if not _all_together(case, shapes, groups):
         free = [group for group in groups if _free(case, shapes, group)]
         rest = [place for group in groups if group not in free for place in group]
         if rest and _free(case, shapes, rest):
@@ -195,6 +195,11 @@ def _with_names(
         small = []
     taken = [each for each in small if each != shapes and _count(case, each) == count]
     return Named(case, names, others, taken) if others else None
+
+
+def _all_together(case: Case, shapes: Shapes, groups: Sequence[Sequence[Place]]) -> bool:
+    """Whether all groups can change at once; one such change may be an accident."""
+    return sum(_together(case, shapes, groups, change) for change in CHANGES) > 1
 
 
 def _together(
@@ -267,7 +272,16 @@ def _equal(shapes: Shapes, places: Sequence[Place]) -> Iterator[Sequence[Place]]
 def _free(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
     """Whether the operator takes other sizes in these places."""
     found = [_count(case, _changed(shapes, group, change)) for change in CHANGES[:4]]
-    return found.count(None) <= 2 and _keeps_count(case, shapes, group)
+    free = found.count(None) <= 2 and _keeps_count(case, shapes, group)
+    return free and not _is_broadcast(case, shapes, group)
+
+
+def _is_broadcast(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
+    """Whether sizes of 1 may become those that others have, and none else."""
+    if any(shapes[i][d] != 1 for i, d in group):
+        return False
+    unlike = max(size for shape in shapes for size in shape) + 1
+    return _count(case, _changed(shapes, group, functools.partial(_to, unlike))) is None
 
 
 def _keeps_count(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:

@@ -638,6 +638,24 @@ def test_an_assertion_of_torch_is_a_check() -> None:
         g(torch.ones(2))
 
 
+def test_shapes_of_other_ranks_are_compared_by_rank_first() -> None:
+    def f(x: Tensor, m: Tensor) -> Tensor:
+        return x * m if m.shape == x.shape else x * m.expand_as(x)
+
+    def g(x: Tensor, m: Tensor) -> Tensor:
+        same = m.dim() == x.dim() and m.shape == x.shape
+        return x * m if same else x * m.expand_as(x)
+
+    described = {"x": Meta(["b", "n"]), "m": Meta(["n"])}
+    with pytest.raises(ConstraintViolation, match=r"has x\.dim\(\) == y\.dim\(\) and x\.shape == "):
+        specialize(f, described)(torch.ones(3, 4), torch.ones(4))
+    made = specialize(g, described)
+    for b, n in ((3, 4), (4, 4), (2, 5)):
+        x, m = r(b, n), r(n)
+        torch.testing.assert_close(made(x, m), f(x, m))
+    assert made.cache_info().programs == 1
+
+
 def test_a_quotient_by_a_named_size_is_decided() -> None:
     def f(x: Tensor) -> Any:
         return x.split(x.shape[0] // 2)

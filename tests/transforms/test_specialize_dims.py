@@ -57,6 +57,18 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any], list[list[list[int]]], lis
         [[8], [3]],
     ),
     (
+        lambda x, a, b: torch.cat(torch.gradient(x, spacing=(a, b)), 1),
+        {"x": Meta(["n", "m"]), "a": Meta(["n"]), "b": Meta(["m"])},
+        [[[5, 4], [5], [4]], [[3, 7], [3], [7]], [[6, 6], [6], [6]]],
+        [[5, 4], [4], [4]],
+    ),
+    (
+        lambda x, a: torch.gradient(x, spacing=(a,), edge_order=2)[0],
+        {"x": Meta(["n"]), "a": Meta(["n"])},
+        [[[5], [5]], [[4], [4]], [[9], [9]]],
+        [[5], [4]],
+    ),
+    (
         lambda x: x * 2,
         {"x": Meta([Dim("n", one_of=[2, 4, 7]), 3])},
         [[[2, 3]], [[7, 3]]],

@@ -205,10 +205,11 @@ def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: in
 def _differences(x: Tensor, points: Tensor, dim: int, edge_order: int) -> Tensor:
     """Along one dim: weighted over three neighbours inside, and one-sided at the ends."""
     steps = points.diff().view(-1, *[1] * (x.dim() - 1 - dim))
-    before, after = steps.narrow(0, 0, len(steps) - 1), steps.narrow(0, 1, len(steps) - 1)
+    pairs = steps.shape[0] - 1
+    before, after = steps.narrow(0, 0, pairs), steps.narrow(0, 1, pairs)
 
     def part(values: Tensor, along: int, start: int, count: int) -> Tensor:
-        return values.narrow(along, start % values.shape[along], count)
+        return values.narrow(along, start if start >= 0 else values.shape[along] + start, count)
 
     count = x.shape[dim] - 2
     left, here, right = (x.narrow(dim, start, count) for start in range(3))

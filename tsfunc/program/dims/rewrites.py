@@ -18,6 +18,9 @@ _REWRITES = {
     "math.log2": "torch.tensor(n).log2() for math.log2(n)",
     "math.exp": "torch.tensor(n).exp() for math.exp(n)",
 }
+# Shapes are tuples, which Python holds against each other from the first size on, however long.
+_SHAPES = re.compile(r"\.shape\s*[!=]=")
+_OF_SHAPES = "x.dim() == y.dim() and x.shape == y.shape where ranks may differ"
 
 
 def rewrites_of(lines: Iterable[str]) -> str:
@@ -33,4 +36,6 @@ def rewrites_of(lines: Iterable[str]) -> str:
         for call, rewrite in _REWRITES.items()
         if re.search(rf"(?<![\w.]){re.escape(call)}\(", text)
     ]
+    if _SHAPES.search(text) and ".dim()" not in text:
+        found.append(_OF_SHAPES)
     return f"A function for every size has {'; '.join(found)}." if found else ""
