@@ -124,13 +124,21 @@ def metas(
         dim = dim | st.sampled_from(["n", "m", "2*n+m"] if computed else ["n", "m"]) | bounded
     shapes = st.lists(dim, max_size=3)
     return st.builds(
-        MetaTensorType,
+        described,
         dtype=st.none() | st.sampled_from(DTYPES),
         shape=st.none() | shapes | shapes.map(lambda dims: [..., *dims] if leading else dims),
         device=st.sampled_from([None, "cpu", "cuda", "cuda:1"]),
         requires_grad=st.sampled_from([None, None, True, False]),
         layout=st.sampled_from([None, None, torch.strided, torch.sparse_coo]),
     )
+
+
+def described(**known: Any) -> MetaTensorType:
+    """A description; of numbers that have no derivative it says no `requires_grad`."""
+    dtype = known.get("dtype")
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        known["requires_grad"] = known.get("requires_grad") and None
+    return MetaTensorType(**known)
 
 
 NAMED = {"n": 2, "m": 0, "k": 1}
@@ -284,6 +292,8 @@ def _more_known(meta: MetaTensorType) -> st.SearchStrategy[MetaTensorType]:
             name: getattr(other if getattr(meta, name) is None else meta, name)
             for name in ("dtype", "device", "requires_grad", "layout")
         }
-        return MetaTensorType(shape=dims, **known)
+        if known["requires_grad"] and meta.dtype is None:
+            known["dtype"] = None  # which one does, not every dtype says
+        return described(shape=dims, **known)
 
     return st.just(meta) | metas(names=False).map(fill)

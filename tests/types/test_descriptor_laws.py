@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.types.strategies import described
 from tsfunc.errors import DescriptorViolation
 from tsfunc.types import Bindings, Dim, MetaTensorType, as_descriptor, compile_descriptors
 
@@ -63,8 +64,8 @@ def metas(draw: st.DrawFn) -> MetaTensorType:
         | st.sampled_from([bounded, chosen])
     )
     leading = draw(st.sampled_from([0, 1, 1]))
-    return MetaTensorType(
-        draw(st.none() | st.sampled_from(DTYPES)),
+    return described(
+        dtype=draw(st.none() | st.sampled_from(DTYPES)),
         shape=draw(st.none() | st.lists(dim, max_size=3).map(lambda dims: [..., *dims][leading:])),
         device=draw(st.sampled_from([None, "cpu", "cuda", "cuda:1"])),
         requires_grad=draw(st.sampled_from([None, True, False])),

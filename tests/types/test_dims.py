@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tsfunc.errors import DescriptorError
 from tsfunc.types.dims import Dim, DimExpr, parse_dim, spell_dim
-from tsfunc.types.polynomials import solved_for
+from tsfunc.types.polynomials import most, solved_for
 
 NAMES = ("a", "b", "n")
 bounds = st.none() | st.integers(0, 6)
@@ -249,6 +249,21 @@ def test_polynomials_that_are_equal_have_one_normal_text(one: str, other: str) -
     assert DimExpr(f"({one}) + ({other})").normal == DimExpr(f"({other}) + ({one})").normal
     assert DimExpr(f"({one}) * ({other})").normal == DimExpr(f"({other}) * ({one})").normal
     assert DimExpr(f"({one}) - ({one})").normal == "0"
+
+
+@given(polynomials | expressions, SIZES, st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3)))
+def test_an_expression_is_not_above_its_most(
+    text: str, sizes: dict[str, int], more: dict[str, int]
+) -> None:
+    ranges = {
+        name: (size, size + more[name] if name in more else None) for name, size in sizes.items()
+    }
+    high = {name: size + more.get(name, 7) for name, size in sizes.items()}
+    for low in (sizes, high, {**high, "n": sizes["n"]}):
+        try:
+            assert DimExpr(text).evaluate(low) <= most(text, ranges)
+        except ZeroDivisionError:
+            continue
 
 
 @given(polynomials, st.sampled_from(NAMES), SIZES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import re
 from collections.abc import Callable
-from typing import Any, Dict, List, Optional, Set, Tuple, TypeVar  # noqa: UP035
+from typing import Any, Dict, List, Literal, Optional, Set, Tuple, TypeVar  # noqa: UP035
 
 import pytest
 import torch
@@ -18,6 +18,12 @@ from tsfunc.types import Value
 
 def f(x: Any, y: Any = None, *rest: Any, train: bool = False, **more: Any) -> Any:
     return x
+
+
+def _inside_itself() -> list[Any]:
+    found: list[Any] = [int]
+    found.append(found)
+    return found
 
 
 LOOSE: Any = Meta  # what a type checker would refuse
@@ -73,6 +79,32 @@ CALL = "descriptors of f(x, y, rest, train, more): "
         (lambda: {"x": Dict[torch.Tensor, int]}, [CALL, "x: the keys of a dict are no tensors"]),  # noqa: UP006
         (lambda: {"rest": Meta()}, [CALL, "rest: *rest is a tuple", "got tensor[...]"]),
         (lambda: {"more": int}, [CALL, "more: **more is a dict", "got int", "Dict[str, X]"]),
+        (lambda: [], ["or a list of such dicts, got [] of type list"]),
+        (lambda: {"x": Literal[[1]]}, [CALL, "x: [1] (list) can't be hashed"]),
+        (lambda: {"x": _inside_itself()}, [CALL, "x: a list that contains itself", "Any"]),
+        (lambda: {"x": Meta([2**63])}, ["dim 0", "more than 2**63 - 1, got 9223372036854775808"]),
+        (
+            lambda: {"x": Meta(dtype=torch.int64, requires_grad=True)},
+            ["dtype=torch.int64, requires_grad=True", "floating point and complex"],
+        ),
+        (
+            lambda: {"x": Meta([Dim("n", max=3)]), "y": [Meta(["n - 5"])]},
+            [CALL, "y[0].shape[0] is 'n - 5'", "negative for every size of Dim('n', max=3)"],
+        ),
+        (
+            lambda: {"x": Meta([Dim("n", max=3), Dim("m", min=2), "n - 2*m"])},
+            ["x.shape[2] is 'n - 2 * m'", "Dim('n', max=3), Dim('m', min=2)"],
+        ),
+        (
+            lambda: {
+                "x": Meta([2, 3, 4, 5], strides=[60, 20, 5, 1], memory_format=torch.channels_last)
+            },
+            ["strides=(60, 20, 5, 1)", "is not contiguous in this format"],
+        ),
+        (
+            lambda: {"more": {"train": bool}},
+            [CALL, "more['train']: 'train' is a parameter of its own", "in **more"],
+        ),
         (lambda: [{"x": 1}, {"x": 1}], ["specialize(f): its descriptors 1 and 2 say the same"]),
     ],
 )
@@ -94,6 +126,10 @@ def test_a_wrong_descriptor_is_refused_where_it_is_written(
         {"x": Value("f32[n]")},
         {"rest": (Meta(), Meta())},
         {"rest": Any, "more": {"scale": float}},
+        {"x": Meta(dtype=torch.complex64, requires_grad=True)},
+        {"x": Meta([2, 3, 4, 5], strides=[60, 1, 15, 3], memory_format=torch.channels_last)},
+        {"x": Meta([Dim("n", max=5), "n - 5"])},
+        {"x": Meta([Dim("n", max=3), "m", "m - n"])},
     ],
 )
 def test_what_looks_like_it_is_none(right: dict[str, Any]) -> None:

@@ -413,7 +413,7 @@ def specialize(
         every: Sequence[Mapping[str, object]] = ()
     elif isinstance(descriptors, Mapping):
         every = (descriptors,)
-    elif _is_list_of_mappings(descriptors):
+    elif descriptors and _is_list_of_mappings(descriptors):
         every = tuple(descriptors)
     else:
         raise DescriptorError(

@@ -349,7 +349,12 @@ def _size(size: int) -> int:
         raise DescriptorError(
             f"a size can't be negative, got {size}; write None for an unknown dim"
         )
+    if size > LARGEST:
+        raise DescriptorError(f"no tensor has a size of more than 2**63 - 1, got {size}")
     return size
+
+
+LARGEST = 2**63 - 1
 
 
 def _simplify(expression: DimExpr) -> DimForm:

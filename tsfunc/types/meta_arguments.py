@@ -37,8 +37,9 @@ def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
     """
     given = _by_name(args, kwargs)
     shape = _shape(given.get("shape"), given.get("rank"))
+    dtype = _dtype(given.get("dtype"))
     values = {
-        "dtype": _dtype(given.get("dtype")),
+        "dtype": dtype,
         "rank": None if shape is None or ... in shape else len(shape),
         "shape": shape,
         "device": _device(given.get("device")),
@@ -48,7 +49,17 @@ def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
         "memory_format": _memory_format(given.get("memory_format")),
     }
     _require_one_memory(values)
+    _require_some_strides(values)
+    if values["requires_grad"] and not (dtype is None or _is_differentiable(dtype)):
+        raise DescriptorError(
+            f"MetaTensorType(dtype={dtype}, requires_grad=True): only tensors of floating point "
+            f"and complex numbers require gradients; leave requires_grad out"
+        )
     return values
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,6 +189,22 @@ def _require_one_memory(known: Mapping[str, Any]) -> None:
         f"MetaTensorType({sizes}{name}={given!r}): {name.replace('_', ' ')} of rank {wanted} can't "
         f"be those of a tensor of rank {least if wanted == formats else formats}"
     )
+
+
+def _require_some_strides(known: Mapping[str, Any]) -> None:
+    """Strides that are numbers are some of the memory format."""
+    shape, strides, memory_format = known["shape"], known["strides"], known["memory_format"]
+    if memory_format is None or shape is None or strides is None:
+        return
+    if not all(isinstance(each, int) for each in (*shape, *strides)):
+        return
+    tensor = torch.empty_strided(shape, strides, device="meta")
+    if not tensor.is_contiguous(memory_format=memory_format):
+        raise DescriptorError(
+            f"MetaTensorType(shape={list(shape)!r}, strides={strides!r}, "
+            f"memory_format={memory_format}): a tensor with these strides is not contiguous in "
+            f"this format; leave one of them out"
+        )
 
 
 def _dim(spec: object, axis: int) -> DimSpec:

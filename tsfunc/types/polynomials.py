@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,3 +156,38 @@ def solved_for(text: str, name: str) -> tuple[str, str] | None:
     except (TooLargeError, RecursionError):
         return None
     return None if found is None or not found[0].terms else (str(found[0]), str(found[1]))
+
+
+def most(text: str, ranges: Mapping[str, tuple[int, int | None]]) -> float:
+    """A number that an expression is not above.
+
+    Args:
+        text: the expression.
+        ranges: of each name the least and the largest number that it is, None where there is none.
+    """
+    return _range(ast.parse(text, mode="eval").body, ranges)[1]
+
+
+def _range(node: ast.expr, ranges: Mapping[str, tuple[int, int | None]]) -> tuple[float, float]:
+    """Two numbers between which an expression is."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value, value
+        case ast.Name(id=name):
+            low, high = ranges[name]
+            return low, math.inf if high is None else high
+        case ast.UnaryOp(operand=operand):
+            inner = _range(operand, ranges)
+            return -inner[1], -inner[0]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            one, other = _range(left, ranges), _range(right, ranges)
+            return one[0] + other[0], one[1] + other[1]
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            one, other = _range(left, ranges), _range(right, ranges)
+            return one[0] - other[1], one[1] - other[0]
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            one, other = _range(left, ranges), _range(right, ranges)
+            ends = [a * b if a and b else 0 for a in one for b in other]
+            return min(ends), max(ends)
+        case _:
+            return -math.inf, math.inf

@@ -85,6 +85,16 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
 
     Source: ``InputDescriptor`` of the TorchScript Input Descriptor proposal.
     """
+    try:
+        return _descriptor(written, where)
+    except RecursionError:
+        raise DescriptorError(
+            f"{where}: a {type(written).__name__} that contains itself, or is nested too deeply, "
+            f"describes nothing; give a type such as Any for a part of it"
+        ) from None
+
+
+def _descriptor(written: Any, where: str) -> Descriptor:
     if isinstance(written, DESCRIPTORS):
         return written
     if isinstance(written, Dim | DimExpr):
@@ -99,7 +109,7 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     if written is typing.Any:
         return Anything()
     if isinstance(written, typing.NewType):
-        return as_descriptor(written.__supertype__, where)
+        return _descriptor(written.__supertype__, where)
     if isinstance(written, type):
         return _from_class(written, where)
     if type(written).__module__ in ("typing", "typing_extensions"):
@@ -122,6 +132,11 @@ def _from_value(value: Any, where: str) -> Value:
             f"{where}: {value!r} is a string, but reads as the description of a tensor; write "
             f"MetaTensorType.parse({value!r}), or Value({value!r}) if the argument is that string"
         )
+    _require_hashable(value, where)
+    return Value(value)
+
+
+def _require_hashable(value: Any, where: str) -> None:
     try:
         hash(value)
     except TypeError:
@@ -130,7 +145,6 @@ def _from_value(value: Any, where: str) -> Value:
             f"value; give a value that can (a frozenset for a set, a tuple for an array), the "
             f"class {type(value).__name__}, or Value(...) to have calls compared with it as it is"
         ) from None
-    return Value(value)
 
 
 def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
@@ -177,7 +191,7 @@ _PRIMITIVES: dict[str, type] = {
 def _from_record(record: Any, where: str) -> Descriptor:
     """A dataclass instance: of descriptors for its fields if there are any, else a value."""
     values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-    children = tuple(as_descriptor(each, f"{where}.{name}") for name, each in values.items())
+    children = tuple(_descriptor(each, f"{where}.{name}") for name, each in values.items())
     if any(_describes(child) for child in children):
         return FieldsOf(type(record), tuple(values), children)
     return Value(record)
@@ -234,18 +248,20 @@ def _from_generic(written: object, where: str) -> Descriptor:
     if origin is typing.Annotated:
         return _from_annotated(args, where)
     if origin is typing.Literal:
+        for value in args:
+            _require_hashable(value, where)
         return OneOf(tuple(Value(value) for value in args))
     if origin in (Union, types.UnionType):
-        return OneOf(tuple(as_descriptor(arg, where) for arg in args))
+        return OneOf(tuple(_descriptor(arg, where) for arg in args))
     if origin is list:
-        return ListOf(as_descriptor(args[0], f"{where}[...]") if args else Anything())
+        return ListOf(_descriptor(args[0], f"{where}[...]") if args else Anything())
     if origin in (abc.Sequence, abc.MutableSequence):
-        element = as_descriptor(args[0], f"{where}[...]") if args else Anything()
+        element = _descriptor(args[0], f"{where}[...]") if args else Anything()
         tuples = (TupleOf(element),) if origin is abc.Sequence else ()
         return OneOf((ListOf(element), *tuples)) if tuples else ListOf(element)
     if origin in (dict, abc.Mapping, abc.MutableMapping):
         key, item = args or (Any, Any)
-        return _dict_of(as_descriptor(key, where), as_descriptor(item, f"{where}[...]"), where)
+        return _dict_of(_descriptor(key, where), _descriptor(item, f"{where}[...]"), where)
     if origin is tuple:
         return _from_tuple(written, args, where)
     if isinstance(origin, type) and (is_future_class(origin) or is_rref_class(origin)):
@@ -257,7 +273,7 @@ def _from_annotated(args: tuple[Any, ...], where: str) -> Descriptor:
     """``Annotated[Tensor, MetaTensorType(...)]`` describes a tensor."""
     if any(isinstance(extra, MetaTensorType) for extra in args[1:]):
         return _from_type(from_annotation(typing.Annotated[args], where=where))
-    return as_descriptor(args[0], where)
+    return _descriptor(args[0], where)
 
 
 def _dict_of(key: Descriptor, item: Descriptor, where: str) -> DictOf:
@@ -270,7 +286,7 @@ def _from_tuple(written: object, args: tuple[Any, ...], where: str) -> Descripto
     if written is typing.Tuple:  # noqa: UP006
         return TupleOf(Anything())
     if len(args) == 2 and args[1] is Ellipsis:
-        return TupleOf(as_descriptor(args[0], f"{where}[...]"))
+        return TupleOf(_descriptor(args[0], f"{where}[...]"))
     if args == ((),):  # Tuple[()] on Python 3.10
         args = ()
     if Ellipsis in args:
@@ -278,7 +294,7 @@ def _from_tuple(written: object, args: tuple[Any, ...], where: str) -> Descripto
             f"{where}: {written!r} can't be checked at a call; a tuple of any length is "
             f"Tuple[X, ...]"
         )
-    children = (as_descriptor(arg, f"{where}[{i}]") for i, arg in enumerate(args))
+    children = (_descriptor(arg, f"{where}[{i}]") for i, arg in enumerate(args))
     return Nested(tuple, tuple(range(len(args))), tuple(children))
 
 
@@ -286,7 +302,7 @@ def _from_container(written: object, where: str) -> Descriptor:
     entries, values = children_of(written)
     kind = type(written)
     children = tuple(
-        as_descriptor(value, where + entry_text(kind, entry))
+        _descriptor(value, where + entry_text(kind, entry))
         for entry, value in zip(entries, values, strict=True)
     )
     return Nested(dict if issubclass(kind, dict) else kind, entries, children)
