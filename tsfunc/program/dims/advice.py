@@ -48,6 +48,7 @@ def mended_dims(
         mending = _Mending(dims, sizes, with_new)
         for fact in [fact for fact in facts if not mending.take(fact)]:
             mending.take_or_open(fact)  # more is known by now
+        mending.open_beside_open(facts)
         if mending.can_be_said():
             break
     return mending.result()
@@ -80,6 +81,20 @@ class _Mending:
         """Has a fact hold, or leaves open what it speaks of."""
         if not self.take(fact):
             self.opened.update(map(str, self._in_terms_of_others(fact).free_symbols))
+
+    def open_beside_open(self, facts: Sequence[Any]) -> None:
+        """Opens what facts tie to open dims: each of their sizes says something else of it."""
+        before = -1
+        while len(self.opened) != before:
+            before = len(self.opened)
+            for name, value in self.solved.items():
+                if not self.opened.isdisjoint(map(str, value.free_symbols)):
+                    self.opened.add(name)
+            dims = {name: Dim(name) if name in self.opened else d for name, d in self.dims.items()}
+            for fact in facts:
+                names = set(map(str, fact.free_symbols))
+                if not self.opened.isdisjoint(names) and not holds(fact, dims):
+                    self.opened |= names
 
     def take(self, fact: Any) -> bool:
         """Has a fact hold; returns whether that can be said."""

@@ -58,9 +58,19 @@ def bounded(fact: Any, dim: Dim, size: int) -> Dim | int | None:
             mended = dim.meet(candidate) if isinstance(candidate, Dim) else candidate
         except DescriptorError:
             continue
-        if isinstance(mended, int) or (mended.admits(size) and _seems_promised(fact, mended)):
+        if isinstance(mended, int):
             return mended
+        if mended.admits(size) and _seems_promised(fact, mended):
+            return _shown(fact, mended, size)
     return None
+
+
+def _shown(fact: Any, dim: Dim, size: int) -> Dim:
+    """The dim, with as many sizes as can be tried if nothing else shows that the fact holds."""
+    if holds(fact, {dim.name: dim}):
+        return dim
+    few = dim.meet(Dim(dim.name, max=smallest(dim) + _MANY - 1))
+    return few if few.admits(size) and holds(fact, {dim.name: few}) else dim
 
 
 def _seems_promised(fact: Any, dim: Dim) -> bool:
