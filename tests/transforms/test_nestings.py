@@ -132,12 +132,30 @@ def agrees(word: str) -> None:
         "GkJvc",
         "GJkj",  # when its jvp is over
         "GJJk",
+        "GVjG",  # a gradient in a rule that is transposed
+        "GVjGk",
         "JkvS",  # a trace in a checkpoint that looks for tangents
         "JSJk",
     ],
 )
 def test_nestings_that_meet_one_another_s_tangents(word: str) -> None:
     agrees(word)
+
+
+@pytest.mark.parametrize("over", [lambda f: f, vmap, specialize], ids=["", "vmap", "specialize"])
+def test_a_product_with_a_hessian_is_differentiated_by_its_direction(over: Any) -> None:
+    """The tangent of the gradient depends on it, and the gradient does not."""
+
+    def product(t: Tensor) -> Tensor:
+        pushed: Tensor = jvp(grad(lambda x: smooth(x).sum()), (X,), (t,))[1]
+        return (pushed * X).sum()
+
+    want = torch.func.hessian(lambda x: smooth(x).sum())(X) @ X
+    directions = torch.stack([X, X.cos()])
+    if over is vmap:
+        same(vmap(grad(product))(directions), torch.stack([want, want]))
+    else:
+        torch.testing.assert_close(over(grad(product))(directions[1]), want)
 
 
 @given(

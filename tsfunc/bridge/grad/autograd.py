@@ -153,7 +153,17 @@ def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
     if level is not None and not _is_of(value, level):
         return False
     with DisableTorchFunctionSubclass():
-        return value.requires_grad
+        return any(part.requires_grad for part in _with_tangents((value,), level))
+
+
+def _with_tangents(
+    values: Sequence[torch.Tensor], level: TracerLevel | None
+) -> Sequence[torch.Tensor]:
+    """The values, and the tangents that they carry, whose graphs are apart from theirs."""
+    if not forward_in_use(level):
+        return values
+    tangents = [forward_ad.unpack_dual(value).tangent for value in values]
+    return [*values, *(tangent for tangent in tangents if tangent is not None)]
 
 
 def reaches_other_leaves(
@@ -168,6 +178,8 @@ def reaches_other_leaves(
         own = any(variable is leaf for leaf in leaves)
         return not own and (level is None or _is_of(variable, level))
 
+    with DisableTorchFunctionSubclass():
+        outputs = _with_tangents(outputs, level)
     return _reaches(outputs, is_other)
 
 
