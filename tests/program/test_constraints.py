@@ -73,6 +73,24 @@ def test_the_dim_for_which_a_fact_holds(fact: str) -> None:
     assert g.cache_info().programs == 1
 
 
+@pytest.mark.parametrize("by", [2, 3, 8])
+def test_sizes_that_are_rounded_up(by: int) -> None:
+    """What a dim was padded to goes evenly, whatever its size, and so do products of such."""
+
+    def f(x: Tensor) -> Tensor:
+        x = torch.nn.functional.pad(x, (0, (-x.shape[2]) % by, 0, (-x.shape[1]) % by))
+        n, h, w = x.shape
+        blocks = x.view(n, h // by, by, w // by, by)
+        return blocks.transpose(2, 3).reshape(-1, by * by).sum(1)
+
+    g = specialize(f, {"x": Meta(["n", "h", "w"])})
+    for shape in ((2, 8, 10), (3, 9, 7), (2, 2, 3), (1, 16, 24)):
+        torch.testing.assert_close(g(torch.ones(shape)), f(torch.ones(shape)))
+    described = {"x": Meta(["h", "w"])}
+    with pytest.raises(ConstraintViolation, match="Dim\\('h', multiple_of=8\\)"):
+        specialize(lambda x: x.view(x.shape[0] // 8, 8, x.shape[1]), described)(torch.ones(16, 3))
+
+
 def fits(g: Any, x: Tensor) -> bool:
     try:
         g.target.contract({"x": x})

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import conv1d
 
 from tests.program.test_exporting import WAYS
-from tsfunc import Dim, cond, specialize
+from tsfunc import Dim, associative_scan, cond, specialize
 from tsfunc import MetaTensorType as Meta
 
 Function = Callable[..., Any]
@@ -51,6 +52,39 @@ def test_a_size_may_equal_another_one_by_chance(name: str, n: int) -> None:
     sizes = (2, 3, 4, 5, 9)
     others = [(torch.randn(size, 32),) for size in sizes]
     _served(QUESTIONS[name], {"x": Meta(["n", 32])}, (torch.randn(n, 32),), others)
+
+
+DECOMPOSED: dict[str, Function] = {
+    "every second row": lambda x: x[1:-1:2],
+    "a half": lambda x: x[: x.shape[0] // 2].sum(0),
+    "as many of the largest": lambda x: x.topk(x.shape[0] // 2, 0).values,
+    "parts": lambda x: x.split([2, x.shape[0] - 2]),
+    "products": lambda x: associative_scan(torch.mul, x),
+    "a convolution": lambda x: conv1d(x.t()[None], torch.ones(2, 32, 3), stride=2, padding=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_decompositions_ask_no_more(name: str) -> None:
+    others = [(torch.randn(size, 32),) for size in (3, 4, 9, 24)]
+    first = (torch.randn(5, 32),)
+    _served(DECOMPOSED[name], {"x": Meta([Dim("n", min=3), 32])}, first, others, "decompositions")
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+def test_decomposed_twice() -> None:
+    g = specialize(lambda x: x[1:-1:2].exp(), {"x": Meta(["n"])})
+    g(torch.ones(7))
+    module = g.to_exported_program().run_decompositions({}).run_decompositions().module()
+    for n in (2, 3, 5):
+        torch.testing.assert_close(module(torch.ones(n)), torch.ones(n)[1:-1:2].exp())
+
+
+def test_the_least_multiple() -> None:
+    others = [(torch.randn(n),) for n in (2, 6, 12)]
+    g = {"x": Meta([Dim("n", multiple_of=2)])}
+    _served(lambda x: x.view(-1, 2).sum(1), g, (torch.randn(8),), others)
 
 
 # --- recurrent layers, of which torch writes each step down

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import rnn
 
 import tsfunc
+from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import DataDependentError, FailedCheckError
 
 
@@ -55,6 +57,64 @@ def test_programs_and_files(
     for g in (program, tsfunc.load(tmp_path / "f.tsf")):
         for args in (first, second):
             torch.testing.assert_close(g(*args), f(*args))
+
+
+def pack(x: Tensor, lengths: Tensor, **options: Any) -> Any:
+    return rnn.pack_padded_sequence(x, lengths, enforce_sorted=False, **options)
+
+
+LSTM = torch.nn.LSTM(3, 4, num_layers=2, bidirectional=True)
+
+
+def of_a_layer(x: Tensor, lengths: Tensor) -> Any:
+    out, states = LSTM(pack(x, lengths))
+    return rnn.pad_packed_sequence(out), states
+
+
+def batches_first(x: Tensor, lengths: Tensor) -> Any:
+    packed = pack(x.transpose(0, 1), lengths, batch_first=True)
+    return rnn.pad_packed_sequence(packed, batch_first=True, padding_value=-1.0)
+
+
+def to_their_places(x: Tensor, lengths: Tensor) -> Any:
+    packed = pack(x, lengths)
+    packed = packed._replace(data=packed.data.sin())
+    return rnn.pad_packed_sequence(packed, total_length=x.shape[0])[0] + x
+
+
+@pytest.mark.parametrize("f", [of_a_layer, batches_first, to_their_places])
+def test_packed_sequences(f: Callable[..., Any], tmp_path: Path) -> None:
+    """How many rows they have, and how many steps, no trace knows."""
+    descriptors = {"x": Meta(["t", "b", 3]), "lengths": Meta(["b"], dtype=torch.int64)}
+    program = tsfunc.specialize(f, descriptors)
+    calls = [
+        (torch.randn(t, len(lengths), 3), torch.tensor(lengths))
+        for t, lengths in ((6, (2, 6)), (9, (9, 1, 4)), (3, (3, 3, 3, 1)))
+    ]
+    for args in calls:
+        torch.testing.assert_close(program(*args), f(*args))
+    assert program.cache_info().programs == 1
+    program.save(tmp_path / "f.tsf")
+    torch.testing.assert_close(tsfunc.load(tmp_path / "f.tsf")(*calls[1]), f(*calls[1]))
+
+
+def test_a_layer_that_reads_the_number_of_packed_sequences() -> None:
+    """torch's own code has it as a Python number, of the user's line."""
+    gru = torch.nn.GRU(3, 4)
+    program = tsfunc.specialize(lambda x, lengths: gru(pack(x, lengths))[1])
+    with pytest.raises(DataDependentError, match=rf"__int__, at {__file__}.*gru\(pack"):
+        program(torch.randn(5, 2, 3), torch.tensor([5, 2]))
+
+
+def test_rows_of_a_packed_sequence_are_none_of_the_steps() -> None:
+    def f(x: Tensor, lengths: Tensor) -> Any:
+        rows = pack(x, lengths).data
+        return rows + torch.ones(rows.shape[0], 1), rows.shape[0]
+
+    program = tsfunc.specialize(f, {"x": Meta(["t", "b", 3]), "lengths": Meta(["b"])})
+    for lengths in ((2, 6), (4, 5)):
+        args = torch.randn(6, 2, 3), torch.tensor(lengths)
+        torch.testing.assert_close(program(*args), f(*args))
 
 
 def test_a_file_checks_what_its_program_relies_on(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ the function read of them is burnt in. Other tensors can't be assigned.
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +36,8 @@ from tsfunc.program.passes.effects import writes
 from tsfunc.types import Dim, DimExpr
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+# Sizes of the examples: those in functions are rarely such, or parts of such.
+_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -54,21 +55,20 @@ def exported(program: Program) -> torch.export.ExportedProgram:
             f"{program.name}: an ExportedProgram has no place for {problem}. "
             f"`.graph_module` is the program for torch's other tools."
         )
-    sizes = sizes_for(form.bounds)
+    sizes = sizes_for(form.bounds, _PRIMES)
     leaves = list(form.leaves)
     for spec in form.inputs:
         leaves[spec.position] = _example(spec, sizes)
     args, kwargs = pytrees.unflatten(form.tree, leaves)
     names = _parameters(program, form, len(args))
     module = _module(program, graph, names, list(kwargs))
-    # torch.export finds some relations by itself alone, and fails on others if they are given; what
-    # its rules can't do without an answer they ask: NOTE [questions of torch.export].
+    # torch.export finds some relations by itself alone, and fails on others if they are given.
     failed: Exception | None = None
     least = {name: max(2, dim.min or 0) for name, dim in form.bounds.items()}
-    for oblivious, given in itertools.product((True, False), (True, True, False)):
+    for given in (True, True, False):
         try:
             shapes = _shapes(program, form, names, given, least)
-            return exported_by_torch(module, args, kwargs, shapes, oblivious)
+            return exported_by_torch(module, args, kwargs, shapes)
         except Exception as error:
             failed = failed or error
             least.update(_least_of(str(error), least))
@@ -166,7 +166,7 @@ def _named(dim: Dim, least: int) -> Any:
     step = dim.multiple_of or 1
     most = None if dim.max is None else dim.max // step
     name = dim.name if step == 1 else f"{dim.name}_by_{step}"
-    base = torch.export.Dim(name, min=max(2, -(-least // step)), max=most)
+    base = torch.export.Dim(name, min=-(-least // step), max=most)
     return base if step == 1 else step * base
 
 

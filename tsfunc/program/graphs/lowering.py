@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
@@ -45,15 +45,21 @@ def arguments_for(
     return bound
 
 
-def sizes_for(dims: Mapping[str, Dim]) -> dict[str, int]:
-    """A size of 2 or more for each named dim, different ones as far as their bounds allow it."""
+def sizes_for(dims: Mapping[str, Dim], wanted: Sequence[int] = ()) -> dict[str, int]:
+    """A size of 2 or more for each named dim, different ones as far as their bounds allow it.
+
+    Args:
+        dims: the named dims.
+        wanted: sizes that are taken where they are allowed.
+    """
     sizes: dict[str, int] = {}
     for name, dim in dims.items():
         step = dim.multiple_of or 1
         least = -(-max(2, dim.min or 0) // step) * step
-        candidates = dim.one_of or range(least, least + _TRIED * step, step)
+        first = [size * step for size in wanted if size * step > least]
+        candidates = dim.one_of or [*first, *range(least, least + _TRIED * step, step)]
         allowed = [n for n in candidates if n >= 2 and dim.admits(n)]
-        fresh = [n for n in allowed[1:] if n not in sizes.values()]
+        fresh = [n for n in allowed if n > min(allowed) and n not in sizes.values()]
         sizes[name] = (fresh or allowed or [dim.max or least])[0]
     return sizes
 
