@@ -25,8 +25,9 @@ from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
 from tsfunc.errors import DescriptorError, UnboundAxisError
 from tsfunc.program import Program
 from tsfunc.program.calling.cache import Cache, CacheInfo, TracedAgain
-from tsfunc.program.calling.calls import FirstCall, Target
+from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.own_checks import raise_own
+from tsfunc.program.calling.target import Target
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
 
-from tsfunc import pytrees, rage
+from tsfunc import rage
 from tsfunc.bridge.sizes.bounds import any_number, any_size
-from tsfunc.bridge.trace.backends import Backend
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.dispatch.places import users_place
-from tsfunc.errors import DataDependentError, DescriptorViolation, TsfuncError
+from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.calling.cache import Cache, Entry
 from tsfunc.program.calling.capture import TraceRequest, capture
+from tsfunc.program.calling.leaves import described, places_of, spelled
+from tsfunc.program.calling.target import Target
 from tsfunc.program.dims.edges import AtTheEdge
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.equal import same_program
@@ -41,92 +39,13 @@ from tsfunc.program.guarding.same_tensors import ToldApart
 from tsfunc.program.guarding.untyped import any_arguments
 from tsfunc.program.guarding.widening import size_names, varying_sizes, widened
 from tsfunc.program.reading.entering import key_orders, opening_lines
-from tsfunc.program.reading.holding import Closure, is_container, is_instance
+from tsfunc.program.reading.holding import is_container, is_instance
 from tsfunc.program.reading.instances import Instances, KeepsTensors
 from tsfunc.program.reading.module_state import state_of
 from tsfunc.program.reading.surroundings import Surroundings
 from tsfunc.program.reading.variables import CODE
-from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, Dim, MetaTensorType
+from tsfunc.types import Dim
 from tsfunc.types.runs import place_text
-from tsfunc.types.signatures import takes_any_keyword
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is specialized.
-
-    Attributes:
-        func: the function.
-        name: how errors and programs call it.
-        signature: its parameters.
-        contracts: the descriptors that a call may keep, narrower ones first.
-        closure: what becomes of what it reads and is no argument: NOTE [closures].
-        backend: what compiles its programs, None: they run as Python.
-        backend_name: what the user calls it.
-    """
-
-    func: Callable[..., Any]
-    name: str
-    signature: inspect.Signature
-    contracts: tuple[CompiledDescriptors, ...]
-    closure: Closure = "guard"
-    backend: Backend | None = None
-    backend_name: str = "python"
-
-    @functools.cached_property
-    def sees_keywords(self) -> bool:
-        """Whether the function sees the order of its keyword arguments."""
-        return takes_any_keyword(self.func)
-
-    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by parameter.
-
-        Raises:
-            TypeError: there is no such call of the function.
-        """
-        try:
-            return dict(self.signature.bind(*args, **kwargs).arguments)
-        except TypeError as error:
-            raise TypeError(f"{self.name}{self.signature}: {error}") from None
-
-    def is_narrower(
-        self, contract: CompiledDescriptors | None
-    ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
-        """Whether a call keeps a contract that is narrower than one; None where there is none."""
-        if contract is None:
-            return None
-        own = Descriptors(contract.descriptors)
-        narrower = [each for each in self.contracts if Descriptors(each.descriptors) < own]
-
-        def is_kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-            arguments = self.bound(args, kwargs)
-            return any(each.is_kept(arguments) for each in narrower)
-
-        return is_kept if narrower else None
-
-    def contract(
-        self, arguments: Mapping[str, Any]
-    ) -> tuple[CompiledDescriptors | None, Bindings | None]:
-        """The first of the contracts that a call keeps.
-
-        Raises:
-            DescriptorViolation: there are some, and it keeps none.
-        """
-        errors = []
-        for contract in self.contracts:
-            try:
-                return contract, contract.check(arguments)
-            except DescriptorViolation as error:
-                errors.append(error)
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            listed = "\n".join(str(error) for error in errors)
-            raise DescriptorViolation(
-                f"{self.name}: the call breaks each of its {len(errors)} sets of descriptors:\n"
-                f"{listed}"
-            )
-        return None, None
 
 
 class FirstCall:
@@ -288,7 +207,7 @@ class FirstCall:
         described = {} if self.contract is None else self.contract.descriptors
         request = TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
-            scalars, any_arguments(self.func, described, self.places, _spell), described,
+            scalars, any_arguments(self.func, described, self.places, spelled), described,
         )  # fmt: skip
         program, instances = self._captured(request)
         signature = self.signature(inputs, scalars)
@@ -419,14 +338,14 @@ class FirstCall:
         surroundings = Surroundings(instances, every)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):
-                instances.add(value, _spell(self.places[i]), f"args[{i}]")
+                instances.add(value, spelled(self.places[i]), f"args[{i}]")
             elif hasattr(type(value), "__next__"):
-                instances.held.refuse_iterator(_spell(self.places[i]), "an argument", value)
+                instances.held.refuse_iterator(spelled(self.places[i]), "an argument", value)
         surroundings.add(self.func)
         for i, value in enumerate(self.flat):
             if isinstance(value, CODE):
                 surroundings.scan(value)
-            instances.generators.add(_spell(self.places[i]), value)
+            instances.generators.add(spelled(self.places[i]), value)
         return instances
 
 
@@ -447,51 +366,3 @@ def _is_small(entry: Entry, name: str, size: int) -> bool:
     """Whether a program that is for any size of a named dim is for none as small as this one."""
     bounds = entry.form.bounds
     return name in bounds and (size < 2 or size < (bounds[name].min or 0))
-
-
-def described(
-    leaves: Sequence[Any],
-    inputs: Sequence[InputSpec],
-    tree: optree.PyTreeSpec,
-    parameters: inspect.Signature,
-) -> dict[str, Any]:
-    """Descriptors by parameter name of flattened arguments, tensors as these inputs are."""
-    flat = list(leaves)
-    for spec in inputs:
-        flat[spec.position] = MetaTensorType(
-            list(spec.dims),
-            dtype=spec.example.dtype,
-            device=spec.example.device,
-            requires_grad=None if spec.any_grad else spec.example.requires_grad,
-            layout=spec.example.layout,
-        )
-    args, kwargs = optree.tree_unflatten(tree, flat)
-    return dict(parameters.bind(*args, **kwargs).arguments)
-
-
-def places_of(
-    signature: inspect.Signature, count: int, tree: optree.PyTreeSpec
-) -> dict[int, tuple[Any, ...]]:
-    """For each flattened argument its path from a parameter."""
-    numbers = [_Place(i) for i in range(count)]
-    args, kwargs = optree.tree_unflatten(tree, numbers)
-    places: dict[int, tuple[Any, ...]] = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        paths, leaves, _ = optree.tree_flatten_with_path(
-            value, none_is_leaf=True, namespace=pytrees.NAMESPACE
-        )
-        for path, leaf in zip(paths, leaves, strict=True):
-            places[leaf.index] = (name, *path)
-    return places
-
-
-def _spell(path: Sequence[Any]) -> str:
-    """The path of an argument as a user would write it."""
-    return str(path[0]) + "".join(f"[{entry!r}]" for entry in path[1:])
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for a flattened argument while its path is looked for."""
-
-    index: int

@@ -9,7 +9,8 @@ from typing import Any
 import optree
 
 from tsfunc.program.calling.cache import Entry
-from tsfunc.program.calling.calls import FirstCall, places_of
+from tsfunc.program.calling.calls import FirstCall
+from tsfunc.program.calling.leaves import places_of
 from tsfunc.program.guarding.forms import CallForm
 from tsfunc.program.guarding.guard_texts import Guards, guard_texts
 from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call

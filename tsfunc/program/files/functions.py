@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
-from tsfunc.program.calling.calls import described, places_of
+from tsfunc.program.calling.leaves import described, places_of
 from tsfunc.program.calling.unanswered import guards_of_form
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
 from tsfunc.program.files.context import Context

@@ -10,7 +10,7 @@ from pathlib import Path
 import optree
 
 from tsfunc.program.calling.cache import Cache
-from tsfunc.program.calling.calls import Target
+from tsfunc.program.calling.target import Target
 from tsfunc.program.files.archive import replace
 from tsfunc.program.files.forms import storable
 from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes, read_function

@@ -20,7 +20,8 @@ import torch
 from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.program.calling.cache import Cache, Entry
-from tsfunc.program.calling.calls import FirstCall, Target
+from tsfunc.program.calling.calls import FirstCall
+from tsfunc.program.calling.target import Target
 from tsfunc.program.guarding.forms import CallForm, example_call
 from tsfunc.program.guarding.inputs import InputSpec
 
