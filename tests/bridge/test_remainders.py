@@ -9,16 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sympy import Eq, Ge, Gt, Le, Lt, Ne, Symbol
+from sympy import Eq, Ge, Gt, Le, Lt, Ne
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 
+from tests.bridge.size_expressions import H, W, expressions
 from tsfunc import Dim, specialize
 from tsfunc import MetaTensorType as Meta
 from tsfunc.bridge.sizes.remainders import holds_by_remainders
 
-H, W = (Symbol(name, integer=True, positive=True) for name in "hw")
 SIZES = {"h": (2, 1), "w": (2, 1)}
 
 
@@ -50,21 +50,6 @@ def test_sizes_go_by_the_step_of_their_dim() -> None:
     assert not holds_by_remainders(Eq(PythonMod(H, 8), 0), {"h": (2, 4)})
     assert holds_by_remainders(Ge(FloorDiv(H, 3), 3), {"h": (9, 1)})
     assert not holds_by_remainders(Ge(FloorDiv(H, 3), 3), {"h": (8, 1)})
-
-
-def expressions() -> st.SearchStrategy[Any]:
-    steps = st.integers(1, 5)
-    return st.recursive(
-        st.sampled_from([H, W]) | st.integers(-3, 6).map(lambda n: H * 0 + n),
-        lambda inner: st.one_of(
-            st.builds(lambda a, b: a + b, inner, inner),
-            st.builds(lambda a, b: a - b, inner, inner),
-            st.builds(lambda a, b: a * b, inner, inner),
-            st.builds(FloorDiv, inner, steps),
-            st.builds(PythonMod, inner, steps),
-        ),
-        max_leaves=5,
-    )
 
 
 @given(expressions(), expressions(), st.sampled_from([Eq, Ne, Ge, Gt, Le, Lt]))

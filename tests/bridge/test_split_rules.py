@@ -48,12 +48,12 @@ def test_one_program_for_all_lengths(name: str) -> None:
     [
         (lambda x: x.unbind(), "n == 9", "9"),
         (lambda x: [row.sum() for row in x], "n == 9", "9"),
-        (lambda x: x.split(4), "(3 + n) // 4 == 3", "Dim('n', min=9, max=12)"),
+        (lambda x: x.split(4), "(n + 3) // 4 == 3", "Dim('n', min=9, max=12)"),
         (lambda x: x.chunk(3), "n > 4", "Dim('n', min=5)"),
         (lambda x: x.chunk(9), "n % 9 == 0", "Dim('n', multiple_of=9)"),
         (
             lambda x: x.chunk(5),
-            "((-1) + n + ((4 + n) // 5)) // ((4 + n) // 5) == 5",
+            "(n + ((n + 4) // 5) - 1) // ((n + 4) // 5) == 5",
             "Dim('n', min=9, max=10)",
         ),
     ],

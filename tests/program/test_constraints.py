@@ -46,7 +46,7 @@ ONE: dict[str, tuple[Callable[[int], Any], int, str]] = {
     "3*n >= 20": (lambda n: 3 * n >= 20, 7, "Dim('n', min=7)"),
     "n // 2 > 3": (lambda n: n // 2 > 3, 9, "Dim('n', min=8)"),
     "3*(n // 3) == n": (lambda n: n // 3 * 3 == n, 9, "Dim('n', multiple_of=3)"),
-    "n // 2 == (1 + n) // 2": (lambda n: n // 2 == (n + 1) // 2, 8, "Dim('n', multiple_of=2)"),
+    "n // 2 == (n + 1) // 2": (lambda n: n // 2 == (n + 1) // 2, 8, "Dim('n', multiple_of=2)"),
     "n % 2 != 0": (lambda n: n % 2 == 0, 5, "'2 * extra + 1'"),
     "n % 4 == 3": (lambda n: n % 4 == 3, 7, "'4 * extra + 3'"),
     "2*(n // 2) != n": (lambda n: n // 2 * 2 == n, 9, "'2 * extra + 1'"),
@@ -182,7 +182,7 @@ OPERATORS: dict[str, tuple[Any, dict[str, list[Any]], tuple[Tensor, ...], dict[s
         {"x": [3], "y": [Dim("m", min=3)]},
     ),
     "every second": (
-        lambda x, y: x + y[::2], {"x": ["n"], "y": ["m"]}, (r(3), r(6)), {"x": ["(1 + m) // 2"]},
+        lambda x, y: x + y[::2], {"x": ["n"], "y": ["m"]}, (r(3), r(6)), {"x": ["(m + 1) // 2"]},
     ),
     "halved": (
         lambda x, y: x + F.avg_pool1d(y[None], 2)[0], {"x": ["n"], "y": ["m"]}, (r(3), r(6)),

@@ -25,17 +25,20 @@ def python_text(expr: Any) -> str:
     if isinstance(expr, And | Or):
         word = " and " if isinstance(expr, And) else " or "
         return word.join(sorted(map(python_text, expr.args)))
-    # sympy's own text puts terms in the usual order, and is no Python where there are functions.
-    return code_text(expr) if expr.has(Function, Max, Min, Float) else str(expr)
+    # sympy's own text is no Python where there are functions.
+    known = expr.has(Function, Max, Min, Float)
+    return str(_printers()[1]().doprint(expr)) if known else str(expr)
 
 
 def code_text(expr: Any) -> str:
     """An expression as Python that can run: of its functions ``math`` must be known."""
-    return str(_printer()().doprint(expr))
+    return str(_printers()[0]().doprint(expr))
 
 
 @functools.cache
-def _printer() -> Any:
+def _printers() -> tuple[Any, Any]:
+    """What spells an expression as code, and what does so for people."""
+    from sympy.printing.precedence import PRECEDENCE
     from torch.utils._sympy.printers import PythonPrinter
 
     base: Any = PythonPrinter
@@ -55,7 +58,20 @@ def _printer() -> Any:
         def _helper_sqrt(self, expr: Any) -> str:
             return f"math.sqrt({self.stringify([expr], '', 0)})"
 
-    return Printer
+    class ForPeople(Printer):
+        """Sums in the usual order, and differences as such."""
+
+        def _print_Add(self, expr: Any) -> str:
+            level = PRECEDENCE["Add"]
+            terms = [self.parenthesize(x, level, strict=True) for x in expr.as_ordered_terms()]
+            return " + ".join(terms).replace(" + -", " - ")
+
+        def _print_Mul(self, expr: Any) -> str:
+            if expr.as_coeff_Mul()[0] < 0:
+                return f"-{self.parenthesize(-expr, PRECEDENCE['Mul'], strict=True)}"
+            return str(super()._print_Mul(expr))
+
+    return Printer, ForPeople
 
 
 def moduli(expr: Any) -> list[int]:
