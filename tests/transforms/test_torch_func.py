@@ -163,3 +163,23 @@ def test_torch_func_runs_no_examples_apart(run: Any, f: Any, what: str) -> None:
         with pytest.raises(DataDependentError, match=match):
             theirs.vmap(transform(total(run(f))))(X)
     assert torch._C._functorch.maybe_current_level() is None
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: torch.vmap(torch.sin)(w) + x.sum(),
+        lambda x, w: torch.vmap(lambda row: row * 2 + x.sum())(w),
+        lambda x, w: torch.vmap(lambda row: torch.addmm(row, x, torch.ones(3, 3)))(w),
+        lambda x, w: torch.func.grad(lambda row: (row @ w.T).sum())(x),
+        lambda x, w: torch.func.jvp(lambda row: (row * w[0]).sum(), (x,), (x,))[1],
+    ],
+    ids=["of itself", "by a number", "beside a factory", "in a derivative", "in a tangent"],
+)
+def test_tensors_from_outside_in_programs(f: Any) -> None:
+    """What torch.func's vmap maps over is read anew at every call, too."""
+    x, w = torch.randn(4, 3), torch.randn(5, 3)
+    g = ours.specialize(lambda x: f(x, w))
+    for _ in range(2):
+        torch.testing.assert_close(g(x), f(x, w))
+        w.add_(1)

@@ -55,6 +55,7 @@ from tsfunc.bridge.sizes.shape_rules import is_of_data
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.questions import unasked
 from tsfunc.bridge.tracers.settings import settings
+from tsfunc.bridge.tracers.torch_state import outside_functorch
 
 # Values that are equal where they are the same argument.
 _PLAIN: Final = frozenset({
@@ -198,7 +199,7 @@ class KeptResults:
         self, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A fake tensor that no operator has made."""
-        with DisableTorchFunction(), in_kernel_invocation_manager(self.fake):
+        with DisableTorchFunction(), outside_functorch(), in_kernel_invocation_manager(self.fake):
             meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
             return FakeTensor(self.fake, meta, device)
 

@@ -57,6 +57,7 @@ from tsfunc.bridge.trace.asked import (
 from tsfunc.bridge.trace.copies import Copies
 from tsfunc.bridge.trace.untyped import AnyValue
 from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
@@ -156,9 +157,15 @@ class TraceLevel(TracerLevel):
         return known[1]
 
     def lifted_here(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor as the traced code is to see it: one from outside is lifted."""
-        if is_traced(value) or self.is_of_functorch(value):
+        """A tensor as the traced code is to see it: one from outside is lifted.
+
+        So is one that a vmap of torch.func's maps over: plain, it would be computed with while
+        tracing, and be stale once it changes.
+        """
+        if is_traced(value):
             return value
+        if self.is_of_functorch(value):
+            return batch_of_another(value, self.lifted_here)
         return self.lift(value)
 
     def is_of_functorch(self, value: torch.Tensor) -> bool:

@@ -5,8 +5,9 @@ which torch's plain autograd may not be used, and whose levels a tracer of ours 
 the wrong order. A transform that is called there is given to torch.func's of the same name.
 
 Private names used here (torch 2.11 to 2.13): ``_functorch.maybe_current_level`` is the depth of
-torch.func's stack; ``is_functorch_wrapped_tensor``, ``is_batchedtensor`` and ``get_unwrapped`` tell
-what a tensor of its transforms is.
+torch.func's stack; ``is_functorch_wrapped_tensor``, ``is_batchedtensor``, ``get_unwrapped``,
+``maybe_get_bdim`` and ``maybe_get_level`` tell what a tensor of its transforms is, and
+``_add_batch_dim`` makes one.
 """
 
 from __future__ import annotations
@@ -47,3 +48,21 @@ def differs_in_functorch(value: torch.Tensor) -> bool:
             return True
         value = _functorch.get_unwrapped(value)
     return False
+
+
+def batch_of_another(
+    value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """A batch of torch.func's vmap with what another tensor becomes in the place of that tensor.
+
+    What its other transforms have wrapped stays: they differentiate this very tensor.
+    """
+    if not _functorch.is_batchedtensor(value):
+        return value
+    inner = _functorch.get_unwrapped(value)
+    changed = change(inner)
+    if changed is inner:
+        return value
+    return _functorch._add_batch_dim(
+        changed, _functorch.maybe_get_bdim(value), _functorch.maybe_get_level(value)
+    )

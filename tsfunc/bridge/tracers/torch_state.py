@@ -18,6 +18,7 @@ fails by name when one goes):
   ``_DisableAutocast``, which excludes its keys for a block;
 - ``_is_fwd_grad_enabled``: whether operators push tangents on this thread, and
   ``forward_ad._set_fwd_grad_enabled``, which says so for a block;
+- ``_functorch.maybe_current_level`` is the depth of torch.func's stack;
 - ``_functorch.pyfunctorch.temporarily_clear_interpreter_stack``: no transform of torch.func is
   active within a block;
 - ``_dispatch_has_kernel_for_dispatch_key``: whether an operator has a kernel for a key;
@@ -29,7 +30,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import or_
 from types import TracebackType
 from typing import Any
@@ -47,6 +48,7 @@ from torch._C import (
     _dispatch_tls_local_include_set,
     _ExcludeDispatchKeyGuard,
     _ForceDispatchKeyGuard,
+    _functorch,
     _get_dispatch_mode,
     _IncludeDispatchKeyGuard,
     _is_any_autocast_enabled,
@@ -274,6 +276,12 @@ def without_tangents() -> Any:
 def without_factory_keys() -> Any:
     """Context manager: factory and random functions are torch's own."""
     return _ExcludeDispatchKeyGuard(_BOTH_KEYS)
+
+
+def outside_functorch() -> AbstractContextManager[Any]:
+    """Context manager: no transform of torch.func is active, which would wrap what is made."""
+    active = _functorch.maybe_current_level() is not None
+    return temporarily_clear_interpreter_stack() if active else nullcontext()
 
 
 @contextmanager
