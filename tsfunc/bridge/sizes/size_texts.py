@@ -27,18 +27,16 @@ def python_text(expr: Any) -> str:
         return word.join(sorted(map(python_text, expr.args)))
     # sympy's own text is no Python where there are functions.
     known = expr.has(Function, Max, Min, Float)
-    return str(_printers()[1]().doprint(expr)) if known else str(expr)
+    return str(_printer_for_people()().doprint(expr)) if known else str(expr)
 
 
 def code_text(expr: Any) -> str:
     """An expression as Python that can run: of its functions ``math`` must be known."""
-    return str(_printers()[0]().doprint(expr))
+    return str(_printer()().doprint(expr))
 
 
 @functools.cache
-def _printers() -> tuple[Any, Any]:
-    """What spells an expression as code, and what does so for people."""
-    from sympy.printing.precedence import PRECEDENCE
+def _printer() -> Any:
     from torch.utils._sympy.printers import PythonPrinter
 
     base: Any = PythonPrinter
@@ -58,7 +56,16 @@ def _printers() -> tuple[Any, Any]:
         def _helper_sqrt(self, expr: Any) -> str:
             return f"math.sqrt({self.stringify([expr], '', 0)})"
 
-    class ForPeople(Printer):
+    return Printer
+
+
+@functools.cache
+def _printer_for_people() -> Any:
+    from sympy.printing.precedence import PRECEDENCE
+
+    base: Any = _printer()
+
+    class Printer(base):  # type: ignore[misc]
         """Sums in the usual order, and differences as such."""
 
         def _print_Add(self, expr: Any) -> str:
@@ -71,7 +78,7 @@ def _printers() -> tuple[Any, Any]:
                 return f"-{self.parenthesize(-expr, PRECEDENCE['Mul'], strict=True)}"
             return str(super()._print_Mul(expr))
 
-    return Printer, ForPeople
+    return Printer
 
 
 def moduli(expr: Any) -> list[int]:

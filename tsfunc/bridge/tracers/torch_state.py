@@ -291,7 +291,7 @@ def outside_all_levels() -> Iterator[None]:
     Nor a transform of torch.func, whose kernels, on their way outwards, take torch's dispatcher to
     be at the place where they have left it.
     """
-    with temporarily_clear_interpreter_stack():
+    with outside_functorch():
         include = _dispatch_tls_local_include_set().remove(_RANDOM_KEY).remove(_FACTORY_KEY)
         with _ForceDispatchKeyGuard(include, _dispatch_tls_local_exclude_set()):
             yield

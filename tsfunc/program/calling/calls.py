@@ -117,19 +117,38 @@ class FirstCall:
                 cache.keep(made[0])
             if known is not None or self.reason in (UNSEEN, dropped):
                 self.reason = "; ".join(f"{name} is {size}" for name, size in small.items())
-            inputs = [with_sizes_fixed(spec, small) for spec in inputs]
-            bounds = {name: dim for name, dim in bounds.items() if name not in small}
-            fixed = self.trace(inputs, bounds)
-            some = {
-                **sizes,
-                **{name: any_size(dim) for name, dim in bounds.items()},
-                **{scalar.name: any_number(type(scalar.value)) for scalar in scalars},
-            }
-            made = fixed if made is None else _one_of(made, fixed, some)
+            made = self._with_fixed(made, small, inputs, bounds, scalars)
         assert made is not None
         entry, reached = made
         cache.keep(entry)
         return entry.program, reached
+
+    def _with_fixed(
+        self,
+        made: tuple[Entry, Sequence[Any]] | None,
+        small: Mapping[str, int],
+        inputs: Sequence[InputSpec],
+        bounds: Mapping[str, Dim],
+        scalars: Sequence[ScalarSpec],
+    ) -> tuple[Entry, Sequence[Any]]:
+        """A program for calls in which some sizes are fixed: the one for all, if that is the same.
+
+        Args:
+            made: the one for all; None: the function refuses what stands in for these sizes.
+            small: the sizes that are fixed.
+            inputs, bounds, scalars: of the call, in which they are named dims.
+        """
+        inputs = [with_sizes_fixed(spec, small) for spec in inputs]
+        bounds = {name: dim for name, dim in bounds.items() if name not in small}
+        fixed = self.trace(inputs, bounds)
+        if made is None:
+            return fixed
+        some = {
+            **self.sizes,
+            **{name: any_size(dim) for name, dim in bounds.items()},
+            **{scalar.name: any_number(type(scalar.value)) for scalar in scalars},
+        }
+        return _one_of(made, fixed, some)
 
     def _traced(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], small: Mapping[str, int]
