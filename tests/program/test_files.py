@@ -223,9 +223,9 @@ class TestRoundTrips:
         described = {"x": Meta([Dim("n", min=2, max=8)], dtype=torch.float32), "k": 3}
         loaded = saved(lambda x, k: x * k, tmp_path, (torch.ones(4), 3), descriptors=described)
         same(loaded(torch.ones(8), 3), torch.full((8,), 3.0))
-        with pytest.raises(DescriptorViolation, match=r"x.shape\[0\]: promised"):
+        with pytest.raises(DescriptorViolation, match=r"x.shape\[0\]: expected"):
             loaded(torch.ones(9), 3)
-        with pytest.raises(DescriptorViolation, match="k: promised the value 3"):
+        with pytest.raises(DescriptorViolation, match="k: expected the value 3"):
             loaded(torch.ones(8), 4)
 
     def test_settings_are_guarded(self, tmp_path: Path) -> None:
@@ -663,7 +663,7 @@ class TestVersions:
         assert step(x, y, scale=math.nan, mode="mean")["total"].isnan()
         with torch.no_grad():
             same(step(x, y, scale=2.0)["total"], h.sum())
-        with pytest.raises(DescriptorViolation, match=r"x.shape\[1\]: promised 4, came 3"):
+        with pytest.raises(DescriptorViolation, match=r"x.shape\[1\]: expected 4, got 3"):
             step(torch.ones(2, 3), y, scale=2.0)
         step.program.verify()
 

@@ -57,7 +57,7 @@ def test_floats(tmp_path: Path) -> None:
     for s in (math.inf, math.nan):  # these are burnt in, where they come
         with pytest.raises(DescriptorViolation, match="there is no program for this call"):
             loaded(X, s)
-    with pytest.raises(DescriptorViolation, match=r"s: promised float, came 2 \(int\)"):
+    with pytest.raises(DescriptorViolation, match=r"s: expected float, got 2 \(int\)"):
         loaded(X, 2)
 
 

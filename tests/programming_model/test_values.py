@@ -33,7 +33,7 @@ class TestStaticValues:
     def test_another_value_at_run_time_is_an_error(self) -> None:
         f = specialize(AddSeven(), {"y": 3})
         f(torch.randn(1), 3)
-        with pytest.raises(DescriptorViolation, match="y: promised the value 3"):
+        with pytest.raises(DescriptorViolation, match="y: expected the value 3"):
             f(torch.randn(1), 4)
 
     def test_without_a_promise_another_value_is_another_program(self) -> None:

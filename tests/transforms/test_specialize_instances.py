@@ -290,7 +290,7 @@ class TestArguments:
     def test_a_descriptor_by_class(self) -> None:
         f = specialize(apply, {"model": Scale})
         f(Scale(torch.ones(3)), torch.ones(3))
-        with pytest.raises(DescriptorViolation, match="model: promised Scale, came Identity"):
+        with pytest.raises(DescriptorViolation, match="model: expected Scale, got Identity"):
             f(nn.Identity(), torch.ones(3))
 
 

@@ -130,7 +130,7 @@ def test_other_types_of_numbers_break_the_descriptor() -> None:
     s = specialize(lambda x, k: x * k, {"k": int})
     assert s(X, 2).equal(2 * X)
     for other in (2.0, True, "2", torch.tensor(2)):
-        with pytest.raises(DescriptorViolation, match="k: promised int"):
+        with pytest.raises(DescriptorViolation, match="k: expected int"):
             s(X, other)
 
 

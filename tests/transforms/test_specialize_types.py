@@ -70,7 +70,7 @@ def test_one_program_for_every_size_of_a_named_dim_at_any_leaf(descriptor: Any, 
         xs = make(torch.randn(n, 4))
         torch.testing.assert_close(f(xs), total(xs))
     assert f.cache_info().programs == 1
-    with pytest.raises(DescriptorViolation, match="promised 4, came 3"):
+    with pytest.raises(DescriptorViolation, match="expected 4, got 3"):
         f(make(torch.randn(2, 3)))
 
 
@@ -106,7 +106,7 @@ def test_what_is_optional_has_a_program_for_each_case() -> None:
 def test_types_of_single_values_are_checked(kind: type, good: Any, bad: Any) -> None:
     f = specialize(lambda x, option: (x, option), {"option": kind})
     assert f(torch.ones(1), good)[1] == good
-    with pytest.raises(DescriptorViolation, match=f"option: promised {kind.__name__}, came"):
+    with pytest.raises(DescriptorViolation, match=f"option: expected {kind.__name__}, got"):
         f(torch.ones(1), bad)
     g = specialize(lambda x, option: (x, option), {"option": parse(kind.__name__)})
     assert g(torch.ones(1), good)[1] == good

@@ -82,7 +82,7 @@ def test_the_example_of_the_proposal() -> None:
 
     bad = torch.ones([100], dtype=float)  # type: ignore[call-overload]
     assert violations(contract, {"x": bad, "train": True}) == [
-        "x.shape: promised [100, 200], came [100]"
+        "x.shape: expected [100, 200], got [100]"
     ]
 
 
@@ -92,7 +92,7 @@ def test_the_shapes_of_the_proposal() -> None:
     assert sizes == {"i": 4, "i1": 1, "i2": 2, "i3": 3}
     lines = violations({"x": MetaTensorType(["i", "i", 100])}, {"x": torch.ones(4, 5, 99)})
     assert lines == [
-        "x.shape[2]: promised 100, came 99",
+        "x.shape[2]: expected 100, got 99",
         "i is 4 at x.shape[0] but 5 at x.shape[1]",
     ]
 
@@ -147,11 +147,11 @@ def test_every_mismatch_is_listed() -> None:
         "train": 0,
     }
     assert violations(contract, call) == [
-        "params['w'][0].dtype: promised torch.float32, came torch.float16",
-        "params['w'][0].shape[1]: promised 64, came 32",
-        "x.device: promised meta, came cpu",
-        "x.requires_grad: promised True, came False",
-        "train: promised the value False (bool), came 0 (int)",
+        "params['w'][0].dtype: expected torch.float32, got torch.float16",
+        "params['w'][0].shape[1]: expected 64, got 32",
+        "x.device: expected meta, got cpu",
+        "x.requires_grad: expected True, got False",
+        "train: expected the value False (bool), got 0 (int)",
     ]
 
 
@@ -161,52 +161,52 @@ X = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("descriptor", "value", "line"),
     [
-        (MetaTensorType(["n"]), 3, "x: promised a tensor, tensor[n], came 3 (int)"),
-        (torch.Tensor, None, "x: promised a tensor, tensor[...], came None"),
-        (MetaTensorType(rank=1), X, "x.shape: promised [?], came [2, 3]"),
-        (MetaTensorType([Dim("n", 3, 8), 3]), X, "x.shape[0]: promised 3<=n<=8, came 2"),
-        (MetaTensorType(layout=torch.sparse_coo), X, "x.layout: promised torch.sparse_coo, came "),
-        (MetaTensorType(device="cuda"), X, "x.device: promised cuda, came cpu"),
+        (MetaTensorType(["n"]), 3, "x: expected a tensor, tensor[n], got 3 (int)"),
+        (torch.Tensor, None, "x: expected a tensor, tensor[...], got None"),
+        (MetaTensorType(rank=1), X, "x.shape: expected [?], got [2, 3]"),
+        (MetaTensorType([Dim("n", 3, 8), 3]), X, "x.shape[0]: expected 3<=n<=8, got 2"),
+        (MetaTensorType(layout=torch.sparse_coo), X, "x.layout: expected torch.sparse_coo, got "),
+        (MetaTensorType(device="cuda"), X, "x.device: expected cuda, got cpu"),
         (
             MetaTensorType(["n", "2*n"]),
             X,
-            "x.shape[1]: promised 2 * n = 4 (n is 2 at x.shape[0]), came 3",
+            "x.shape[1]: expected 2 * n = 4 (n is 2 at x.shape[0]), got 3",
         ),
         (
             MetaTensorType(["n", "n//(n-2)"]),
             X,
-            "x.shape[1]: promised n // (n - 2), which divides by zero (n is 2 at x.shape[0]), came",
+            "x.shape[1]: expected n // (n - 2), which divides by zero (n is 2 at x.shape[0]), got",
         ),
-        (int, True, "x: promised int, came True (bool)"),
-        (float, 2, "x: promised float, came 2 (int)"),
-        (str, X, "x: promised str, came f32[2, 3] cpu"),
-        ("sum", "mean", "x: promised the value 'sum' (str), came 'mean' (str)"),
-        (None, 0, "x: promised the value None, came 0 (int)"),
-        (X, X + 1, "x: promised the value f32[2, 3] cpu, came another f32[2, 3] cpu"),
-        (List[int], (1,), "x: promised a list, came (1,) (tuple)"),  # noqa: UP006
-        (List[int], [1, "a"], "x[1]: promised int, came 'a' (str)"),  # noqa: UP006
-        (Tuple[int, ...], [1], "x: promised a tuple, came [1] (list)"),  # noqa: UP006
-        (Tuple[int, int], (1,), "x: promised a tuple of length 2, came one of 1"),  # noqa: UP006
-        (Tuple[int, int], [1, 2], "x: promised a tuple, came [1, 2] (list)"),  # noqa: UP006
-        (Dict[str, int], [], "x: promised a dict, came [] (list)"),  # noqa: UP006
-        (Dict[str, int], {3: 1}, "a key of x: promised str, came 3 (int)"),  # noqa: UP006
-        (Dict[str, int], {"a": "b"}, "x['a']: promised int, came 'b' (str)"),  # noqa: UP006
-        ({"a": int}, 3, "x: promised a dict, came 3 (int)"),
-        ({"a": int}, {}, "x['a']: promised, but the dict that came has no such key"),
-        ({}, {"b": 3}, "x['b']: not promised, came 3 (int)"),
-        (State(int, int), State(1, "a"), "x.step: promised int, came 'a' (str)"),
-        (State(int, int), (1, 2), "x: promised a State, came (1, 2) (tuple)"),
-        (Optional[int], "a", "x: promised int | None, came 'a' (str)"),  # noqa: UP045
-        (MetaTensorType([2]) | None, 3, "x: promised tensor[2] | None, came 3 (int)"),
-        (MetaTensorType([2, 4]) | None, X, "x.shape[1]: promised 4, came 3"),
-        (Union[int, str], 2.0, "x: promised int | str, came 2.0 (float)"),  # noqa: UP007
-        (MetaTensorType([2, 4]) | int, X, "x.shape[1]: promised 4, came 3"),
+        (int, True, "x: expected int, got True (bool)"),
+        (float, 2, "x: expected float, got 2 (int)"),
+        (str, X, "x: expected str, got f32[2, 3] cpu"),
+        ("sum", "mean", "x: expected the value 'sum' (str), got 'mean' (str)"),
+        (None, 0, "x: expected the value None, got 0 (int)"),
+        (X, X + 1, "x: expected the value f32[2, 3] cpu, got another f32[2, 3] cpu"),
+        (List[int], (1,), "x: expected a list, got (1,) (tuple)"),  # noqa: UP006
+        (List[int], [1, "a"], "x[1]: expected int, got 'a' (str)"),  # noqa: UP006
+        (Tuple[int, ...], [1], "x: expected a tuple, got [1] (list)"),  # noqa: UP006
+        (Tuple[int, int], (1,), "x: expected a tuple of length 2, got one of 1"),  # noqa: UP006
+        (Tuple[int, int], [1, 2], "x: expected a tuple, got [1, 2] (list)"),  # noqa: UP006
+        (Dict[str, int], [], "x: expected a dict, got [] (list)"),  # noqa: UP006
+        (Dict[str, int], {3: 1}, "a key of x: expected str, got 3 (int)"),  # noqa: UP006
+        (Dict[str, int], {"a": "b"}, "x['a']: expected int, got 'b' (str)"),  # noqa: UP006
+        ({"a": int}, 3, "x: expected a dict, got 3 (int)"),
+        ({"a": int}, {}, "x['a']: expected this key, got a dict without it"),
+        ({}, {"b": 3}, "x['b']: expected no such key, got 3 (int)"),
+        (State(int, int), State(1, "a"), "x.step: expected int, got 'a' (str)"),
+        (State(int, int), (1, 2), "x: expected a State, got (1, 2) (tuple)"),
+        (Optional[int], "a", "x: expected int | None, got 'a' (str)"),  # noqa: UP045
+        (MetaTensorType([2]) | None, 3, "x: expected tensor[2] | None, got 3 (int)"),
+        (MetaTensorType([2, 4]) | None, X, "x.shape[1]: expected 4, got 3"),
+        (Union[int, str], 2.0, "x: expected int | str, got 2.0 (float)"),  # noqa: UP007
+        (MetaTensorType([2, 4]) | int, X, "x.shape[1]: expected 4, got 3"),
         (
             MetaTensorType(float) | MetaTensorType(int),
             X,
-            "x: promised f64[...] | i64[...], came f32[2, 3] cpu",
+            "x: expected f64[...] | i64[...], got f32[2, 3] cpu",
         ),
-        (Value([1, 2]), [1, 3], "x: promised the value [1, 2] (list), came [1, 3] (list)"),
+        (Value([1, 2]), [1, 3], "x: expected the value [1, 2] (list), got [1, 3] (list)"),
     ],
 )
 def test_messages(descriptor: object, value: object, line: str) -> None:
@@ -217,9 +217,9 @@ def test_messages(descriptor: object, value: object, line: str) -> None:
 def test_keys_that_are_right_are_still_checked() -> None:
     lines = violations({"x": {"a": int, "b": int}}, {"x": {"b": "no", "c": 1}})
     assert lines == [
-        "x['a']: promised, but the dict that came has no such key",
-        "x['b']: promised int, came 'no' (str)",
-        "x['c']: not promised, came 1 (int)",
+        "x['a']: expected this key, got a dict without it",
+        "x['b']: expected int, got 'no' (str)",
+        "x['c']: expected no such key, got 1 (int)",
     ]
 
 
@@ -233,7 +233,7 @@ def test_named_dims_across_parameters_in_the_order_of_the_signature() -> None:
 def test_bounds_of_one_name_add_up() -> None:
     contract = {"x": MetaTensorType(["n"]), "y": MetaTensorType([Dim("n", min=2)])}
     call = {"x": torch.ones(1), "y": torch.ones(1)}
-    assert violations(contract, call) == ["x.shape[0]: promised n>=2, came 1"]
+    assert violations(contract, call) == ["x.shape[0]: expected n>=2, got 1"]
     assert compiled(**contract).dims == {"n": Dim("n", min=2)}
 
 
@@ -245,7 +245,7 @@ def test_an_expression_may_come_before_its_names() -> None:
 def test_an_expression_whose_name_did_not_come() -> None:
     contract = {"x": MetaTensorType(["n//2"]), "y": MetaTensorType(["n"]) | None}
     assert violations(contract, {"x": torch.ones(4), "y": None}) == [
-        "x.shape[0]: promised n // 2, which can't be computed: the call has no n"
+        "x.shape[0]: expected n // 2, got 4: the call has no n"
     ]
 
 
@@ -273,8 +273,8 @@ def test_the_alternative_is_the_one_that_fits_what_is_bound() -> None:
 def test_defaults_stand_in_for_what_is_missing() -> None:
     assert compiled(y=None, rest=(), train=False).check({}) == Bindings({}, {})
     assert violations({"x": int, "train": True}, {}) == [
-        "x: promised by a descriptor, but the call has no such argument",
-        "train: promised the value True (bool), came False (bool)",
+        "x: expected an argument, which its descriptor describes, got none",
+        "train: expected the value True (bool), got False (bool)",
     ]
     keywords = compile_descriptors({"kw": {}}, inspect.signature(lambda **kw: kw))
     assert keywords.check({}) == Bindings({}, {})
@@ -338,11 +338,11 @@ def test_cuda_without_an_index_is_every_cuda_device() -> None:
             return torch.device("cuda:1")
 
     tensor = torch.ones(1).as_subclass(OnCuda)
-    for promised in ("cuda", "cuda:1"):
-        compiled(x=MetaTensorType(device=promised)).check({"x": tensor})
-    for promised in ("cuda:0", "cpu"):
-        line = f"x.device: promised {promised}, came cuda:1"
-        assert violations({"x": MetaTensorType(device=promised)}, {"x": tensor}) == [line]
+    for expected in ("cuda", "cuda:1"):
+        compiled(x=MetaTensorType(device=expected)).check({"x": tensor})
+    for expected in ("cuda:0", "cpu"):
+        line = f"x.device: expected {expected}, got cuda:1"
+        assert violations({"x": MetaTensorType(device=expected)}, {"x": tensor}) == [line]
 
 
 def test_other_containers_that_optree_knows() -> None:
@@ -351,10 +351,10 @@ def test_other_containers_that_optree_knows() -> None:
         ("x", 1): MetaTensorType(["n"])
     }
     assert violations(contract, {"x": deque(["a", 2])}) == [
-        "x[0]: promised int, came 'a' (str)",
-        "x[1]: promised a tensor, tensor[n], came 2 (int)",
+        "x[0]: expected int, got 'a' (str)",
+        "x[1]: expected a tensor, tensor[n], got 2 (int)",
     ]
-    assert violations(contract, {"x": deque([1])}) == ["x: promised children [0, 1], came [0]"]
+    assert violations(contract, {"x": deque([1])}) == ["x: expected children [0, 1], got [0]"]
 
 
 class TestTypes:
@@ -368,16 +368,16 @@ class TestTypes:
         assert found.leaves == {("x", "x"): MetaTensorType(["n", 8]), ("y",): n}
         wrong = Batch(torch.ones(2, 7), "s")  # type: ignore[arg-type]
         assert violations(contract, {"x": [wrong], "y": torch.ones(2)})[0].startswith(
-            "x: promised Batch, came [Batch("
+            "x: expected Batch, got [Batch("
         )
         assert violations(contract, {"x": wrong, "y": torch.ones(3)}) == [
-            "x.x.shape[1]: promised 8, came 7",
-            "x.scale: promised float, came 's' (str)",
+            "x.x.shape[1]: expected 8, got 7",
+            "x.scale: expected float, got 's' (str)",
             "n is 2 at x.x.shape[0] but 3 at y.shape[0]",
         ]
         del wrong.x
         assert violations({"x": Batch}, {"x": wrong})[0] == (
-            "x.x: promised, but the Batch that came has none"
+            "x.x: expected this attribute, got an instance of Batch without it"
         )
 
     def test_a_dataclass_that_optree_was_taught(self) -> None:
@@ -395,12 +395,12 @@ class TestTypes:
         found = compiled(**contract).check({"x": good, "y": good})
         assert found.leaves == {("x", 0): MetaTensorType(["n"], dtype=torch.float32)}
         assert violations(contract, {"x": State(torch.ones(3, 3), 1.0), "y": (1, 2)}) == [
-            "x.weight.shape: promised [n], came [3, 3]",
-            "x.step: promised int, came 1.0 (float)",
-            "y: promised a State, came (1, 2) (tuple)",
+            "x.weight.shape: expected [n], got [3, 3]",
+            "x.step: expected int, got 1.0 (float)",
+            "y: expected a State, got (1, 2) (tuple)",
         ]
         assert violations(contract, {"x": (good.weight, 1), "y": good})[0].startswith(
-            "x: promised a named tuple of weight, step, came ("
+            "x: expected a named tuple of weight, step, got ("
         )
 
     def test_tensors_of_a_derived_class(self) -> None:
@@ -408,18 +408,18 @@ class TestTypes:
         parameter = torch.nn.Parameter(torch.ones(2))
         assert compiled(x=described).check({"x": parameter}).sizes == {"n": 2}
         lines = violations({"x": described}, {"x": torch.ones(2)})
-        assert lines == ["x: promised Parameter, came f32[2] cpu"]
+        assert lines == ["x: expected Parameter, got f32[2] cpu"]
         lines = violations({"x": described}, {"x": torch.nn.Parameter(torch.ones(2, 2))})
-        assert lines == ["x.shape: promised [n], came [2, 2]"]
+        assert lines == ["x.shape: expected [n], got [2, 2]"]
 
     def test_futures_and_interfaces(self) -> None:
         future: Any = torch.futures.Future()
         future.set_result([1, "a"])
         contract = {"x": [torch.futures.Future[list[int]]], "y": Encoder}
         assert violations(contract, {"x": [future], "y": 3}) == [
-            "x[0].value()[1]: promised int, came 'a' (str)",
-            "y.encode: promised a method encode(self, x: 'torch.Tensor', depth: 'int') "
-            "-> 'torch.Tensor', came none in int",
+            "x[0].value()[1]: expected int, got 'a' (str)",
+            "y.encode: expected a method encode(self, x: 'torch.Tensor', depth: 'int') "
+            "-> 'torch.Tensor', got none in int",
         ]
         future = torch.futures.Future()
         assert compiled(**contract).check({"x": [future], "y": Deep()}) == Bindings({}, {})
@@ -428,12 +428,12 @@ class TestTypes:
     def test_members_of_an_enum_and_bools_are_no_numbers(self, kind: type) -> None:
         fits = {int: 3, float: 3.0, bool: True, str: "s"}
         for value in (3, 3.0, True, "s", Level.LOW, Mode.SUM, None):
-            promised = {"x": kind}
+            contract = {"x": kind}
             if type(value) is kind:
-                compiled(**promised).check({"x": value})
+                compiled(**contract).check({"x": value})
             else:
-                (line,) = violations(promised, {"x": value})
-                assert line.startswith(f"x: promised {kind.__name__}, came ")
+                (line,) = violations(contract, {"x": value})
+                assert line.startswith(f"x: expected {kind.__name__}, got ")
         assert compiled(x=parse(kind.__name__)).check({"x": fits[kind]}) == Bindings({}, {})
 
 
@@ -443,7 +443,7 @@ def _leaves(value: Any) -> list[tuple[Any, Any]]:
 
 
 def test_the_message_is_one_text() -> None:
-    with pytest.raises(DescriptorViolation, match=re.escape("x[0].shape[0]: promised 2, came 3")):
+    with pytest.raises(DescriptorViolation, match=re.escape("x[0].shape[0]: expected 2, got 3")):
         compiled(x=[MetaTensorType([2])]).check({"x": [torch.ones(3)]})
 
 
@@ -459,29 +459,29 @@ def test_a_name_that_no_dim_is_alone_is_solved_for() -> None:
         (
             {"x": MetaTensorType(["2*n"])},
             {"x": [5]},
-            ["x.shape[0]: promised 2 * n, which is 5 for no size n"],
+            ["x.shape[0]: expected 2 * n, got 5: no size n gives it"],
         ),
         (
             {"x": MetaTensorType(["n+3"])},
             {"x": [2]},
-            ["x.shape[0]: promised n + 3, which is 2 for no size n"],
+            ["x.shape[0]: expected n + 3, got 2: no size n gives it"],
         ),
         (
             {"x": MetaTensorType(["2*n"]), "y": MetaTensorType(["n+1"])},
             {"x": [4], "y": [4]},
-            ["y.shape[0]: promised n + 1 = 3 (n is 2 at x.shape[0] = 2 * n), came 4"],
+            ["y.shape[0]: expected n + 1 = 3 (n is 2 at x.shape[0] = 2 * n), got 4"],
         ),
         (
             {"x": MetaTensorType(["a*b"]), "y": MetaTensorType(["a"])},
             {"x": [4], "y": [0]},
-            ["x.shape[0]: promised a * b, which is 4 for no size b"],
+            ["x.shape[0]: expected a * b, got 4: no size b gives it"],
         ),
         (
             {"x": MetaTensorType(["a*b"]), "y": MetaTensorType(["a"])},
             {"x": [0], "y": [0]},
             [
-                "x.shape[0]: promised a * b, which is 0 for every size b (a is 0 at y.shape[0]): "
-                "what b is can't be told"
+                "x.shape[0]: expected a * b, got 0: a * b is 0 for every b (a is 0 at y.shape[0]), "
+                "so b can't be determined"
             ],
         ),
     ],
@@ -498,11 +498,11 @@ def test_what_solves_for_no_size(
     [
         (
             MetaTensorType([..., 3]), [torch.ones(3), torch.ones(2, 5, 3)], torch.ones(3, 2),
-            "x.shape[1]: promised 3, came 2",
+            "x.shape[1]: expected 3, got 2",
         ),
         (
             MetaTensorType(["...", "n", "n"]), [torch.ones(2, 2), torch.ones(7, 4, 4)],
-            torch.ones(3), "x.shape: promised [..., n, n], came [3]",
+            torch.ones(3), "x.shape: expected [..., n, n], got [3]",
         ),
         (
             MetaTensorType([..., "n", "n"]), [], torch.ones(5, 2, 3),
@@ -510,30 +510,30 @@ def test_what_solves_for_no_size(
         ),
         (
             MetaTensorType([Dim("n", multiple_of=4)]), [torch.ones(8), torch.ones(0)],
-            torch.ones(6), "x.shape[0]: promised n % 4 == 0, came 6",
+            torch.ones(6), "x.shape[0]: expected n % 4 == 0, got 6",
         ),
         (
             MetaTensorType([Dim("n", one_of=[2, 4])]), [torch.ones(2), torch.ones(4)],
-            torch.ones(3), "x.shape[0]: promised n in {2, 4}, came 3",
+            torch.ones(3), "x.shape[0]: expected n in {2, 4}, got 3",
         ),
         (
             MetaTensorType(["n", 3], strides=[1, "n"]), [torch.ones(3, 5).t()], torch.ones(5, 3),
-            "x.stride()[0]: promised 1, came 3",
+            "x.stride()[0]: expected 1, got 3",
         ),
         (
             MetaTensorType(strides=[2, None]), [torch.ones(3, 2)], torch.ones(4),
-            "x.stride(): promised [2, ?], came [1]",
+            "x.stride(): expected [2, ?], got [1]",
         ),
         (
             MetaTensorType(memory_format=torch.channels_last),
             [torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)],
             torch.ones(2, 3, 4, 5),
-            "x: promised torch.channels_last, came strides [60, 20, 5, 1]",
+            "x: expected torch.channels_last, got strides [60, 20, 5, 1]",
         ),
         (
             MetaTensorType(memory_format=torch.contiguous_format), [torch.ones(2, 3)],
             torch.ones(3, 3).to_sparse(),
-            "x.layout: promised torch.contiguous_format, came torch.sparse_coo",
+            "x.layout: expected torch.contiguous_format, got torch.sparse_coo",
         ),
     ],
 )  # fmt: skip

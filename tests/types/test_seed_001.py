@@ -26,9 +26,9 @@ def test_the_example() -> None:
     assert specialized(x, True).equal(x + 1)
     assert "sub" not in str(specialized.program)
     bad = torch.ones(100, dtype=torch.float64)
-    with pytest.raises(DescriptorViolation, match=r"x\.shape: promised \[100, 200\], came \[100\]"):
+    with pytest.raises(DescriptorViolation, match=r"x\.shape: expected \[100, 200\], got \[100\]"):
         specialized(bad, True)
-    with pytest.raises(DescriptorViolation, match="flag: promised the value True"):
+    with pytest.raises(DescriptorViolation, match="flag: expected the value True"):
         specialized(x, False)
 
 
@@ -52,7 +52,7 @@ def test_three_kinds_of_specialization() -> None:
     for n, by in ((3, 2.0), (5, 0.5), (9, -1.0)):
         assert specialized(torch.ones(n), by, "sum") == n * by
     assert specialized.cache_info().programs == 1
-    with pytest.raises(DescriptorViolation, match="by: promised float, came 2"):
+    with pytest.raises(DescriptorViolation, match="by: expected float, got 2"):
         specialized(torch.ones(3), 2, "sum")
 
 

@@ -1,4 +1,4 @@
-"""Value specialization: when a value is the one that was promised."""
+"""Value specialization: when a value is the one that was expected."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_same_values_are_equal_and_of_one_type(one: Any, other: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("promised", "came"),
+    ("expected", "got"),
     [
         (1, True),
         (1, 1.0),
@@ -80,12 +80,12 @@ def test_the_same_values_are_equal_and_of_one_type(one: Any, other: Any) -> None
         (torch.ones(2), torch.zeros(2)),
     ],
 )
-def test_other_values(promised: Any, came: Any) -> None:
-    assert not same_value(promised, came)
+def test_other_values(expected: Any, got: Any) -> None:
+    assert not same_value(expected, got)
 
 
 @pytest.mark.parametrize(
-    ("promised", "came"),
+    ("expected", "got"),
     [
         (math.nan, float("nan")),
         (torch.float32, torch.float32),
@@ -95,8 +95,8 @@ def test_other_values(promised: Any, came: Any) -> None:
         (range(3), range(3)),
     ],
 )
-def test_same_values(promised: Any, came: Any) -> None:
-    assert same_value(promised, came)
+def test_same_values(expected: Any, got: Any) -> None:
+    assert same_value(expected, got)
 
 
 def test_one_object_is_always_the_same() -> None:

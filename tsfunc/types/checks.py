@@ -97,7 +97,7 @@ def _class_check(cls: type) -> Check:
         # are none.
         derived = cls in _NUMBERS and type(value) is not cls
         if not isinstance(value, cls) or (derived and str(primitive_of(value)) != cls.__name__):
-            run.fail(path, "", f"promised {cls.__name__}, came {describe(value)}")
+            run.fail(path, "", f"expected {cls.__name__}, got {describe(value)}")
 
     return check
 
@@ -109,19 +109,19 @@ def _type_check(type_: TSType) -> Check:
     def check(value: Any, path: Path, run: Run) -> None:
         for found in mismatches([(place_text(path, run.arguments), value, type_)]):
             deeper = found.path != place_text(path, run.arguments)
-            line = f"{found.path}: promised {found.expected}, came {found.got}"
+            line = f"{found.path}: expected {found.expected}, got {found.got}"
             run.failures.append(Failure((len(path), deeper), line))
 
     return check
 
 
-def _value_check(promised: object) -> Check:
+def _value_check(expected: object) -> Check:
     def check(value: Any, path: Path, run: Run) -> None:
-        if value is not promised and not same_value(promised, value):
-            run.fail(path, "", f"promised the value {describe(promised)}, came {_other(value)}")
+        if value is not expected and not same_value(expected, value):
+            run.fail(path, "", f"expected the value {describe(expected)}, got {_other(value)}")
 
     def _other(value: object) -> str:
-        same_text = describe(value) == describe(promised)
+        same_text = describe(value) == describe(expected)
         return f"another {describe(value)}" if same_text else describe(value)
 
     return check

@@ -93,7 +93,7 @@ class CompiledDescriptors:
 
         Raises:
             DescriptorViolation: the call breaks the descriptors; the message lists every
-                mismatch by its path, with what was promised and what came.
+                mismatch by its path, with what was expected and what was got.
         """
         quick = self._quick
         sizes = None if quick is None else quick(arguments)
@@ -122,7 +122,7 @@ class CompiledDescriptors:
         for name, path, default, check in self._checks:
             value = arguments.get(name, default)
             if value is _ABSENT:
-                run.fail(path, "", "promised by a descriptor, but the call has no such argument")
+                run.fail(path, "", "expected an argument, which its descriptor describes, got none")
             else:
                 check(value, path, run)
         if run.pending:
@@ -182,8 +182,8 @@ def compile_descriptors(
         Traceback (most recent call last):
         ...
         tsfunc.errors.DescriptorViolation: forward(x, flag): the call breaks its descriptors:
-          x.shape[1]: promised 200, came 100
-          flag: promised the value True (bool), came 1 (int)
+          x.shape[1]: expected 200, got 100
+          flag: expected the value True (bool), got 1 (int)
         Pass arguments that fit, or give descriptors that these arguments fit (None leaves an \
 attribute open).
 

@@ -15,7 +15,7 @@ from tsfunc.types.values import describe
 def sequence_check(kind: type[list[Any]] | type[tuple[Any, ...]], element: Check | None) -> Check:
     def check(value: Any, path: Path, run: Run) -> None:
         if not isinstance(value, kind):
-            run.fail(path, "", f"promised a {kind.__name__}, came {describe(value)}")
+            run.fail(path, "", f"expected a {kind.__name__}, got {describe(value)}")
         elif element is not None:
             for i, item in enumerate(value):
                 element(item, (*path, i), run)
@@ -26,7 +26,7 @@ def sequence_check(kind: type[list[Any]] | type[tuple[Any, ...]], element: Check
 def dict_check(check_key: Check | None, check_item: Check | None) -> Check:
     def check(value: Any, path: Path, run: Run) -> None:
         if not isinstance(value, dict):
-            run.fail(path, "", f"promised a dict, came {describe(value)}")
+            run.fail(path, "", f"expected a dict, got {describe(value)}")
             return
         for key, item in value.items():
             if check_key is not None:
@@ -49,9 +49,9 @@ def _items_check(kind: type[Any], checks: Mapping[int, Check | None]) -> Check:
 
     def check(value: Any, path: Path, run: Run) -> None:
         if not isinstance(value, kind):
-            run.fail(path, "", f"promised a {name}, came {describe(value)}")
+            run.fail(path, "", f"expected a {name}, got {describe(value)}")
         elif len(value) != size:
-            run.fail(path, "", f"promised a {name} of length {size}, came one of {len(value)}")
+            run.fail(path, "", f"expected a {name} of length {size}, got one of {len(value)}")
         else:
             for i, check_item in steps:
                 check_item(value[i], (*path, i), run)
@@ -64,7 +64,7 @@ def _keys_check(checks: Mapping[Any, Check | None]) -> Check:
 
     def check(value: Any, path: Path, run: Run) -> None:
         if not isinstance(value, dict):
-            run.fail(path, "", f"promised a dict, came {describe(value)}")
+            run.fail(path, "", f"expected a dict, got {describe(value)}")
         elif value.keys() != checks.keys():
             _report_keys(checks, value, path, run)
         else:
@@ -79,11 +79,11 @@ def _children_check(kind: type[Any], checks: Mapping[Any, Check | None]) -> Chec
 
     def check(value: Any, path: Path, run: Run) -> None:
         if type(value) is not kind:
-            run.fail(path, "", f"promised a {kind.__name__}, came {describe(value)}")
+            run.fail(path, "", f"expected a {kind.__name__}, got {describe(value)}")
             return
         entries, children = children_of(value)
         if entries != tuple(checks):
-            run.fail(path, "", f"promised children {list(checks)}, came {list(entries)}")
+            run.fail(path, "", f"expected children {list(checks)}, got {list(entries)}")
             return
         for entry, check_child, child in zip(entries, checks.values(), children, strict=True):
             if check_child is not None:
@@ -97,8 +97,8 @@ def named_check(names: tuple[str, ...], checks: Sequence[Check | None]) -> Check
 
     def check(value: Any, path: Path, run: Run) -> None:
         if field_names(value) != names:
-            promised = f"a named tuple of {', '.join(names)}"
-            run.fail(path, "", f"promised {promised}, came {describe(value)}")
+            expected = f"a named tuple of {', '.join(names)}"
+            run.fail(path, "", f"expected {expected}, got {describe(value)}")
             return
         for i, (check_child, child) in enumerate(zip(checks, value, strict=True)):
             if check_child is not None:
@@ -117,7 +117,8 @@ def fields_check(cls: type, checks: Mapping[str, Check | None]) -> Check:
             try:
                 child = getattr(value, name)
             except AttributeError:
-                run.fail(path, f".{name}", f"promised, but the {cls.__name__} that came has none")
+                got = f"an instance of {cls.__name__} without it"
+                run.fail(path, f".{name}", f"expected this attribute, got {got}")
             else:
                 check_child(child, (*path, entry_of(name, child)), run)
 
@@ -146,12 +147,12 @@ def _report_keys(
     """Name each key that lacks or is too many, and check those that are right."""
     for key, check in checks.items():
         if key not in value:
-            run.fail(path, f"[{key!r}]", "promised, but the dict that came has no such key")
+            run.fail(path, f"[{key!r}]", "expected this key, got a dict without it")
         elif check is not None:
             check(value[key], (*path, key), run)
     for key in value:
         if key not in checks:
-            run.fail(path, f"[{key!r}]", f"not promised, came {describe(value[key])}")
+            run.fail(path, f"[{key!r}]", f"expected no such key, got {describe(value[key])}")
 
 
 def one_of_check(one_of: OneOf, checks: Sequence[Check | None]) -> Check | None:
@@ -177,7 +178,7 @@ def _only_check(one_of: OneOf, check_rest: Check) -> Check:
         check_rest(value, path, run)
         if any(failure.depth <= (len(path), False) for failure in run.failures[before:]):
             del run.failures[before:]
-            run.fail(path, "", f"promised {one_of}, came {describe(value)}")
+            run.fail(path, "", f"expected {one_of}, got {describe(value)}")
 
     return check
 
@@ -200,6 +201,6 @@ def _first_check(one_of: OneOf, checks: list[Check]) -> Check:
             run.adopt(closest[0])
             run.failures.extend(closest[0].failures)
         else:
-            run.fail(path, "", f"promised {one_of}, came {describe(value)}")
+            run.fail(path, "", f"expected {one_of}, got {describe(value)}")
 
     return check

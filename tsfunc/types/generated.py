@@ -159,8 +159,8 @@ def _is_plain(cls: type) -> bool:
     return not dataclasses.is_dataclass(cls) and type(cls) in (type, abc.ABCMeta)
 
 
-def _is_on(promised: torch.device, came: torch.device) -> bool:
-    return on_device(came, promised)
+def _is_on(expected: torch.device, got: torch.device) -> bool:
+    return on_device(got, expected)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -325,9 +325,9 @@ def _size_text(size: object) -> str:
     return "..." if size is ... else str(size)
 
 
-def on_device(came: torch.device, promised: torch.device) -> bool:
-    """Whether a device is the one that is promised, or one of that kind where none is."""
-    return came == promised or (promised.index is None and came.type == promised.type)
+def on_device(got: torch.device, expected: torch.device) -> bool:
+    """True if a device is the expected one; a device without an index stands for every index."""
+    return got == expected or (expected.index is None and got.type == expected.type)
 
 
 def tensor_text(

@@ -21,19 +21,19 @@ def tensor_check(meta: MetaTensorType, dims: Mapping[str, Dim]) -> Check:
 
     def check(value: Any, path: Path, run: Run) -> None:
         if not isinstance(value, torch.Tensor):
-            run.fail(path, "", f"promised a tensor, {meta}, came {describe(value)}")
+            run.fail(path, "", f"expected a tensor, {meta}, got {describe(value)}")
             return
         run.leaves[path] = meta
         if dtype is not None and value.dtype != dtype:
-            run.fail(path, ".dtype", f"promised {dtype}, came {value.dtype}")
+            run.fail(path, ".dtype", f"expected {dtype}, got {value.dtype}")
         if check_shape is not None:
             check_shape(value, path, run)
         if device is not None and not on_device(value.device, device):
-            run.fail(path, ".device", f"promised {device}, came {value.device}")
+            run.fail(path, ".device", f"expected {device}, got {value.device}")
         if grad is not None and value.requires_grad != grad:
-            run.fail(path, ".requires_grad", f"promised {grad}, came {value.requires_grad}")
+            run.fail(path, ".requires_grad", f"expected {grad}, got {value.requires_grad}")
         if layout is not None and value.layout != layout:
-            run.fail(path, ".layout", f"promised {layout}, came {value.layout}")
+            run.fail(path, ".layout", f"expected {layout}, got {value.layout}")
         elif has_layout:
             _check_memory(meta, value, path, run)
 
@@ -49,8 +49,8 @@ def _shape_check(meta: MetaTensorType, dims: Mapping[str, Dim]) -> Check:
     def check(value: Any, path: Path, run: Run) -> None:
         rank = value.dim()
         if rank < count:
-            promised, came = _brackets((..., *meta.trailing)), _brackets(value.shape)
-            run.fail(path, ".shape", f"promised {promised}, came {came}")
+            expected, got = _brackets((..., *meta.trailing)), _brackets(value.shape)
+            run.fail(path, ".shape", f"expected {expected}, got {got}")
             return
         if rank not in of_rank:
             of_rank[rank] = _sizes_check(meta.trailing, rank - count, dims)
@@ -73,11 +73,11 @@ def _sizes_check(forms: tuple[DimForm, ...], first: int, dims: Mapping[str, Dim]
     def check(value: Any, path: Path, run: Run) -> None:
         shape = value.shape
         if len(shape) != rank:
-            run.fail(path, ".shape", f"promised {_brackets(forms)}, came {_brackets(shape)}")
+            run.fail(path, ".shape", f"expected {_brackets(forms)}, got {_brackets(shape)}")
             return
         for axis, size in fixed:
             if shape[axis] != size:
-                run.fail(path, f".shape[{axis}]", f"promised {size}, came {shape[axis]}")
+                run.fail(path, f".shape[{axis}]", f"expected {size}, got {shape[axis]}")
         for axis, dim in named:
             if run.sizes.get(dim.name) != shape[axis]:  # nearly always it has this size already
                 _bind(dim, shape[axis], f".shape[{axis}]", path, run)
@@ -90,20 +90,20 @@ def _sizes_check(forms: tuple[DimForm, ...], first: int, dims: Mapping[str, Dim]
 def _check_memory(meta: MetaTensorType, value: torch.Tensor, path: Path, run: Run) -> None:
     """The strides and the memory format of a tensor, which a sparse one does not have."""
     if value.layout != torch.strided:
-        promised = meta.memory_format or f"strides {list(meta.strides or ())}"
-        run.fail(path, ".layout", f"promised {promised}, came {value.layout}")
+        expected = meta.memory_format or f"strides {list(meta.strides or ())}"
+        run.fail(path, ".layout", f"expected {expected}, got {value.layout}")
         return
     strides, forms = value.stride(), meta.stride_forms
     if forms and len(strides) != len(forms):
-        run.fail(path, ".stride()", f"promised {_brackets(forms)}, came {_brackets(strides)}")
+        run.fail(path, ".stride()", f"expected {_brackets(forms)}, got {_brackets(strides)}")
     for axis, (form, step) in enumerate(zip(forms, strides, strict=False)):
         if isinstance(form, DimExpr):
             run.pending.append((path, f".stride()[{axis}]", form, step))
         elif form is not None and form != step:
-            run.fail(path, f".stride()[{axis}]", f"promised {form}, came {step}")
+            run.fail(path, f".stride()[{axis}]", f"expected {form}, got {step}")
     wanted = meta.memory_format
     if wanted is not None and not is_in_format(value, wanted):
-        run.fail(path, "", f"promised {wanted}, came strides {_brackets(strides)}")
+        run.fail(path, "", f"expected {wanted}, got strides {_brackets(strides)}")
 
 
 def _bind(dim: Dim, size: int, part: str, path: Path, run: Run) -> None:
@@ -113,7 +113,7 @@ def _bind(dim: Dim, size: int, part: str, path: Path, run: Run) -> None:
         run.sizes[dim.name] = size
         run.places[dim.name] = (path, part)
         if not dim.admits(size):
-            run.fail(path, part, f"promised {dim}, came {size}")
+            run.fail(path, part, f"expected {dim}, got {size}")
     elif known != size:
         here = f"{place_text(path, run.arguments)}{part}"
         line = f"{run.bound_at(dim.name)} but {size} at {here}"
@@ -129,10 +129,9 @@ def check_expressions(run: Run) -> None:
     while pending and len(pending) != before:
         before = len(pending)
         pending = [each for each in pending if not _is_settled(*each, run)]
-    for path, part, expression, _ in pending:
+    for path, part, expression, size in pending:
         missing = ", ".join(name for name in expression.names if name not in run.sizes)
-        what = f"promised {expression}, which can't be computed: the call has no {missing}"
-        run.fail(path, part, what)
+        run.fail(path, part, f"expected {expression}, got {size}: the call has no {missing}")
 
 
 def _is_settled(path: Path, part: str, expression: DimExpr, size: int, run: Run) -> bool:
@@ -146,16 +145,16 @@ def _is_settled(path: Path, part: str, expression: DimExpr, size: int, run: Run)
     try:
         expected = expression.evaluate(run.sizes)
     except ZeroDivisionError:
-        what = f"promised {expression}, which divides by zero ({because}), came {size}"
+        what = f"expected {expression}, which divides by zero ({because}), got {size}"
         run.fail(path, part, what)
         return True
     if expected != size:
-        run.fail(path, part, f"promised {expression} = {expected} ({because}), came {size}")
+        run.fail(path, part, f"expected {expression} = {expected} ({because}), got {size}")
     return True
 
 
 def _is_solved(path: Path, part: str, expression: DimExpr, size: int, name: str, run: Run) -> bool:
-    """Gives a name the size for which an expression is what came."""
+    """Solve an expression for the one name that is not bound yet, and bind it."""
     factors = solved_for(expression.text, name)
     assert factors is not None
     slope, rest = (DimExpr(text) for text in factors)
@@ -164,11 +163,11 @@ def _is_solved(path: Path, part: str, expression: DimExpr, size: int, name: str,
     step, left = slope.evaluate(run.sizes), size - rest.evaluate(run.sizes)
     if step == 0 == left:
         because = ", ".join(run.bound_at(each) for each in slope.names)
-        what = f"is {size} for every size {name} ({because}): what {name} is can't be told"
-        run.fail(path, part, f"promised {expression}, which {what}")
+        what = f"{expression} is {size} for every {name} ({because}), so {name} can't be determined"
+        run.fail(path, part, f"expected {expression}, got {size}: {what}")
         return True
     if step == 0 or left % step or left // step < 0:
-        run.fail(path, part, f"promised {expression}, which is {size} for no size {name}")
+        run.fail(path, part, f"expected {expression}, got {size}: no size {name} gives it")
         return True
     run.sizes[name] = left // step
     run.places[name] = (path, f"{part} = {expression}")

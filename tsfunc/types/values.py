@@ -11,8 +11,8 @@ from tsfunc.types.meta import tensor_text
 _LONGEST_REPR = 80
 
 
-def same_value(promised: object, came: object) -> bool:
-    """Whether a program that has `promised` burnt in holds for `came`.
+def same_value(expected: object, got: object) -> bool:
+    """Whether a program that has `expected` burnt in holds for `got`.
 
     Stricter than ``==``: the types must agree too (``1``, ``1.0`` and ``True`` make different
     dtypes), ``0.0`` is not ``-0.0``, and NaN is NaN. Tensors are the same if they are one
@@ -23,50 +23,50 @@ def same_value(promised: object, came: object) -> bool:
         >>> same_value(1, 1), same_value(1, True), same_value(float("nan"), float("nan"))
         (True, False, True)
     """
-    if promised is came:
+    if expected is got:
         return True
     try:
-        if isinstance(promised, torch.Tensor):
-            return isinstance(came, torch.Tensor) and _same_tensor(promised, came)
-        return type(promised) is type(came) and _same_of_one_type(promised, came)
+        if isinstance(expected, torch.Tensor):
+            return isinstance(got, torch.Tensor) and _same_tensor(expected, got)
+        return type(expected) is type(got) and _same_of_one_type(expected, got)
     except Exception:  # a class's own __eq__ may raise anything: then nothing shows them the same
         return False
 
 
-def _same_of_one_type(promised: Any, came: Any) -> bool:
-    if isinstance(promised, float):
-        return bool(promised.hex() == came.hex())
-    if isinstance(promised, complex):
-        return same_value(promised.real, came.real) and same_value(promised.imag, came.imag)
-    if isinstance(promised, list | tuple):
-        return len(promised) == len(came) and all(map(same_value, promised, came))
-    if isinstance(promised, dict):
-        return promised.keys() == came.keys() and all(
-            same_value(promised[key], came[key]) for key in promised
+def _same_of_one_type(expected: Any, got: Any) -> bool:
+    if isinstance(expected, float):
+        return bool(expected.hex() == got.hex())
+    if isinstance(expected, complex):
+        return same_value(expected.real, got.real) and same_value(expected.imag, got.imag)
+    if isinstance(expected, list | tuple):
+        return len(expected) == len(got) and all(map(same_value, expected, got))
+    if isinstance(expected, dict):
+        return expected.keys() == got.keys() and all(
+            same_value(expected[key], got[key]) for key in expected
         )
-    if isinstance(promised, set | frozenset):
-        return {(type(v), v) for v in promised} == {(type(v), v) for v in came}
-    if hasattr(promised, "__array__"):
-        return _same_array(promised, came)
-    return bool(promised == came)
+    if isinstance(expected, set | frozenset):
+        return {(type(v), v) for v in expected} == {(type(v), v) for v in got}
+    if hasattr(expected, "__array__"):
+        return _same_array(expected, got)
+    return bool(expected == got)
 
 
-def _same_array(promised: Any, came: Any) -> bool:
+def _same_array(expected: Any, got: Any) -> bool:
     """NumPy's ``==`` gives an answer per element; this gives one."""
-    same_kind = promised.dtype == came.dtype and promised.shape == came.shape
-    return bool(same_kind and promised.tobytes() == came.tobytes())
+    same_kind = expected.dtype == got.dtype and expected.shape == got.shape
+    return bool(same_kind and expected.tobytes() == got.tobytes())
 
 
-def _same_tensor(promised: torch.Tensor, came: torch.Tensor) -> bool:
+def _same_tensor(expected: torch.Tensor, got: torch.Tensor) -> bool:
     # A gradient must reach the argument, not the constant that stands for it: hence no_grad.
     return (
-        not promised.requires_grad
-        and not came.requires_grad
-        and promised.dtype == came.dtype
-        and promised.device == came.device
-        and promised.layout == came.layout
-        and promised.shape == came.shape
-        and torch.equal(promised, came)
+        not expected.requires_grad
+        and not got.requires_grad
+        and expected.dtype == got.dtype
+        and expected.device == got.device
+        and expected.layout == got.layout
+        and expected.shape == got.shape
+        and torch.equal(expected, got)
     )
 
 
