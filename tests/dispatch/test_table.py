@@ -83,7 +83,7 @@ def test_a_row_serves_every_key_without_a_cell() -> None:
     op = operator(lambda value: "native")
     dispatch.register_catch_all(op, lambda value: "row")
     dispatch.register(op, LOW, lambda value: "cell")
-    assert op(Plain()) == "row"  # for BackendSelect, which falls through by its column only
+    assert op(Plain()) == "row"
     with dispatch.include(LOW):
         assert op(Plain()) == "cell"
     with dispatch.include(LOW, HIGH):

@@ -97,6 +97,16 @@ def keys_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[i
     return bits, level
 
 
+def backends_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the bits of the backends whose memory the tensors among the arguments have."""
+    leaves = optree.tree_leaves((tuple(args), dict(kwargs)), none_is_leaf=True)
+    bits = 0
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            bits |= _backend_bits[leaf.device.type]
+    return bits
+
+
 def _items(value: Any, kind: int) -> Sequence[Any]:
     if kind == _SEQUENCE:
         return value  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from typing import Any
 import optree
 
 from tsfunc.dispatch.arguments import keys_of_arguments, speaks_for_itself
-from tsfunc.dispatch.keys import WIDTH, DispatchKeySet, split_bit
+from tsfunc.dispatch.keys import BACKEND_BITS, WIDTH, DispatchKeySet, split_bit
 from tsfunc.dispatch.state import Level, State, global_set, tls
 from tsfunc.dispatch.table import Entry, Operator, fallthrough, level_at, operator_for
 
@@ -99,7 +99,10 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _steps(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Step]:
-    """What the table holds for each bit that the call meets if every kernel redispatches."""
+    """Yield a step for each bit that the call meets if every kernel redispatches.
+
+    A backend's kernel is the last one.
+    """
     from_arguments = _sources(args, kwargs)
     bits, innermost = keys_of_arguments(args, kwargs)
     state: State | None = tls.state
@@ -120,7 +123,7 @@ def _steps(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
                 f"registered at {entry.site}" if entry is not None else "",
             )
             if entry is None or entry.kernel is not fallthrough:
-                if entry is not None:
+                if entry is not None and not BACKEND_BITS >> bit & 1:
                     state = _next_state(now, bit, level)
                 break
 

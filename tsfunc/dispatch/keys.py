@@ -173,6 +173,8 @@ for _i, _name in enumerate(_BUILT_IN):
     setattr(DispatchKey, _name, DispatchKey._add(_name, 8 + 40 * _i, __name__))
 
 BACKENDS: Final = tuple(DispatchKey.get(name) for name in _BACKENDS)
+# The backends' bits at level 0.
+BACKEND_BITS: Final = sum(1 << key.priority for key in BACKENDS)
 _BACKEND_OF_DEVICE = {
     "cpu": DispatchKey.CPU,
     "cuda": DispatchKey.CUDA,

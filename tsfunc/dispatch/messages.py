@@ -71,6 +71,15 @@ def nothing_left(name: str, bits: int, args: Sequence[Any], kwargs: Mapping[str,
     )
 
 
+def at_end(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the message for an operator that its own backend kernel redispatches."""
+    return (
+        f"{call(name, args, kwargs)}: no key is left to dispatch to: redispatch was called in the "
+        f"kernel of a backend, which is the last one. Compute the result there, or call the "
+        f"operator on other values with op(...)."
+    )
+
+
 # What a vmap offers where a value decides that each example has its own of.
 SPLIT = (
     'vmap(..., data_dependent="split") runs the function for each group of examples whose values '

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tsfunc.dispatch.recorder import Recorder, Use, name_of_rule
-from tsfunc.dispatch.state import Level, State, tls, using
+from tsfunc.dispatch.state import Level, tls, using
 
 
 def note(how: str, rule: str = "", source: str = "") -> None:
@@ -41,8 +41,5 @@ def run_as(operator: str, level: Level, rule: Callable[..., Any], *args: Any) ->
 def recording(recorder: Recorder) -> Iterator[None]:
     """Context manager: what is dispatched in the block is recorded."""
     old = tls.state
-    state = State(
-        old.include, old.mask, old.levels, old.running, old.excluded, recorder, old.taking_over
-    )
-    with using(state):
+    with using(old.changed(old.include, old.mask, old.excluded, recorder)):
         yield

@@ -20,13 +20,14 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, Final, Protocol, TypeVar
 
-from tsfunc.dispatch.keys import WIDTH, DispatchKey, DispatchKeySet, bits_of
+from tsfunc.dispatch.keys import BACKEND_BITS, WIDTH, DispatchKey, DispatchKeySet, bits_of
 from tsfunc.dispatch.recorder import Recorder
 from tsfunc.errors import DispatchError
 
 # The lowest bit of each level: shifted by a key's priority, that key at every level. Deeper
 # levels than that are not excluded until they are entered.
 _EVERY_LEVEL: Final = sum(1 << (level * WIDTH) for level in range(64))
+_BACKEND_SELECT: Final = 1 << DispatchKey.BackendSelect.priority
 _PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
 
 
@@ -47,11 +48,12 @@ class State:
 
     ``mask`` lacks what the user has excluded and what a running kernel has put on. The first
     kind is in ``excluded`` too: it goes on to hold at levels that are entered later. The state is
-    ``plain`` where nobody includes, excludes or records anything.
+    ``plain`` if nothing is included, excluded or recorded. ``served`` is the operator whose
+    backend kernel runs: redispatching that operator has reached its end.
     """
 
-    __slots__ = ("_below", "excluded", "include", "levels", "mask", "plain", "recorder", "running",
-                 "taking_over")  # fmt: skip
+    __slots__ = ("_below", "_ends", "excluded", "include", "levels", "mask", "plain", "recorder",
+                 "running", "served", "taking_over")  # fmt: skip
 
     def __init__(
         self,
@@ -71,21 +73,61 @@ class State:
         self.recorder = recorder
         self.taking_over = taking_over
         self.plain = not (include or excluded or recorder)
+        self.served: object = None
         self._below: dict[int, State] | None = None
+        self._ends: dict[tuple[object, int], State] | None = None
 
     def below(self, bit: int) -> State:
-        """This state with the given bit and all higher ones excluded; what a kernel runs under."""
+        """Return the state that the level-0 kernel of ``bit`` runs under.
+
+        The kernel excludes its own bit and all higher ones, so that calling the operator again
+        reaches the next key. Backends stay: they are the end of every call. Keys that the user
+        has excluded stay excluded.
+        """
         known = self._below
         if known is None:
             known = self._below = {}
         state = known.get(bit)
         if state is None:
-            mask = self.mask & ((1 << bit) - 1)
+            mask = self.mask & ((1 << bit) - 1) | BACKEND_BITS & ~self.excluded
             state = known[bit] = State(
                 self.include, mask, self.levels, None, self.excluded, self.recorder,
                 self.taking_over,
             )  # fmt: skip
         return state
+
+    def at_end(self, op: object, bit: int) -> State:
+        """Return the state that the kernel of ``op`` for the backend ``bit`` runs under.
+
+        It excludes what :meth:`below` excludes, except BackendSelect, which factories go by. The
+        kernel may call other operators, and its own on other values.
+        """
+        known = self._ends
+        if known is None:
+            known = self._ends = {}
+        state = known.get((op, bit))
+        if state is None:
+            mask = self.below(bit).mask | _BACKEND_SELECT & ~self.excluded
+            state = known[op, bit] = self._copy(self.include, mask, self.excluded)
+            state.served = op
+        return state
+
+    def serving(self, op: object) -> State:
+        """Return this state, in which redispatching ``op`` has reached its end."""
+        state = self._copy(self.include, self.mask, self.excluded)
+        state.running, state.served = self.running, op
+        return state
+
+    def changed(self, include: int, mask: int, excluded: int, recorder: Recorder | None) -> State:
+        """Return this state with other sets and another recorder."""
+        state = State(
+            include, mask, self.levels, self.running, excluded, recorder, self.taking_over
+        )
+        state.served = self.served
+        return state
+
+    def _copy(self, include: int, mask: int, excluded: int) -> State:
+        return State(include, mask, self.levels, None, excluded, self.recorder, self.taking_over)
 
     def forgetful(self) -> State:
         """This state, in which nothing is taken over yet: for what is to run twice alike."""
@@ -113,7 +155,7 @@ tls: Final = _ThreadState()
 class _Global:
     """The keys that every call of every thread considers."""
 
-    bits = 1 << DispatchKey.BackendSelect.priority
+    bits = _BACKEND_SELECT
 
 
 global_set: Final = _Global()
@@ -143,7 +185,11 @@ def included() -> DispatchKeySet:
 
 
 def excluded() -> DispatchKeySet:
-    """The exclude set of this thread; inside a kernel a complement (all from its bit upward)."""
+    """Return the exclude set of this thread.
+
+    Inside a kernel it is a complement: it holds the kernel's bit and all higher ones. Backends
+    are excluded only where the user excludes them.
+    """
     return DispatchKeySet.from_bits(~tls.state.mask)
 
 
@@ -178,10 +224,7 @@ def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     bits = DispatchKeySet(*keys).bits
     old = tls.state
     both = old.include | bits
-    tls.state = State(
-        both, old.mask, old.levels, old.running, old.excluded, old.recorder,
-        old.taking_over,
-    )  # fmt: skip
+    tls.state = old.changed(both, old.mask, old.excluded, old.recorder)
     try:
         yield
     finally:
@@ -211,10 +254,7 @@ def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     old = tls.state
     mask = old.mask & ~bits
     both = old.excluded | bits
-    tls.state = State(
-        old.include, mask, old.levels, old.running, both, old.recorder,
-        old.taking_over,
-    )  # fmt: skip
+    tls.state = old.changed(old.include, mask, both, old.recorder)
     try:
         yield
     finally:
@@ -291,6 +331,7 @@ class Level:
     block, so that calls without any of its values reach its kernels too.
 
     Attributes:
+        autograd: nonzero while a transform records derivatives on the level's values.
         key: the key whose kernels it runs.
         depth: 1 for the outermost level.
         bits: the bit of (depth, key), what its values contribute to a call's key set.
@@ -302,6 +343,7 @@ class Level:
     __slots__ = ("_entered", "_kernel_states", "_restores", "_site", "alive", "bits", "depth",
                  "inner", "key", "name", "outer")  # fmt: skip
 
+    autograd: int = 0
     depth: int
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:

@@ -1,20 +1,23 @@
 """The table: operators are rows, dispatch keys are columns.
 
 NOTE [precedence]
-For an operator and a key the kernel is, in this order,
+For an operator and a key the kernel is the first of these that is registered:
 
-1. the cell's: ``register(op, key)``;
-2. the row's: ``register_catch_all(op)``;
-3. the column's: ``register_fallback(key)``, boxed: it gets ``(op, args, kwargs)``.
+1. the cell: ``register(op, key)``;
+2. the row: ``register_catch_all(op)``;
+3. the column: ``register_fallback(key)``, boxed: it gets ``(op, args, kwargs)``.
 
-Where the kernel found is ``fallthrough``, the next lower bit of the key set is tried.
-A key without any of the three is an error, except ``BackendSelect``, whose column falls through.
+If that kernel is ``fallthrough``, the next lower bit of the key set is tried. A key without any of
+the three is an error. ``BackendSelect`` is in every key set and falls through for an operator that
+has no cell for it; a row does not serve it, so that a backend's cell comes before the row. If no
+key is left (a call without tensor arguments), the row's kernel runs.
 
 NOTE [what a kernel runs under]
-A kernel of level 0 runs with its own key and all higher bits excluded. A kernel of a level runs
-under the state that the level captured (NOTE [state captured by a level]), likewise without its
-own bit and higher ones. Calling the operator again therefore goes on outwards, and a level that
-is entered inside a kernel starts afresh.
+A kernel of level 0 runs with its own key and all higher bits excluded, except backends. A kernel of
+a level runs under the state that the level captured (NOTE [state captured by a level]), likewise
+without its own bit and higher ones. Calling the operator again therefore goes on outwards, and a
+level that is entered inside a kernel starts afresh. A backend's kernel is the end of a call: it may
+call other operators, which go to their backends' kernels, and factories, which go by BackendSelect.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
 from tsfunc.dispatch import messages
-from tsfunc.dispatch.arguments import keys_of_arguments
+from tsfunc.dispatch.arguments import backends_of_arguments, keys_of_arguments
 from tsfunc.dispatch.keys import (
+    BACKEND_BITS,
     BACKENDS,
     WIDTH,
     DispatchKey,
@@ -33,7 +37,7 @@ from tsfunc.dispatch.keys import (
     caller_site,
     split_bit,
 )
-from tsfunc.dispatch.state import Level, State, global_set, tls
+from tsfunc.dispatch.state import Level, State, global_set, tls, using
 from tsfunc.errors import DispatchError, EscapedTracerError
 
 Kernel = Callable[..., Any]
@@ -65,6 +69,9 @@ class Entry:
         self.kernel, self.boxed, self.kind, self.site = kernel, boxed, kind, site
 
 
+# A row's kernel that runs because no key is left runs as a backend's kernel does.
+_NO_KEY_LEFT: Final = DispatchKey.OtherBackend.priority
+
 _lock = threading.RLock()
 _columns: dict[DispatchKey, Entry] = {}
 _operators: dict[str, Operator] = {}
@@ -82,7 +89,12 @@ class Operator:
 
     Args:
         name: as ``"namespace::name"``; one operator a name.
-        native: the function that the backends run, where one serves them all.
+        native: the function that every backend without a cell runs.
+
+    Attributes:
+        outward: what a level's kernel calls on the values inside of the level's tracers, to
+            continue at the next outer level. It is the operator itself; an operator that a
+            subclass takes from elsewhere may have another way there.
 
     Raises:
         DispatchError: the name is taken.
@@ -98,11 +110,12 @@ class Operator:
         tensor([2., 2.])
     """
 
-    __slots__ = ("_cache", "_catch_all", "_cells", "name", "native", "site")
+    __slots__ = ("_cache", "_catch_all", "_cells", "name", "native", "outward", "site")
 
     def __init__(self, name: str, native: Kernel | None = None) -> None:
         self.name = name
         self.native = native
+        self.outward: Kernel = self
         self.site = caller_site()
         self._cells: dict[DispatchKey, Entry] = {}
         self._catch_all: Entry | None = None
@@ -120,7 +133,23 @@ class Operator:
         return f"Operator({self.name!r})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(args, kwargs, restore=True)
+        state = tls.state
+        keys, level = keys_of_arguments(args, kwargs)
+        if level is not None and level.autograd and level.alive and level.bits & state.mask:
+            return self._run_differentiable(args, kwargs)
+        return self._run((keys | state.include | global_set.bits) & state.mask, level, args,
+                         kwargs, True)  # fmt: skip
+
+    def _run_differentiable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the backend's kernel on a level's values while derivatives are recorded on them.
+
+        The kernel of the level's key computes on the values inside, which the level's autograd
+        does not see. The operators that the backend's kernel calls are recorded one by one.
+        """
+        keys = backends_of_arguments(args, kwargs)
+        kernel, boxed, _, _ = self._cache.get(keys) or self._choose(keys, args, kwargs)
+        with using(tls.state.serving(self)):
+            return kernel(self, args, kwargs) if boxed else kernel(*args, **kwargs)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], restore: bool = False) -> Any:
         """Dispatches; ``restore`` brings back all that a level captured, not only our state."""
@@ -170,7 +199,8 @@ class Operator:
                 raise EscapedTracerError(messages.escaped(self.name, level))
             tls.state = state = level.kernel_state(bit)
         else:
-            tls.state = state = previous.below(bit)
+            ends = BACKEND_BITS >> bit & 1
+            tls.state = state = previous.at_end(self, bit) if ends else previous.below(bit)
         if state.recorder is not None:
             kernel, boxed = state.recorder.watched(self, bit, level, kernel, boxed), True
         try:
@@ -185,9 +215,9 @@ class Operator:
     def _choose(
         self, bits: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Kernel, bool, int, int]:
-        """The kernel for a key set, whether it is boxed, its bit and level; kept for later."""
+        """Return the kernel for a key set, whether it is boxed, its bit and its level; cached."""
         rest = DispatchKeySet.from_bits(bits)._finite("dispatch on")
-        # Nobody is to register between finding a kernel and keeping it.
+        # No registration may come between the lookup and the entry in the cache.
         with _lock:
             while rest:
                 bit = rest.bit_length() - 1
@@ -199,11 +229,17 @@ class Operator:
                     self._cache[bits] = chosen
                     return chosen
                 rest ^= 1 << bit
+            row = self._catch_all
+            if row is not None and row.kernel is not fallthrough:
+                chosen = (row.kernel, row.boxed, _NO_KEY_LEFT, 0)
+                self._cache[bits] = chosen
+                return chosen
         raise DispatchError(messages.nothing_left(self.name, bits, args, kwargs))
 
     def entry(self, key: DispatchKey) -> Entry | None:
-        """What stands in the table for a key: cell, then row, then column."""
-        return self._cells.get(key) or self._catch_all or _columns.get(key)
+        """Return the entry for a key: the cell, else the row, else the column."""
+        row = self._catch_all if key is not DispatchKey.BackendSelect else None
+        return self._cells.get(key) or row or _columns.get(key)
 
 
 def level_at(depth: int, inner: Level | None, state: State) -> Level | None:
@@ -318,7 +354,9 @@ def register_catch_all(op: Any) -> Callable[[K], K]: ...
 @overload
 def register_catch_all(op: Any, kernel: K) -> K: ...
 def register_catch_all(op: Any, kernel: Any = None) -> Any:
-    """Fills a row: the kernel for one operator under every key without a cell of its own.
+    """Fill a row: the kernel for one operator under every key without a cell of its own.
+
+    ``BackendSelect`` needs a cell of its own. A call without any key runs the row's kernel.
 
     Raises:
         DispatchError: the row is filled already; the message names both places.
@@ -358,10 +396,14 @@ def register_fallback(key: DispatchKey, kernel: Any = None) -> Any:
 
 
 def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inside a kernel: calls the operator again, which goes on to the next key outwards.
+    """Inside a kernel: call the operator again, which continues at the next key outwards.
 
-    With a :class:`DispatchKeySet` before the arguments the kernel for exactly that set is
-    called, and nothing is computed from the arguments.
+    With a :class:`DispatchKeySet` before the arguments, call the kernel for exactly that set;
+    nothing is computed from the arguments. A backend's kernel is the last one: calling its
+    operator there (``op(...)``) is a new call, and redispatching it is an error.
+
+    Raises:
+        DispatchError: no key is left to dispatch to.
 
     Example:
         >>> import torch
@@ -380,7 +422,13 @@ def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if args and isinstance(args[0], DispatchKeySet):
         return operator_for(op, args[1:], kwargs).redispatch(*args, **kwargs)
-    return operator_for(op, args, kwargs)(*args, **kwargs)
+    operator = operator_for(op, args, kwargs)
+    state = tls.state
+    if state.served is operator:
+        keys = (keys_of_arguments(args, kwargs)[0] | state.include) & state.mask
+        if not keys & ~BACKEND_BITS:
+            raise DispatchError(messages.at_end(operator.name, args, kwargs))
+    return operator(*args, **kwargs)
 
 
 def _run_native(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

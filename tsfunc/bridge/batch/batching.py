@@ -73,7 +73,7 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         kwargs = {name: value for name, (value, _) in pairs.items()}
     if not any_batched and not (isinstance(op, TorchOperator) and op.ruled):
         note("once")
-        return rewrap(op, level, args, kwargs, op.native(*values, **kwargs), None)  # type: ignore[misc]
+        return rewrap(op, level, args, kwargs, op.outward(*values, **kwargs), None)
     if is_casting() and isinstance(op, TorchOperator) and (not op.composite or is_cast(op.name)):
         with without_casting():  # NOTE [autocast and rules]
             return _by_rule(op, level, args, kwargs, values, dims)

@@ -178,7 +178,6 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
     leaves, tree = optree.tree_flatten((tuple(args), dict(kwargs)), none_is_leaf=True)
     pairs = [unwrap(leaf, level) for leaf in leaves]
     _check_written(op, level, args)
-    assert op.native is not None
     results = []
     begin = _beginning(op, level, kwargs)
     for i in range(level.batch_size):
@@ -186,7 +185,7 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         sliced = [v if dim is None else v.select(dim, i) for v, dim in pairs]
         one_args, one_kwargs = optree.tree_unflatten(tree, sliced)
         shapes = _written_shapes(op, one_args)
-        results.append(op.native(*one_args, **one_kwargs))
+        results.append(op.outward(*one_args, **one_kwargs))
         if _written_shapes(op, one_args) != shapes:
             raise MissingRuleError(
                 f"vmap: {op.name} gives what it writes to another size, which an example of a "

@@ -47,9 +47,8 @@ def run_without(
     leaves, tree = optree.tree_flatten((tuple(args), dict(kwargs)), none_is_leaf=True)
     example = [_example(*unwrap(leaf, level)) for leaf in leaves]
     one_args, one_kwargs = optree.tree_unflatten(tree, example)
-    assert op.native is not None
     try:
-        out = op.native(*one_args, **one_kwargs)
+        out = op.outward(*one_args, **one_kwargs)
     except Exception:
         raise error from None
     if isinstance(op, TorchOperator) and op.inplace:

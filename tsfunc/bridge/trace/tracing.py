@@ -316,7 +316,7 @@ def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
 def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The column of the Specialize key: results on fake values."""
     level = running_level()
-    assert isinstance(level, TraceLevel) and op.native is not None
+    assert isinstance(level, TraceLevel)
 
     def fake(arg: Any) -> Any:
         if isinstance(arg, TraceTracer) and arg.dispatch_level is level:
@@ -327,7 +327,7 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
     try:
         if isinstance(op, TorchOperator):
             return level.results.of(op, values, named)
-        return results_of(level.fake, op.name, op.native, False, values, named)
+        return results_of(level.fake, op.name, op.outward, False, values, named)
     except (DataDependentOutputException, DynamicOutputShapeException):
         if not level.symbols.allow_data():
             raise DataDependentError(_data_dependent(op.name, level)) from None

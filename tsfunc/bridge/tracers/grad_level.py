@@ -82,7 +82,7 @@ def _detach(value: GradTracer) -> GradTracer:
 def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The column of the Grad key: the operator on the values inside."""
     level = running_level()
-    assert isinstance(level, GradLevel) and op.native is not None
+    assert isinstance(level, GradLevel)
 
     def inner(value: Any) -> Any:
         return unwrapped(value, level) if isinstance(value, GradTracer) else value
@@ -91,7 +91,7 @@ def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return _wrap(value, level) if isinstance(value, torch.Tensor) else value
 
     values, named = optree.tree_map(inner, (tuple(args), dict(kwargs)), none_is_leaf=True)
-    out = op.native(*values, **named)
+    out = op.outward(*values, **named)
     if isinstance(op, TorchOperator) and op.inplace:
         return written(op, args, kwargs)
     return optree.tree_map(outer, out, none_is_leaf=True)
