@@ -3,11 +3,15 @@
 #   make test                         the suite
 #   make test ARGS='-k vmap'          part of it, or any other options of pytest
 #   make test TSFUNC_DEVICE=cuda      on another device
+#   make fuzz                         random programs for a minute (SEED=N for those of a seed)
+#   make soak HOURS=8                 random programs for hours; failures are in build/fuzz
 #   make setup PYTHON=python3.12      with another Python (3.10 to 3.13)
 
 PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
+SEED ?=
+HOURS ?= 8
 
 BIN := .venv/bin
 STAMP := .venv/.up-to-date
@@ -15,7 +19,9 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # One torch thread a worker: the workers are the parallelism.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: setup demo test test-all lint format bench clean
+FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
+
+.PHONY: setup demo test test-all fuzz soak lint format bench clean
 
 setup: $(STAMP)
 
@@ -37,6 +43,13 @@ test: setup
 
 test-all: setup
 	$(PYTEST) $(ARGS)
+	$(if $(ARGS),,$(FUZZ) --seconds 900)
+
+fuzz: setup
+	$(FUZZ) --seconds 60
+
+soak: setup
+	$(FUZZ) --seconds $(shell expr $(HOURS) '*' 3600) --keep build/fuzz
 
 lint: setup
 	$(BIN)/ruff check

@@ -1,0 +1,141 @@
+"""The fuzzer itself: it finds what is wrong, its reference is right, its tests run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.transforms import support  # noqa: F401 (loads torch's forward formulas)
+from tools.fuzz import minimizing, reference, running
+from tools.fuzz.draw import draw_function
+from tools.fuzz.program import Leaf, Parameter, Program, Statement, Transform, source
+from tools.fuzz.report import as_test
+from tools.fuzz.towers import draw_tower
+from tools.fuzz.workers import Worker
+from tools.fuzz_programs import drawn
+
+
+def program_of(
+    *lines: str,
+    result: str,
+    shape: tuple[int, ...] = (2, 3),
+    tower: Sequence[Transform] = (),
+    calls: tuple[int, ...] = (0,),
+) -> Program:
+    body = tuple(Statement(line, "test") for line in lines)
+    params = (Parameter("x0", (Leaf(shape),)),)
+    return Program("test", (), params, body, result, tuple(tower), calls)
+
+
+def mapped(dim: int) -> Transform:
+    return Transform("vmap", (dim,), (4,))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda m, f, x: m.vmap(f, in_dims=1, out_dims=-1)(x),
+        lambda m, f, x: m.vmap(m.vmap(f, -1), 1)(x),
+        lambda m, f, x: m.grad(lambda y: f(y).sin().sum())(x),
+        lambda m, f, x: m.jvp(f, (x,), (x.cos(),)),
+        lambda m, f, x: m.vjp(f, x)[1](x.cos() if f(x).shape == x.shape else f(x)),
+        lambda m, f, x: m.jacrev(f)(x),
+        lambda m, f, x: m.jacfwd(m.jacrev(f))(x),
+        lambda m, f, x: m.hessian(lambda y: f(y).sin().sum())(x),
+        lambda m, f, x: m.vmap(m.grad(lambda y: f(y).cos().sum()), 1)(x),
+        lambda m, f, x: m.grad(lambda y: m.vmap(f, -1)(y).sin().sum())(x),
+        lambda m, f, x: m.jvp(m.grad(lambda y: f(y).cos().sum()), (x,), (x.sin(),)),
+        lambda m, f, x: m.grad(lambda y: m.jvp(f, (y,), (y.sin(),))[1].sum())(x),
+    ],
+    ids=itertools.count(),
+)
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.sin() * x,
+        lambda x: x.cumsum(0).exp().sum(-1),
+        lambda x: (x @ x.mT).tanh() if x.dim() == 2 else x * x.sum(),
+        lambda x: x.flip(0).square().cumprod(-1),
+    ],
+    ids=itertools.count(),
+)
+def test_the_reference_agrees_with_torch_func(transform: Any, f: Any) -> None:
+    x = torch.randn(2, 2, 3, dtype=torch.float64) * 0.3
+    torch.testing.assert_close(transform(reference, f, x), transform(torch.func, f, x))
+
+
+def test_a_planted_fault_is_found_and_minimized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that takes the batch dim to be in front."""
+    from tsfunc.ops import n_dimensional
+
+    def wrong(dims: Sequence[int], rank: int, at: int) -> list[int]:
+        return [dim % rank + 1 for dim in dims]
+
+    monkeypatch.setattr(n_dimensional, "physical_dims", wrong)
+    for number in range(400):
+        rng = random.Random(f"planted/{number}")
+        program = draw_tower(rng, draw_function(rng, "planted", ["views"]))
+        if not any(name in str(program.body) for name in ("flip", "roll", "rot90")):
+            continue
+        verdict = running.run(program)
+        if verdict.kind == running.WRONG:
+            break
+    small = minimizing.minimized(program, verdict, running.run)
+    assert [step.kind for step in small.tower] == ["vmap"]
+    (line,) = (s.text for s in small.body if any(n in s.text for n in ("flip", "roll", "rot90")))
+    assert len(small.body) <= 3 and line
+    monkeypatch.undo()
+    assert running.run(small).kind == running.OK
+
+
+def test_a_printed_test_runs_and_fails_where_the_result_is_wrong(tmp_path: Path) -> None:
+    program = program_of("v1 = x0.sin()", result='{"out": v1}', tower=[mapped(-1)], calls=(0, 1))
+    text = as_test(program, running.Verdict(running.WRONG, "numbers"))
+    path = tmp_path / "test_printed.py"
+    assert "reference" not in text
+    path.write_text(text)
+    runpy.run_path(str(path))["test_found"]()
+    path.write_text(text.replace("x0.sin()", "x0.cos()"))
+    with pytest.raises(AssertionError):
+        runpy.run_path(str(path))["test_found"]()
+
+
+def test_programs_of_a_seed_are_the_same() -> None:
+    assert [source(drawn(f"0/{i}")) for i in range(5)] == [
+        source(drawn(f"0/{i}")) for i in range(5)
+    ]
+
+
+def test_a_crash_and_a_hang_are_verdicts() -> None:
+    crash = program_of(
+        'v1 = x0 if tsfunc.__name__ != "tsfunc" else __import__("os").abort()', result="v1"
+    )
+    hang = program_of(
+        'v1 = x0 if tsfunc.__name__ != "tsfunc" else __import__("time").sleep(600)', result="v1"
+    )
+    good = program_of("v1 = x0.sin()", result="v1")
+    with Worker() as worker:
+        assert worker.run(crash).kind == running.CRASHES
+        assert worker.run(good).kind == running.OK
+        worker.limit = 3
+        assert worker.run(hang).kind == running.HANGS
+
+
+def test_a_refusal_that_the_docs_state_is_no_failure() -> None:
+    program = program_of("v1 = x0.nonzero().double()", result="v1", tower=[mapped(0)])
+    assert running.run(program).kind in (running.REFUSED, running.SKIPPED)
+
+
+def test_results_that_depend_on_rounding_are_not_compared() -> None:
+    """The sign of a difference that is zero but for rounding."""
+    program = program_of(
+        "v1 = (x0.sum() * 3 - (x0 * 3).sum()) * 1e16", result="v1 + x0", tower=[mapped(0)]
+    )
+    assert running.run(program).kind in (running.OK, running.SKIPPED)

@@ -1,0 +1,364 @@
+"""The syntax tree of a random program, and its Python.
+
+A program is a function of tensors (statements, some with blocks: the bodies of control flow), a
+tower of transforms around it, and calls. It is plain data that pickles, so a process that may die
+can run it, and a minimizer can take parts away. Its Python needs torch and tsfunc alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+NAME = re.compile(r"\b[a-z]+\d+\b")  # every variable of a program: x0, v3, c1, f2
+PARTS = ("a", "b")  # keys of a parameter that is a dict
+
+
+@dataclass(frozen=True)
+class Block:
+    """A local function: the body of a loop, a branch, the function of a nested transform."""
+
+    name: str
+    params: tuple[str, ...]
+    body: tuple[Statement, ...]
+    result: str
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One line and the blocks that stand before it.
+
+    Attributes:
+        text: the line; ``v3 = ...`` defines a variable, others write into one.
+        construct: the family that it is counted under.
+    """
+
+    text: str
+    construct: str
+    blocks: tuple[Block, ...] = ()
+
+    @property
+    def target(self) -> str | None:
+        """The variable that the line defines."""
+        match = re.match(r"([a-z]+\d+) = ", self.text)
+        return match[1] if match else None
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The variables that the line and its blocks mention."""
+        names = set(NAME.findall(self.text.removeprefix(f"{self.target} = ")))
+        for block in self.blocks:
+            own = {*block.params, *(s.target for s in block.body)}
+            for statement in block.body:
+                names |= statement.reads - own
+            names |= set(NAME.findall(block.result)) - own
+            names.discard(block.name)
+        return frozenset(names)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor argument or a captured tensor.
+
+    Attributes:
+        shape: of one example.
+        kind: "float", "index" (integers of range(high)) or "mask".
+        high: the bound of an index.
+        phase: makes the values of this leaf its own.
+        layout: "dense", "reversed" (a transpose of all dims), "gaps" (every second element of
+            the last dim) or "offset" (part of a larger tensor).
+    """
+
+    shape: tuple[int, ...]
+    kind: str = "float"
+    high: int = 1
+    phase: float = 0.0
+    layout: str = "dense"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the function: a tensor, or a dict of two."""
+
+    name: str
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def is_dict(self) -> bool:
+        return len(self.leaves) > 1
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A step of the tower.
+
+    Attributes:
+        kind: the transform's name.
+        mapped: for ``vmap``, the dim of each leaf that is mapped, None where it is not.
+        sizes: for ``vmap``, the number of examples in each call of the program.
+        argnums: for derivatives, the parameters to differentiate by.
+        options: further arguments, as Python.
+        form: how the call is written, among those that the transform has.
+    """
+
+    kind: str
+    mapped: tuple[int | None, ...] = ()
+    sizes: tuple[int, ...] = ()
+    argnums: tuple[int, ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function, its tower (innermost first), and its calls.
+
+    Attributes:
+        calls: for each call of the transformed function the phase of its values; in a later
+            call values, batch sizes and strides differ.
+    """
+
+    seed: str
+    captured: tuple[tuple[str, Leaf], ...]
+    params: tuple[Parameter, ...]
+    body: tuple[Statement, ...]
+    result: str
+    tower: tuple[Transform, ...] = ()
+    calls: tuple[int, ...] = (0,)
+    keywords: frozenset[str] = field(default_factory=frozenset)
+
+    def with_(self, **changes: object) -> Program:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def constructs(self) -> list[str]:
+        return [statement.construct for statement in statements(self.body)]
+
+
+def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
+    """Yield the statements of a body and of its blocks."""
+    for statement in body:
+        yield statement
+        for block in statement.blocks:
+            yield from statements(block.body)
+
+
+# ---- Python ------------------------------------------------------------------------------------
+
+_LEAVES = """\
+def leaves(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree
+    return [leaf for part in parts for leaf in leaves(part)]
+"""
+_TOTAL = """\
+def total(tree):
+    return sum(leaf.sin().sum() for leaf in leaves(tree) if leaf.is_floating_point())
+"""
+_LIKE = """\
+def like(tree, function):
+    if isinstance(tree, dict):
+        return {key: like(part, function) for key, part in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(like(part, function) for part in tree)
+    return function(tree)
+"""
+_FLOATS = """\
+def floats(tree):
+    return tuple(leaf for leaf in leaves(tree) if leaf.is_floating_point())
+"""
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return ["    " + line for line in lines]
+
+
+def lines_of(body: tuple[Statement, ...]) -> list[str]:
+    """Return the lines of a body."""
+    lines = []
+    for statement in body:
+        for block in statement.blocks:
+            lines.append(f"def {block.name}({', '.join(block.params)}):")
+            lines += _indent([*lines_of(block.body), f"return {block.result}"])
+        lines.append(statement.text)
+    return lines
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape)) or "()"
+
+
+def leaf_text(leaf: Leaf, shape: tuple[int, ...], phase: float) -> str:
+    """Return the expression of a leaf's tensor, of this shape."""
+    count = math.prod(shape)
+    layout = leaf.layout if shape else "dense"
+    if layout == "gaps":
+        whole, after = (*shape[:-1], 2 * shape[-1]), "[..., ::2]"
+        count *= 2
+    elif layout == "reversed" and len(shape) > 1:
+        whole, after = shape[::-1], f".permute({_shape(tuple(reversed(range(len(shape)))))})"
+    elif layout == "offset":
+        whole, after = (shape[0] + 1, *shape[1:]), "[1:]"
+        count = math.prod(whole)
+    else:
+        whole, after = shape, ""
+    numbers = f"torch.arange({count}, dtype=torch.float64)"
+    if leaf.kind == "index":
+        made = f"(({numbers} * 7 + {int(phase * 10)}) % {leaf.high}).long()"
+    elif leaf.kind == "mask":
+        made = f"(({numbers} * 0.7 + {phase:.2f}).sin() > 0)"
+    else:
+        made = f"({numbers} * 0.7 + {phase:.2f}).sin()"
+    return f"{made}.reshape({_shape(whole)}){after}"
+
+
+def batched_shape(leaf: Leaf, tower: tuple[Transform, ...], at: int, call: int) -> tuple[int, ...]:
+    """Return the shape of a leaf outside of a tower; ``at`` is its number among all leaves."""
+    shape = list(leaf.shape)
+    for step in tower:
+        if step.kind == "vmap" and step.mapped[at] is not None:
+            dim = step.mapped[at]
+            assert dim is not None
+            size = step.sizes[call % len(step.sizes)]
+            shape.insert(dim if dim >= 0 else len(shape) + 1 + dim, size)
+    return tuple(shape)
+
+
+def _argument(parameter: Parameter, texts: list[str]) -> str:
+    if not parameter.is_dict:
+        return texts[0]
+    parts = [f'"{key}": {text}' for key, text in zip(PARTS, texts, strict=False)]
+    return "{" + ", ".join(parts) + "}"
+
+
+def arguments_text(program: Program, call: int) -> list[str]:
+    """Return the expression of each argument of a call."""
+    number = program.calls[call]
+    texts, at = [], 0
+    for parameter in program.params:
+        parts = []
+        for leaf in parameter.leaves:
+            shape = batched_shape(leaf, program.tower, at, number)
+            layouts = ("dense", "gaps", "reversed", "offset")
+            other = layouts[(layouts.index(leaf.layout) + number) % 4]
+            parts.append(leaf_text(replace(leaf, layout=other), shape, leaf.phase + 1.3 * number))
+            at += 1
+        texts.append(_argument(parameter, parts))
+    return texts
+
+
+def _prefix(program: Program, entries: tuple[object, ...]) -> list[str]:
+    """Return an entry for each parameter of one for each leaf."""
+    texts, at = [], 0
+    for parameter in program.params:
+        some = entries[at : at + len(parameter.leaves)]
+        at += len(parameter.leaves)
+        texts.append(
+            str(some[0]) if len(set(some)) == 1 else _argument(parameter, [str(s) for s in some])
+        )
+    return texts
+
+
+def _tuple(texts: list[str]) -> str:
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+
+
+def _step(program: Program, step: Transform, inner: str, name: str) -> list[str]:
+    """Return the lines that define the function ``name``, a transform of ``inner``."""
+    params = [parameter.name for parameter in program.params]
+    every = ", ".join(params)
+    options = "".join(f", {key}={value}" for key, value in step.options)
+    if step.kind == "vmap":
+        entries = _prefix(program, step.mapped)
+        if step.form == "names":
+            dims = [f'"{p}": {e}' for p, e in zip(params, entries, strict=True) if e != "None"]
+            in_dims = "{" + ", ".join(dims) + "}"
+        elif len(set(entries)) == 1 and not entries[0].startswith("{"):
+            in_dims = entries[0]
+        else:
+            in_dims = _tuple(entries)
+        return [f"{name} = tsfunc.vmap({inner}, in_dims={in_dims}{options})"]
+    if step.kind in ("checkpoint", "specialize"):
+        return [f"{name} = tsfunc.{step.kind}({inner}{options})"]
+    if step.kind == "functional_call":
+        first, rest = params[0], params[1:]
+        return [
+            "class Model(torch.nn.Module):",
+            "    def __init__(self):",
+            "        super().__init__()",
+            "        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))",
+            "",
+            f"    def forward({', '.join(['self', *rest])}):",
+            f"        return {inner}({', '.join(['self.weight', *rest])})",
+            "",
+            f"{name}_model = Model()",
+            f"def {name}({every}):",
+            f"    state = {{'weight': {first}}}",
+            f"    return tsfunc.functional_call({name}_model, state, {_tuple(rest)})",
+        ]
+    if step.kind in ("grad", "grad_and_value", "value_and_grad", "hessian"):
+        argnums = step.argnums[0] if len(step.argnums) == 1 else step.argnums
+        scalar = f"lambda {every}: total({inner}({every}))"
+        return [
+            f"def {name}({every}):",
+            f"    return tsfunc.{step.kind}({scalar}, argnums={argnums}{options})({every})",
+        ]
+    if step.kind in ("jacrev", "jacfwd"):
+        argnums = step.argnums[0] if len(step.argnums) == 1 else step.argnums
+        some = f"lambda {every}: floats({inner}({every}))"
+        return [
+            f"def {name}({every}):",
+            f"    return tsfunc.{step.kind}({some}, argnums={argnums}{options})({every})",
+        ]
+    chosen = [params[i] for i in step.argnums]
+    some = f"lambda {', '.join(chosen)}: floats({inner}({every}))"
+    tangents = [f"like({p}, lambda t: (t * {i + 2}).cos())" for i, p in enumerate(chosen)]
+    if step.kind == "jvp":
+        call = f"tsfunc.jvp({some}, {_tuple(chosen)}, {_tuple(tangents)})"
+        return [f"def {name}({every}):", f"    return {call}"]
+    if step.kind == "vjp":
+        return [
+            f"def {name}({every}):",
+            f"    out, pull = tsfunc.vjp({some}, {', '.join(chosen)})",
+            "    return pull(like(out, lambda t: t.cos()))",
+        ]
+    assert step.kind == "linearize"
+    return [
+        f"def {name}({every}):",
+        f"    out, push = tsfunc.linearize({some}, {', '.join(chosen)})",
+        f"    return out, push({', '.join(tangents)})",
+    ]
+
+
+def source(program: Program) -> str:
+    """Return the Python that defines ``program``, the transformed function."""
+    lines: list[str] = []
+    for name, leaf in program.captured:
+        lines.append(f"{name} = {leaf_text(leaf, leaf.shape, leaf.phase)}")
+    params = ", ".join(parameter.name for parameter in program.params)
+    lines.append(f"def f0({params}):")
+    lines += _indent([*lines_of(program.body), f"return {program.result}"])
+    for i, step in enumerate(program.tower):
+        lines += _step(program, step, f"f{i}", f"f{i + 1}")
+    lines.append(f"program = f{len(program.tower)}")
+    text = "\n".join(lines) + "\n"
+    helpers = [
+        helper
+        for name, helper in (("total", _TOTAL), ("floats", _FLOATS), ("like", _LIKE))
+        if f"{name}(" in text
+    ]
+    if any("leaves(" in helper for helper in helpers):
+        helpers.insert(0, _LEAVES)
+    return "\n".join([*helpers, text])
+
+
+def call_text(program: Program, call: int, function: str = "program") -> str:
+    """Return the expression of a call."""
+    parts = [
+        f"{p.name}={text}" if p.name in program.keywords else text
+        for p, text in zip(program.params, arguments_text(program, call), strict=True)
+    ]
+    return f"{function}({', '.join(parts)})"

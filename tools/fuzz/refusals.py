@@ -1,0 +1,53 @@
+"""Errors that the documentation announces: a program that raises one counts as refused.
+
+Each entry has the class, a pattern of the message, and the page that states the limit.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    error: str
+    pattern: str
+    page: str
+    reason: str
+
+
+REFUSALS = (
+    Refusal(
+        "ConstraintViolation", "", "docs/soundness.md",
+        "the function's course depends on the size of a named dim",
+    ),
+    Refusal(
+        "DescriptorViolation", "", "docs/descriptors.md",
+        "a later call has other sizes than a descriptor promises",
+    ),
+    Refusal(
+        "DataDependentError", "", "docs/soundness.md",
+        "a size or a Python value that depends on data",
+    ),
+    Refusal(
+        "ExportError", "", "docs/programs.md", "a backend has no place for what a program has",
+    ),
+    Refusal(
+        "RuntimeError", r"^freeze|closure=.freeze.|burnt in", "docs/soundness.md",
+        'a program with closure="freeze" may not write into what it burns in',
+    ),
+    Refusal(
+        "RuntimeError", r"randomness", "docs/torch_func.md",
+        'a draw that "same" or "error" refuses',
+    ),
+)  # fmt: skip
+
+
+def refused(error: BaseException) -> Refusal | None:
+    """Return the entry that covers an error."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    for entry in REFUSALS:
+        if entry.error in names and re.search(entry.pattern, str(error)):
+            return entry
+    return None

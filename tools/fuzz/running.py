@@ -1,0 +1,214 @@
+"""Runs a program by tsfunc and by the reference, and compares."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import math
+import traceback
+import types
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import tsfunc
+from tools.fuzz import reference
+from tools.fuzz.program import Program, call_text, source
+from tools.fuzz.refusals import refused
+
+OK, REFUSED, SKIPPED = "ok", "refused", "skipped"
+WRONG, RAISES, BROKEN = "wrong", "raises", "broken"
+CRASHES, HANGS = "crashes", "hangs"
+FAILURES = (WRONG, RAISES, BROKEN, CRASHES, HANGS)
+
+RTOL, ATOL = 1e-6, 1e-8
+_SHAKEN = 1e-7  # by so much the inputs are changed to see whether a result is well conditioned
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: one of the words above.
+        cause: the same for programs that fail alike: where an error came from, or which part of
+            the result differs.
+        detail: for people.
+    """
+
+    kind: str
+    cause: str = ""
+    detail: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in FAILURES
+
+
+def namespace_of(text: str, module: Any) -> dict[str, Any]:
+    """Run the definitions of a program; its lines are known to tracebacks."""
+    filename = f"<program {next(_numbers)}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    scope = {
+        "__name__": "program", "torch": torch, "F": torch.nn.functional, "tsfunc": module,
+    }  # fmt: skip
+    exec(compile(text, filename, "exec"), scope)
+    return scope
+
+
+def results(program: Program, module: Any, shaken: float = 0.0) -> list[Any]:
+    """Return the result of each call, or the error in its place, after which no call is made."""
+    found: list[Any] = []
+    scope = namespace_of(source(program), module)
+    if shaken:
+        for name, leaf in program.captured:
+            if leaf.kind == "float":
+                scope[name] = _shake(scope[name], shaken)
+    for call in range(len(program.calls)):
+        taken = eval(call_text(program, call, "dict" if False else "_Arguments"), {
+            **scope, "_Arguments": lambda *args, **kwargs: (args, kwargs),
+        })  # fmt: skip
+        args, kwargs = pytree.tree_map(lambda x: _shake(x, shaken), taken) if shaken else taken
+        value = scope["program"](*args, **kwargs)
+        found.append(pytree.tree_map(_plain, value))
+    return found
+
+
+def _plain(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+def _shake(x: Any, by: float) -> Any:
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return x
+    noise = (torch.arange(x.numel(), dtype=x.dtype) * 1.7 + 0.3).sin().reshape(x.shape)
+    return x + by * noise
+
+
+def run(program: Program) -> Verdict:
+    """Run a program both ways."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.manual_seed(0)
+            expected = results(program, reference)
+        except Exception as error:
+            return Verdict(SKIPPED, "the reference refuses", f"{type(error).__name__}: {error}")
+        if not all(_finite(value) for value in expected):
+            return Verdict(SKIPPED, "not finite")
+        verdict = _ours(program, expected)
+        if verdict.kind == WRONG and not _well_conditioned(program, expected):
+            return Verdict(SKIPPED, "ill conditioned", verdict.detail)
+    return verdict
+
+
+def _ours(program: Program, expected: list[Any]) -> Verdict:
+    whole = thread_state()
+    error: BaseException | None = None
+    found: list[Any] = []
+    try:
+        torch.manual_seed(0)
+        found = results(program, tsfunc)
+    except Exception as raised:
+        error = raised
+    if (now := thread_state()) != whole:
+        return Verdict(BROKEN, "thread state", f"{whole} became {now}; {error}")
+    if error is not None:
+        if refused(error) is not None:
+            return Verdict(REFUSED, type(error).__name__, str(error))
+        if isinstance(error, RecursionError):
+            return Verdict(RAISES, "RecursionError", str(error))
+        return Verdict(RAISES, _cause(error), _text(error))
+    for call, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        difference = different(ours, theirs)
+        if difference:
+            return Verdict(WRONG, difference[0], f"call {call}: {difference[1]}")
+    return Verdict(OK)
+
+
+def thread_state() -> tuple[Any, ...]:
+    """Return what transforms change for a while and must put back."""
+    return (
+        str(torch._C._dispatch_tls_local_exclude_set()),
+        str(torch._C._dispatch_tls_local_include_set()),
+        torch.is_grad_enabled(),
+        torch._C._is_fwd_grad_enabled(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """Return the class of an error and the last line of tsfunc's that it passed."""
+    own = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "/tsfunc/" in frame.filename
+    ]
+    where = f"{own[-1].filename.split('/tsfunc/')[-1]}:{own[-1].name}" if own else "torch"
+    return f"{type(error).__name__} at {where}"
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:600]
+
+
+def _finite(tree: Any) -> bool:
+    return all(
+        bool(x.isfinite().all()) and (not x.numel() or float(x.abs().max()) < 1e8)
+        for x in pytree.tree_leaves(tree)
+        if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+    )
+
+
+def _kind_of(x: Any) -> str:
+    return type(x).__name__
+
+
+def different(ours: Any, theirs: Any) -> tuple[str, str] | None:
+    """Return what differs between two results, in a word and in a sentence."""
+    mine, spec = pytree.tree_flatten(ours)
+    others, other_spec = pytree.tree_flatten(theirs)
+    if spec != other_spec:
+        return "structure", f"{spec}, expected {other_spec}"
+    for place, (a, b) in enumerate(zip(mine, others, strict=True)):
+        if not isinstance(b, torch.Tensor):
+            if a != b:
+                return "value", f"leaf {place}: {a!r}, expected {b!r}"
+            continue
+        if not isinstance(a, torch.Tensor):
+            return "class", f"leaf {place}: {_kind_of(a)}, expected a tensor"
+        if a.shape != b.shape:
+            return "shape", f"leaf {place}: {tuple(a.shape)}, expected {tuple(b.shape)}"
+        if a.dtype != b.dtype:
+            return "dtype", f"leaf {place}: {a.dtype}, expected {b.dtype}"
+        if not torch.allclose(a, b, rtol=RTOL, atol=ATOL, equal_nan=True):
+            by = float((a.double() - b.double()).abs().max()) if not a.is_complex() else math.nan
+            return "numbers", f"leaf {place}: off by {by:.3g}"
+    return None
+
+
+def _well_conditioned(program: Program, expected: list[Any]) -> bool:
+    """Return False where a small change of the inputs changes the reference's result by much."""
+    for by in (_SHAKEN, -0.7 * _SHAKEN):
+        try:
+            torch.manual_seed(0)
+            shaken = results(program, reference, by)
+        except Exception:
+            return False
+        for one, two in zip(shaken, expected, strict=True):
+            pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(two), strict=True)
+            for a, b in pairs:
+                if isinstance(b, torch.Tensor) and b.is_floating_point():
+                    scale = 1 + (float(b.abs().max()) if b.numel() else 0.0)
+                    if a.shape != b.shape or not torch.allclose(
+                        a, b, rtol=0, atol=1e4 * _SHAKEN * scale
+                    ):
+                        return False
+    return True
+
+
+def modules() -> tuple[types.ModuleType, types.ModuleType]:
+    return tsfunc, reference

@@ -1,0 +1,158 @@
+"""Draws towers of transforms around a function."""
+
+from __future__ import annotations
+
+import random
+
+from tools.fuzz.program import PARTS, Parameter, Program, Transform
+
+_KINDS = {
+    "vmap": 9,
+    "grad": 3,
+    "grad_and_value": 1,
+    "value_and_grad": 1,
+    "vjp": 2,
+    "jvp": 3,
+    "jacrev": 2,
+    "jacfwd": 2,
+    "hessian": 1,
+    "linearize": 2,
+    "checkpoint": 3,
+    "functional_call": 2,
+    "specialize": 6,
+}
+_DERIVATIVES = frozenset(_KINDS) - {"vmap", "checkpoint", "functional_call", "specialize"}
+_ORDER = {"hessian": 2}
+_MOST_ORDER = 3
+# How many values a Jacobian may have for each of the function; bounds the size of a result.
+_JACOBIANS = frozenset({"jacrev", "jacfwd", "hessian"})
+BATCH_SIZES = (6, 7, 2, 3, 1, 0)
+
+
+def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> Program:
+    """Return the program with a tower of one to four transforms, and its calls."""
+    depth = rng.choice([1, 1, 2, 2, 3, 3, 4])
+    floats = [
+        i for i, p in enumerate(program.params) if all(leaf.kind == "float" for leaf in p.leaves)
+    ]
+    tower: list[Transform] = []
+    order = jacobians = 0
+    while len(tower) < depth:
+        kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
+        if kind in _DERIVATIVES:
+            if not floats or order + _ORDER.get(kind, 1) > _MOST_ORDER:
+                continue
+            if kind in _JACOBIANS and jacobians + _ORDER.get(kind, 1) > 2:
+                continue
+            order += _ORDER.get(kind, 1)
+            jacobians += (kind in _JACOBIANS) * _ORDER.get(kind, 1)
+            chosen = rng.sample(floats, rng.choice([1, 1, min(2, len(floats))]))
+            options = []
+            if kind in ("jacrev", "jacfwd") and rng.random() < 0.2:
+                name = "chunk_size" if kind == "jacrev" else None
+                options = [(name, "2")] if name else []
+            tower.append(Transform(kind, argnums=tuple(sorted(chosen)), options=tuple(options)))
+        elif kind == "vmap":
+            tower.append(_vmap(rng, program, tuple(tower)))
+        elif kind == "functional_call":
+            first = program.params[0]
+            if first.is_dict or first.leaves[0].kind != "float":
+                continue
+            if any(step.kind == kind for step in tower):
+                continue
+            tower.append(Transform(kind))
+        elif kind == "specialize":
+            tower.append(_specialize(rng, program, tuple(tower), inductor))
+        else:
+            tower.append(Transform(kind))
+    calls = rng.choice([(0,), (0, 0), (0, 1), (0, 1, 2)])
+    return program.with_(tower=tuple(tower), calls=calls)
+
+
+def _leaves(program: Program) -> int:
+    return sum(len(p.leaves) for p in program.params)
+
+
+def _vmap(rng: random.Random, program: Program, below: tuple[Transform, ...]) -> Transform:
+    ranks = [
+        len(leaf.shape) + sum(s.kind == "vmap" and s.mapped[at] is not None for s in below)
+        for at, leaf in enumerate(leaf for p in program.params for leaf in p.leaves)
+    ]
+    mapped: list[int | None] = []
+    for rank in ranks:
+        where = rng.random()
+        if where < 0.2:
+            mapped.append(None)
+        elif where < 0.4:
+            mapped.append(0)
+        else:
+            mapped.append(rng.randrange(-rank - 1, rank + 1))
+    if all(dim is None for dim in mapped):
+        mapped[rng.randrange(len(mapped))] = rng.randrange(-1, 1)
+    pool = [6, 7, 2, 3] if rng.random() < 0.85 else [1, 0, 5]
+    first = rng.choice(pool)
+    sizes = (first, rng.choice([first, 4, 3, 2]), rng.choice([first, 5, 2]))
+    options: list[tuple[str, str]] = []
+    if rng.random() < 0.3:
+        options.append(("out_dims", rng.choice(["-1", "0"])))
+    if rng.random() < 0.2:
+        options.append(("chunk_size", rng.choice(["1", "2", "4"])))
+    if rng.random() < 0.2:
+        options.append(("randomness", rng.choice(['"different"', '"same"', '"split"'])))
+    if rng.random() < 0.05:
+        options.append(("data_dependent", '"split"'))
+    form = "names" if rng.random() < 0.2 else ""
+    return Transform("vmap", tuple(mapped), sizes, options=tuple(options), form=form)
+
+
+def _specialize(
+    rng: random.Random, program: Program, below: tuple[Transform, ...], inductor: bool
+) -> Transform:
+    options: list[tuple[str, str]] = []
+    backend = rng.random()
+    if inductor and backend < 0.5:
+        options.append(("backend", '"inductor"'))
+    elif backend < 0.1:
+        options.append(("backend", '"aot_eager"'))
+    if rng.random() < 0.05:
+        options.append(("closure", '"freeze"'))
+    if rng.random() < 0.4:
+        described = _descriptors(rng, program, below)
+        if described:
+            options.insert(0, ("descriptors", "{" + ", ".join(described) + "}"))
+    return Transform("specialize", options=tuple(options))
+
+
+def _descriptors(rng: random.Random, program: Program, below: tuple[Transform, ...]) -> list[str]:
+    """Return descriptors that name batch dims: one name for each ``vmap`` below."""
+    texts, at = [], 0
+    for parameter in program.params:
+        parts = [_shape(program, at + k, below) for k in range(len(parameter.leaves))]
+        at += len(parameter.leaves)
+        if rng.random() < 0.2:
+            continue
+        metas = [f"tsfunc.MetaTensorType([{', '.join(shape)}])" for shape in parts]
+        if parameter.is_dict:
+            pairs = (f'"{key}": {meta}' for key, meta in zip(PARTS, metas, strict=False))
+            texts.append(f'"{parameter.name}": {{{", ".join(pairs)}}}')
+        else:
+            texts.append(f'"{parameter.name}": {metas[0]}')
+    return texts
+
+
+def _shape(program: Program, at: int, below: tuple[Transform, ...]) -> list[str]:
+    leaf = [leaf for p in program.params for leaf in p.leaves][at]
+    shape = [str(size) for size in leaf.shape]
+    for number, step in enumerate(below):
+        if step.kind == "vmap" and step.mapped[at] is not None:
+            dim = step.mapped[at]
+            assert dim is not None
+            shape.insert(dim if dim >= 0 else len(shape) + 1 + dim, f'"n{number}"')
+    return shape
+
+
+def parameter_names(program: Program) -> list[str]:
+    return [parameter.name for parameter in program.params]
+
+
+__all__ = ["BATCH_SIZES", "Parameter", "draw_tower", "parameter_names"]

@@ -1,0 +1,113 @@
+"""A process that runs programs, and another one when it has died or hangs."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO, Any
+
+from tools.fuzz.program import Program
+from tools.fuzz.running import CRASHES, HANGS, Verdict
+
+_MOST = 400  # programs of one process, whose caches grow
+
+
+def serve() -> None:
+    """Run the programs that come by the line; print the verdict of each."""
+    import faulthandler
+    import resource
+
+    import torch
+
+    from tools.fuzz import modes
+
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a program prints is not a verdict
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    for line in sys.stdin:
+        mode, program = pickle.loads(base64.b64decode(line))
+        verdict = modes.MODES[mode](program)
+        print(base64.b64encode(pickle.dumps(verdict)).decode(), file=out, flush=True)
+
+
+class Worker:
+    """Runs programs elsewhere: whatever they do, there is a verdict."""
+
+    def __init__(self, limit: float = 180.0) -> None:
+        self.limit = limit
+        self._process: subprocess.Popen[str] | None = None
+        self._ran = 0
+
+    def run(self, program: Program, mode: str = "towers") -> Verdict:
+        """Return what became of a program."""
+        if self._process is None:
+            self._start()
+        process = self._process
+        assert process is not None
+        to, back = _pipe(process.stdin), _pipe(process.stdout)
+        begin = time.monotonic()
+        try:
+            print(base64.b64encode(pickle.dumps((mode, program))).decode(), file=to, flush=True)
+        except BrokenPipeError:
+            return self._dead()
+        ready, _, _ = select.select([back], [], [], self.limit)
+        if not ready:
+            self.close()
+            return Verdict(HANGS, "time", f"no end after {time.monotonic() - begin:.0f} s")
+        line = back.readline()
+        if not line:
+            return self._dead()
+        self._ran += 1
+        if self._ran >= _MOST:
+            self.close()
+        verdict: Verdict = pickle.loads(base64.b64decode(line))
+        return verdict
+
+    def _dead(self) -> Verdict:
+        process = self._process
+        assert process is not None
+        code = process.wait()
+        self._said.seek(0)
+        said = self._said.read()[-2000:]
+        self.close()
+        return Verdict(CRASHES, f"exit {code}", said)
+
+    def _start(self) -> None:
+        # stderr goes to a file: a pipe that is not read would block the process when it is full.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from tools.fuzz.workers import serve; serve()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TSFUNC_RAGE": "off", "TSFUNC_VERIFY": "1"},
+        )  # fmt: skip
+        self._ran = 0
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout, self._said):
+                try:
+                    _pipe(pipe).close()
+                except BrokenPipeError:  # it died with a program in the pipe
+                    pass
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
