@@ -119,7 +119,7 @@ def missing(dotted: str, where: list[str]) -> str | None:
 
 
 # Inductor, which is imported here, uses a part of torch's that is deprecated.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.parametrize("name", list(NAMES))
 def test_a_private_name_is_there(name: str) -> None:
     message = missing(name, NAMES[name])

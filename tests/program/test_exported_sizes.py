@@ -136,7 +136,7 @@ def test_a_recurrent_layer_in_a_branch() -> None:
 
 
 # torch's derivative of a scan loads its compiler, some of which it has deprecated itself.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.slow
 def test_derivatives_of_recurrent_layers() -> None:
     net = nn.LSTM(3, 4, num_layers=2)

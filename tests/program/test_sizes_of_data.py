@@ -181,7 +181,7 @@ def test_saved_dims_that_are_solved_for(tmp_path: Path) -> None:
     assert [loaded(torch.ones(n)).sum().item() for n in (9, 5, 1)] == [18, 10, 2]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_scripted_modules() -> None:
     class Scaled(torch.nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

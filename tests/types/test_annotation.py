@@ -368,7 +368,7 @@ class TestInterfaces:
         assert from_annotation(Step) == TSModuleInterface(Step)
         assert from_annotation(Doubling) == TSCustomClass(Doubling)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.interface` is deprecated:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:`torch.jit.interface` is deprecated")
     def test_as_torch_declares_them(self) -> None:
         assert from_annotation(torch.jit.interface(Declared)) == TSModuleInterface(Declared)
 

@@ -398,8 +398,9 @@ def _load_forward_formulas() -> None:
         if _formulas_loaded:
             return
         with warnings.catch_warnings():
-            # They are compiled by torch.jit.script, which is deprecated.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            # torch.jit.script compiles the formulas and is deprecated: a DeprecationWarning up to
+            # torch 2.13, a FutureWarning since 2.14.
+            warnings.filterwarnings("ignore", message="`torch.jit.")
             forward_ad._maybe_load_decompositions()
         _formulas_loaded = True
 

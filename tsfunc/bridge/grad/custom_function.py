@@ -7,15 +7,11 @@ by one, the innermost first: the level's own node, if it records, and within its
 same function on the values inside; for a vmap that is a function whose ``forward`` and
 ``backward`` are those of the class, mapped (``mapped_function``).
 
-``Function.apply`` has no hook for tensor subclasses. It ends in the ``apply`` of its base classes,
-the Python one of which gets one of ours when the first level of the process is entered: methods
-that were taken from a class before (``f = MyFunction.apply``) come there as well. Without tracers
-it goes on to the one in C++.
+``apply_hook`` gives every call of ``Function.apply`` to ``_apply`` once a first transform has run.
+Calls without tracers go on to torch's own method.
 
-Private names used here (torch 2.11 to 2.13): ``autograd.function._SingleLevelFunction`` is the
-base class of ``Function`` and of what torch.func makes of one; its own base's ``apply`` puts a
-node in the graph; ``_functorch.maybe_current_level``; ``DisableTorchFunctionSubclass``;
-``forward_ad._set_fwd_grad_enabled``.
+Private names used here (torch 2.11 to 2.14): ``_functorch.maybe_current_level``;
+``DisableTorchFunctionSubclass``; ``forward_ad._set_fwd_grad_enabled``.
 """
 
 from __future__ import annotations
@@ -27,9 +23,9 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass, _functorch
 from torch.autograd import Function, forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 from tsfunc import pytrees
+from tsfunc.bridge.grad import apply_hook
 from tsfunc.bridge.grad.autograd import tangents_here
 from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
 from tsfunc.bridge.grad.mapped_function import (
@@ -58,22 +54,21 @@ from tsfunc.bridge.tracers.tracer import (
 from tsfunc.dispatch.recording import run_as
 
 _torch_vmap = Function.vmap
-_base: Any = _SingleLevelFunction
 
 
 def install() -> None:
-    """Puts our ``apply`` before the one in C++; a second call does nothing."""
-    _base.apply = classmethod(_apply)
+    """Receive the calls of ``Function.apply``. A second call does nothing."""
+    apply_hook.install(_apply)
 
 
 on_first_transform(install)
 
 
 def torch_apply(cls: Any, *args: Any) -> Any:
-    """torch's own: one node in the graph of the tensors given."""
+    """Call torch's own method: one node in the graph of the tensors that are given."""
     if cls.jvp is not torch_jvp and tangents_here():
         cls = _on_primals(cls)
-    return super(_base, cls).apply(*args)
+    return apply_hook.call_torch_apply(cls, *args)
 
 
 _ON_PRIMALS = "__tsfunc_on_primals__"
@@ -91,7 +86,7 @@ def _on_primals(cls: Any) -> Any:
 
 
 def _apply(cls: Any, *args: Any) -> Any:
-    """Where ``Function.apply`` ends, its arguments bound to those of ``forward``."""
+    """Handle a call of ``Function.apply`` whose arguments are bound to those of ``forward``."""
     if is_reentrant(cls):
         return not_reentrant(*args)
     args = tuple([seen_here(arg) for arg in args])

@@ -1,0 +1,115 @@
+"""A handler for every call of ``torch.autograd.Function.apply``.
+
+``Function.apply`` has no hook for tensor subclasses. Code takes the method from a class before
+the first transform runs (``f = MyFunction.apply`` at the head of a module), so the hook must also
+reach methods that are already bound.
+
+- torch 2.11 to 2.13: ``Function.apply`` is a Python method that ends in ``super().apply``, which is
+  the method of the C++ base class. A class method on ``_SingleLevelFunction``, which stands between
+  the two, receives every call.
+- torch 2.14: ``Function.apply`` is the method of the C++ base class. A bound method of it holds only
+  the class and the address of an entry in torch's method table. The hook replaces the function in
+  that entry by ``PyObject_Call``, which has the same C signature. The call then becomes a call of
+  the class, and the metaclass defines the result: ``FunctionMeta.__call__``. A ``Function`` class
+  has no other use for a call, since torch has deprecated instances of it.
+
+Private names used here (torch 2.11 to 2.14): ``autograd.function._SingleLevelFunction`` is the base
+class of ``Function`` and of the classes that torch.func derives from one; its own base
+``_C._FunctionBase`` has the ``apply`` that puts a node into the graph;
+``_functorch.maybe_current_level`` is the depth of torch.func's stack.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch._C import _functorch, _FunctionBase
+from torch.autograd import Function
+from torch.autograd.function import FunctionMeta, _SingleLevelFunction
+
+Handler = Callable[..., Any]  # of a class and its arguments, bound to those of ``forward``
+
+_descriptor: Any = _FunctionBase.__dict__["apply"]
+_own: Any = _descriptor  # torch's method, as it is before the hook
+
+
+def applies_in_cpp() -> bool:
+    """True if ``Function.apply`` is the C++ method itself, as it is since torch 2.14."""
+    return Function.__dict__["apply"] is _descriptor
+
+
+def call_torch_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call torch's own method: one node in the graph of the tensors that are given."""
+    return _own.__get__(None, cls)(*args, **kwargs)
+
+
+def install(handler: Handler) -> None:
+    """Give the calls of ``apply`` to ``handler``. A second call replaces the handler.
+
+    Raises:
+        RuntimeError: torch's method table does not have the expected form.
+    """
+    if not applies_in_cpp():
+        base: Any = _SingleLevelFunction
+        base.apply = classmethod(handler)
+        return
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls, Function):
+            if _functorch.maybe_current_level() is not None:
+                return call_torch_apply(cls, *args, **kwargs)  # derives a class and calls that
+            if cls.setup_context is not _SingleLevelFunction.setup_context:
+                bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+                bound.apply_defaults()
+                args, kwargs = bound.args, bound.kwargs
+        if kwargs:
+            return call_torch_apply(cls, *args, **kwargs)  # raises the error
+        return handler(cls, *args)
+
+    metaclass: Any = FunctionMeta
+    metaclass.__call__ = call
+    if _own is _descriptor:
+        _redirect_method_table()
+
+
+class _MethodDef(ctypes.Structure):
+    """CPython's ``PyMethodDef``, a part of its stable ABI."""
+
+    _fields_ = [  # noqa: RUF012 (ctypes reads it once)
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    ]
+
+
+_VARARGS_KEYWORDS_CLASS = 0x1 | 0x2 | 0x10  # METH_VARARGS | METH_KEYWORDS | METH_CLASS
+_own_entry: _MethodDef | None = None  # read by the descriptor made of it
+
+
+def _redirect_method_table() -> None:
+    """Let the entry of ``apply`` call the class, and keep torch's method as a descriptor."""
+    global _own, _own_entry
+    api = ctypes.pythonapi
+    pointers = 3  # d_type, d_name and d_qualname stand before PyMethodDescrObject.d_method
+    place = id(_descriptor) + object.__basicsize__ + pointers * ctypes.sizeof(ctypes.c_void_p)
+    entry = _MethodDef.from_address(ctypes.c_void_p.from_address(place).value or 0)
+
+    bound = ctypes.py_object(_descriptor.__get__(None, Function))
+    api.PyCFunction_GetFunction.restype = ctypes.c_void_p
+    same_function = entry.function == api.PyCFunction_GetFunction(bound)
+    same_flags = entry.flags == _VARARGS_KEYWORDS_CLASS
+    if not (same_function and same_flags and entry.name == b"apply"):
+        raise RuntimeError(
+            "torch.autograd.Function.apply: expected a C++ class method with positional and "
+            f"keyword arguments, got one with flags {entry.flags:#x}. This release of torch needs "
+            "a newer tsfunc."
+        )
+
+    _own_entry = _MethodDef(entry.name, entry.function, entry.flags, entry.doc)
+    api.PyDescr_NewClassMethod.restype = ctypes.py_object
+    _own = api.PyDescr_NewClassMethod(ctypes.py_object(_FunctionBase), ctypes.byref(_own_entry))
+    entry.function = ctypes.cast(api.PyObject_Call, ctypes.c_void_p).value
