@@ -7,11 +7,11 @@ reach methods that are already bound.
 - torch 2.11 to 2.13: ``Function.apply`` is a Python method that ends in ``super().apply``, which is
   the method of the C++ base class. A class method on ``_SingleLevelFunction``, which stands between
   the two, receives every call.
-- torch 2.14: ``Function.apply`` is the method of the C++ base class. A bound method of it holds only
-  the class and the address of an entry in torch's method table. The hook replaces the function in
-  that entry by ``PyObject_Call``, which has the same C signature. The call then becomes a call of
-  the class, and the metaclass defines the result: ``FunctionMeta.__call__``. A ``Function`` class
-  has no other use for a call, since torch has deprecated instances of it.
+- torch 2.14: ``Function.apply`` is the method of the C++ base class. A bound method of it holds
+  only the class and the address of an entry in torch's method table. The hook replaces the function
+  in that entry by ``PyObject_Call``, which has the same C signature. The call then becomes a call
+  of the class, and the metaclass defines the result: ``FunctionMeta.__call__``. A ``Function``
+  class has no other use for a call, since torch has deprecated instances of it.
 
 Private names used here (torch 2.11 to 2.14): ``autograd.function._SingleLevelFunction`` is the base
 class of ``Function`` and of the classes that torch.func derives from one; its own base
@@ -26,7 +26,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch._C import _functorch, _FunctionBase
+from torch._C import _FunctionBase, _functorch
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 
@@ -78,7 +78,7 @@ def install(handler: Handler) -> None:
 class _MethodDef(ctypes.Structure):
     """CPython's ``PyMethodDef``, a part of its stable ABI."""
 
-    _fields_ = [  # noqa: RUF012 (ctypes reads it once)
+    _fields_ = [
         ("name", ctypes.c_char_p),
         ("function", ctypes.c_void_p),
         ("flags", ctypes.c_int),
