@@ -226,3 +226,30 @@ def test_a_choice_in_an_expression_is_told_in_the_users_words(f: Callable[[Tenso
     said = str(caught.value)
     assert "x[0].item() > 1 depends on data" in said
     assert "torch._check(x[0].item() > 1)" in said and "item_default" not in said
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("least", [2, 4])
+def test_a_failed_check_says_what_the_function_says(least: int, fresh: bool) -> None:
+    def checked(x: Tensor) -> Tensor:
+        k = x.nonzero().shape[0]
+        torch._check(k >= least, lambda: f"expected {least} nonzeros, got {k}")
+        return x * k
+
+    def raised(x: Tensor) -> Tensor:
+        k = x.nonzero().shape[0]
+        if k < least:
+            raise ValueError(f"expected {least} nonzeros, got {k}")
+        return x * k
+
+    for f in (checked, raised):
+        g = tsfunc.specialize(f)
+        if not fresh:
+            torch.testing.assert_close(g(torch.ones(5)), torch.full((5,), 5.0))
+        with pytest.raises(FailedCheckError) as caught:
+            g(torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]))
+        text = str(caught.value)
+        assert f"shape[0] >= {least} does not hold" in text
+        assert f"expected {least} nonzeros, got 1" in text
+        with pytest.raises((RuntimeError, ValueError), match=f"expected {least} nonzeros, got 1"):
+            f(torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]))

@@ -78,6 +78,22 @@ def keyed(x: Dict[str, Any], y: Tensor) -> Any:  # noqa: UP006
     return x["a"] * 2
 
 
+def measured(x: Any, y: Tensor) -> Any:
+    return y * len(x)
+
+
+def iterated(x: Any, y: Tensor) -> Any:
+    return [y for _ in x]
+
+
+def entries(x: Any, y: Tensor) -> Any:
+    return [y for _ in x.values()]
+
+
+def entry(x: Any, y: Tensor) -> Any:
+    return x["a"]
+
+
 USES: list[tuple[Callable[..., Any], Any, str]] = [
     (add, X, "__add__"),
     (as_second_argument, X, r"add\(...\)"),
@@ -94,6 +110,12 @@ USES: list[tuple[Callable[..., Any], Any, str]] = [
     (called, nn.Identity(), "__call__"),
     (compared, "sum", "__eq__"),
     (indexed, 0, "getitem"),
+    (measured, [1, 2], "__len__"),
+    (measured, (), "__len__"),
+    (iterated, [X, X], "__iter__"),
+    (iterated, (1, X), "__iter__"),
+    (entries, {"a": X}, ".values"),
+    (entry, {"a": X}, "__getitem__"),
 ]
 
 
@@ -121,6 +143,17 @@ def test_any_is_passed_on_and_returned(value: Any) -> None:
     found = specialize(f)(value, X)
     assert str(found["x"]) == str(value) == str(found["pair"][0])
     torch.testing.assert_close(found["pair"][1], X + 1)
+
+
+def test_a_container_of_type_any_has_one_stand_in_wherever_it_lies() -> None:
+    def f(*rest: Tensor, x: Dict[str, Any], **more: Any) -> Any:  # noqa: UP006
+        return len(x["a"]), more
+
+    with pytest.raises(TypeCheckError, match=r"^x\['a'\] is of type Any.*: __len__ at"):
+        specialize(f)(X, x={"a": [1, 2]}, y=X)
+    described = specialize(lambda *xs: len(xs[1]), {"xs": (Tensor, Any)})
+    with pytest.raises(TypeCheckError, match=r"^xs\[1\] is of type Any.*: __len__ at"):
+        described(X, [1, 2])
 
 
 def test_none_is_a_concrete_type() -> None:

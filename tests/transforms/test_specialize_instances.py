@@ -451,6 +451,19 @@ class TestAttributes:
         assert "Declared.value, read at" in text and "test_specialize_instances.py:" in text
         assert "  Declared.value: expected " in text
 
+        def assign(h, x, value):  # type: ignore[no-untyped-def]
+            h.value = value
+            return x
+
+        found, holder.value = holder.value, good
+        specialize(functools.partial(assign, value=good))(holder, torch.ones(1))
+        with pytest.raises(TypeCheckError) as caught:
+            specialize(functools.partial(assign, value=found))(holder, torch.ones(1))
+        text = str(caught.value)
+        assert "Declared.value, assigned at" in text and "in assign" in text
+        assert "  Declared.value: expected " in text
+        assert holder.value is good
+
     def test_what_changes_by_being_read(self) -> None:
         for value in (iter([1]), (i for i in range(3))):
             with pytest.raises(TypeCheckError, match=r"Holder\.value is read at .*test_specialize"):

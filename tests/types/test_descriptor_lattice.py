@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.types.strategies import Base, Color, Leaf, Left, Right
@@ -63,6 +64,26 @@ def _optional(each: Descriptor) -> Descriptor:
 descriptors = st.recursive(leaves | metas(sizes), grow, max_leaves=4).map(as_descriptor)
 described = st.dictionaries(st.sampled_from("xy"), descriptors).map(Descriptors)
 
+many = sizes | st.sampled_from(
+    [Dim("k", min=2), Dim("k", max=3), "n + 1", "2*n", "n + m", "k*n", "n - 1", "m // 2"]
+)
+computed = st.dictionaries(
+    st.sampled_from("xyz"), st.recursive(leaves | metas(many), grow, max_leaves=3)
+).map(Descriptors)
+
+# Values without sizes in common, for which the join is the least of all descriptors.
+parts = st.recursive(
+    st.sampled_from([1, 2, True, False, "a", "b", 1.5, None, MetaTensorType([2], dtype=float)]),
+    lambda inner: st.lists(inner, max_size=2) | st.lists(inner, max_size=2).map(tuple),
+    max_leaves=3,
+)
+WIDER = [
+    "int", "bool", "str", "float", "None", "int | None", "f64[2]", "tensor[2]", "tensor[2] | None",
+    "List[int]", "List[int | None]", "List[Any]", "Tuple[int, ...]", "Tuple[Any, ...]",
+    "Tuple[int, int]", "Tuple[int | None, Any]", "[int, Any]", "[Any]", "[Literal[1] | None, int]",
+    "List[List[int]]", "List[Any] | None", "Literal[1]", "Literal[1] | None", "Tuple[()]", "[]",
+]  # fmt: skip
+
 
 def alike(one: Descriptors, other: Descriptors) -> bool:
     """Equal but for the names of sizes."""
@@ -89,6 +110,27 @@ class TestLaws:
         assert joined == b.join(a) and a.join(a) == a
         assert (a <= b) == alike(joined, b)
         assert joined == b or not a < b
+
+    @given(computed, computed)
+    @settings(max_examples=300)
+    def test_a_join_is_above_both_with_bounds_and_computed_sizes(
+        self, a: Descriptors, b: Descriptors
+    ) -> None:
+        joined = a.join(b)
+        assert a <= joined and b <= joined
+        assert joined == b.join(a) and a.join(a) == a
+        assert Descriptors.parse(str(joined), {"Pair": Pair}) == joined
+
+    @given(st.lists(parts, max_size=3), st.lists(parts, max_size=3))
+    @settings(max_examples=200)
+    def test_a_join_of_values_is_the_least(self, ones: list[Any], others: list[Any]) -> None:
+        """Every type above the descriptors of some values is above their join."""
+        examples = [Descriptors({"x": each, "y": None}) for each in (*ones, *others)]
+        assume(examples)
+        joined = functools.reduce(Descriptors.join, examples)
+        for wider in (Descriptors.parse(f"x: {text}") for text in WIDER):
+            if all(each <= wider for each in examples):
+                assert joined <= wider
 
     @given(described, described, described)
     @settings(max_examples=150)

@@ -74,6 +74,9 @@ def test_of_value(value: object, type_: str) -> None:
     [
         (TWO, "f32[2, 3] cpu no_grad strided"),
         ([ONE, torch.ones(2)], "List[f32[?] cpu no_grad strided]"),
+        ([torch.ones(1, 1), torch.ones(2, 2)], "List[f32[?, ?] cpu no_grad strided]"),
+        ([(ONE, ONE), (TWO, TWO)],
+         "List[Tuple[f32[..., ?] cpu no_grad strided, f32[..., ?] cpu no_grad strided]]"),
         ({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int64)},
          "Dict[str, tensor[2] cpu no_grad strided]"),
         ((ONE, 1), "Tuple[f32[1] cpu no_grad strided, int]"),
@@ -89,6 +92,31 @@ def test_the_description_of_a_value_is_a_subtype_of_its_type(data: st.DataObject
     value = data.draw(values(data.draw(types())))
     narrower: Any = of_value(value, describe=True)
     assert is_subtype(narrower, of_value(value))
+
+
+tensors = st.builds(
+    lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+    st.lists(st.integers(0, 2), max_size=2) | st.integers(0, 2).map(lambda n: [n, n]),
+    st.sampled_from([torch.float32, torch.float32, torch.int64]),
+)
+nested = st.recursive(
+    tensors | st.sampled_from([None, 1, True, "a", 1.5]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("ab"), inner)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(nested, st.booleans())
+@settings(max_examples=200)
+def test_the_inferred_type_accepts_the_value(value: Any, describe: bool) -> None:
+    inferred = of_value(value, describe=describe)
+    assert check(value, inferred) == []
+    assert of_value(value, describe=describe) == inferred
 
 
 class TestFutures:

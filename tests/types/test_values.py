@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tsfunc import Descriptors
+from tsfunc.errors import DescriptorViolation
+from tsfunc.types import Value, compile_descriptors
 from tsfunc.types.values import describe, same_value
 
 scalars = (
@@ -65,6 +69,9 @@ def test_the_same_values_are_equal_and_of_one_type(one: Any, other: Any) -> None
         ([1], (1,)),
         ({"a": 1}, {"a": True}),
         ({1}, {True}),
+        ({1: "a"}, {True: "a"}),
+        ({(1, 2): "a"}, {(1.0, 2): "a"}),
+        (frozenset({(1,)}), frozenset({(True,)})),
         (None, False),
         ("a", b"a"),
         (Incomparable(), Incomparable()),
@@ -97,6 +104,44 @@ def test_other_values(expected: Any, got: Any) -> None:
 )
 def test_same_values(expected: Any, got: Any) -> None:
     assert same_value(expected, got)
+
+
+ONES = [1, 1.0, True, 1 + 0j, 0, 0.0, -0.0, False, 0j]
+literals = st.recursive(
+    st.sampled_from(ONES),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.lists(inner, max_size=2).map(tuple)
+        | st.dictionaries(st.sampled_from(ONES), inner, max_size=2)
+    ),
+    max_leaves=3,
+)
+
+
+@given(literals, literals)
+@settings(max_examples=200)
+def test_literals_are_equal_if_they_are_spelled_alike(one: Any, other: Any) -> None:
+    """1, 1.0 and True are equal to Python, and make different dtypes."""
+    alike = _spelled(one) == _spelled(other)
+    assert same_value(one, other) == alike == (Value(one) == Value(other))
+    left, right = Descriptors({"x": one}), Descriptors({"x": other})
+    assert (left == right) == (left <= right <= left) == alike
+    f = compile_descriptors(left, inspect.signature(lambda x: None))
+    if alike:
+        f.check({"x": other})
+        assert hash(left) == hash(right)
+    else:
+        with pytest.raises(DescriptorViolation):
+            f.check({"x": other})
+
+
+def _spelled(value: Any) -> str:
+    """A literal as text, dicts in one order."""
+    if isinstance(value, dict):
+        return str(sorted((repr(key), _spelled(each)) for key, each in value.items()))
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}{[_spelled(each) for each in value]}"
+    return repr(value)
 
 
 def test_one_object_is_always_the_same() -> None:

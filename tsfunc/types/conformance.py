@@ -233,16 +233,41 @@ class _Run:
         return fits
 
     def settle(self) -> None:
-        """Checks computed sizes, now that all names that the value gives a size are known."""
-        known = {name: size for name, (size, _) in self.sizes.items()}
-        for expression, size, value, path, type_ in self.pending:
+        """Check computed sizes; a name that stands nowhere alone is solved for."""
+        pending, before = self.pending, None
+        while pending and len(pending) != before:
+            before = len(pending)
+            pending = [each for each in pending if not self._is_settled(*each)]
+        for each in pending:
+            self._computed_mismatch(*each[2:])
+
+    def _is_settled(
+        self, expression: DimExpr, size: int, value: torch.Tensor, path: str, type_: TSTensor
+    ) -> bool:
+        """Check a computed size, or bind its one unknown name; True if either was possible."""
+        known = {name: bound for name, (bound, _) in self.sizes.items()}
+        if any(name not in known for name in expression.names):
+            found = expression.solve(size, known)
+            if found is None:
+                return False
+            name, solution = found
+            if solution is not None:
+                self.sizes[name] = solution, f"{path}, by {expression}"
+                return True
+            # A slope of 0: every size of the name gives the expression, or none does.
+            fits = expression.evaluate({**known, name: 0}) == size
+        else:
             try:
                 fits = expression.evaluate(known) == size
-            except (KeyError, ZeroDivisionError):
+            except ZeroDivisionError:
                 fits = False
-            if not fits:
-                wanted = self.with_sizes(type_, value.shape, type_)
-                self.found.append(Mismatch(path, wanted, _text(value, type_.meta)))
+        if not fits:
+            self._computed_mismatch(value, path, type_)
+        return True
+
+    def _computed_mismatch(self, value: torch.Tensor, path: str, type_: TSTensor) -> None:
+        wanted = self.with_sizes(type_, value.shape, type_)
+        self.found.append(Mismatch(path, wanted, _text(value, type_.meta)))
 
     def with_sizes(self, type_: TSTensor, shape: torch.Size, expected: object) -> str:
         """What is expected, and where the names that the shape disagrees with got their sizes."""

@@ -9,7 +9,7 @@ from tsfunc import pytrees
 from tsfunc.types.descriptors import Attribute, OneOf, children_of
 from tsfunc.types.inference import field_names
 from tsfunc.types.runs import Check, Path, Run, place_text
-from tsfunc.types.values import describe
+from tsfunc.types.values import describe, same_keys, same_value
 
 
 def sequence_check(kind: type[list[Any]] | type[tuple[Any, ...]], element: Check | None) -> Check:
@@ -65,7 +65,7 @@ def _keys_check(checks: Mapping[Any, Check | None]) -> Check:
     def check(value: Any, path: Path, run: Run) -> None:
         if not isinstance(value, dict):
             run.fail(path, "", f"expected a dict, got {describe(value)}")
-        elif value.keys() != checks.keys():
+        elif not same_keys(checks, value):
             _report_keys(checks, value, path, run)
         else:
             for key, check_item in steps:
@@ -144,14 +144,16 @@ def _entries(value: Any) -> Callable[[str, Any], Any]:
 def _report_keys(
     checks: Mapping[Any, Check | None], value: dict[Any, Any], path: Path, run: Run
 ) -> None:
-    """Name each key that lacks or is too many, and check those that are right."""
+    """Report each missing and each extra key, and check the values of the others."""
+    own = {key: key for key in value}
+    common = {key for key in checks if key in own and same_value(key, own[key])}
     for key, check in checks.items():
-        if key not in value:
+        if key not in common:
             run.fail(path, f"[{key!r}]", "expected this key, got a dict without it")
         elif check is not None:
             check(value[key], (*path, key), run)
     for key in value:
-        if key not in checks:
+        if key not in common:
             run.fail(path, f"[{key!r}]", f"expected no such key, got {describe(value[key])}")
 
 

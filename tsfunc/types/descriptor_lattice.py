@@ -31,8 +31,8 @@ written unions are in them; the names in them may differ. No join that is of use
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -68,15 +68,18 @@ from tsfunc.types.descriptors import (
 from tsfunc.types.dims import DimForm
 from tsfunc.types.grammar import assert_never
 from tsfunc.types.lattice import (
+    JoinSizes,
     common_class,
+    counting,
     describes_less,
     is_subtype,
     join_descriptions,
+    one_sided,
+    same_size,
 )
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.sizes import Generalization, Instance
-
-Sizes: TypeAlias = Callable[[DimForm, DimForm], DimForm]
+from tsfunc.types.sizes import Generalization, Instance, SideForm
+from tsfunc.types.values import same_keys
 
 
 def is_below(narrower: Descriptor, wider: Descriptor, sizes: Instance) -> bool:
@@ -158,7 +161,7 @@ def _is_nested_below(
         return False
     if kind is dict and narrower.kind is dict:
         own = dict(zip(narrower.entries, narrower.children, strict=True))
-        return set(own) == set(entries) and _pairs_below([own[e] for e in entries], children, sizes)
+        return same_keys(own, entries) and _pairs_below([own[e] for e in entries], children, sizes)
     same_kind = narrower.kind is kind or (kind is tuple and issubclass(narrower.kind, tuple))
     return (
         same_kind
@@ -207,17 +210,12 @@ def join_pairs(
         (dim for _, right in pairs for dim in dims_in(right)),
         always_named=True,
     )
-
-    def count(left: DimForm, right: DimForm) -> DimForm:
-        sizes.add(left, right)
-        return None
-
     for pair in pairs:
-        _join(*pair, count)
+        _join(*pair, counting(sizes))
     return [_join(*pair, sizes.size) for pair in pairs]
 
 
-def _join(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
+def _join(left: Descriptor, right: Descriptor, size: JoinSizes) -> Descriptor:
     if isinstance(left, OneOf) or isinstance(right, OneOf) or Value(None) in (left, right):
         return _join_unions(left, right, size)
     one, other = meta_of(left), meta_of(right)
@@ -256,11 +254,11 @@ def common_order(ones: Iterable[Any], others: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _same_entries(kind: type, ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    return set(ones) == set(others) if kind is dict else tuple(ones) == tuple(others)
+    return same_keys(ones, others) if kind is dict else tuple(ones) == tuple(others)
 
 
 def _join_each(
-    ones: Sequence[Descriptor], others: Sequence[Descriptor], size: Sizes
+    ones: Sequence[Descriptor], others: Sequence[Descriptor], size: JoinSizes
 ) -> tuple[Descriptor, ...]:
     return tuple(_join(*pair, size) for pair in zip(ones, others, strict=True))
 
@@ -275,15 +273,14 @@ def _join_tensors(left: Descriptor, right: Descriptor, meta: MetaTensorType) -> 
     return InstanceOf(cls) if meta == MetaTensorType() else TensorOf(cls, meta)
 
 
-def _join_unions(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
+def _join_unions(left: Descriptor, right: Descriptor, size: JoinSizes) -> Descriptor:
     """``None`` beside one alternative is told apart; a union that was written stays one."""
     ones, others = _alternatives(left), _alternatives(right)
     none = (Value(None),) if Value(None) in (*_all(left), *_all(right)) else ()
     if len(ones) <= 1 and len(others) <= 1:
         rest = [_join(ones[0], others[0], size)] if ones and others else [*ones, *others]
         if not ones or not others:
-            # Of the one side there is nothing that its sizes could be held against.
-            rest = [_join(each, each, lambda one, other: one) for each in rest]
+            rest = [_one_sided(each, bool(ones), size) for each in rest]
     else:
         rest = [map_metas(each, _without_names) for each in (*ones, *others)]
     if any(each == Anything() for each in rest):
@@ -307,13 +304,13 @@ def _alternatives(descriptor: Descriptor) -> list[Descriptor]:
 def _without_names(meta: MetaTensorType) -> MetaTensorType:
     """In a union a name may mean a size of one alternative alone."""
 
-    def opened(size: DimForm, _: DimForm) -> DimForm:
+    def opened(size: SideForm, _: SideForm) -> DimForm:
         return size if isinstance(size, int) else None
 
     return join_descriptions(meta, meta, opened)
 
 
-def _join_containers(left: Descriptor, right: Descriptor, size: Sizes) -> Descriptor:
+def _join_containers(left: Descriptor, right: Descriptor, size: JoinSizes) -> Descriptor:
     for kind, made in ((list, ListOf), (tuple, TupleOf)):
         ones, others = elements_of(left, kind), elements_of(right, kind)
         if ones is not None and others is not None:
@@ -334,19 +331,27 @@ def _is_fixed(*descriptors: Descriptor) -> bool:
     return not any(isinstance(each, TupleOf) for each in descriptors)
 
 
-def _together(ones: list[Descriptor], others: list[Descriptor], size: Sizes) -> Descriptor:
+def _together(ones: list[Descriptor], others: list[Descriptor], size: JoinSizes) -> Descriptor:
     """One descriptor for all elements of two containers."""
-    sides = [functools.reduce(_join_of_one, side) for side in (ones, others) if side]
-    if not sides:
+    if not ones and not others:
         return Anything()
-    if len(sides) == 1:
-        return sides[0]
-    return _join(sides[0], sides[1], size)
+    one = functools.reduce(_join_parts, ones) if ones else None
+    other = functools.reduce(_join_parts, others) if others else None
+    if one is None or other is None:
+        alone = one or other
+        assert alone is not None
+        return _one_sided(alone, other is None, size)
+    return _join(one, other, size)
 
 
-def _join_of_one(left: Descriptor, right: Descriptor) -> Descriptor:
-    """The join of two parts of one descriptor, in which a name means one size."""
-    return _join(left, right, lambda one, other: one if one == other else None)
+def _join_parts(left: Descriptor, right: Descriptor) -> Descriptor:
+    """Join two parts of one descriptor, in which a name means one size."""
+    return _join(left, right, same_size)
+
+
+def _one_sided(descriptor: Descriptor, is_left: bool, size: JoinSizes) -> Descriptor:
+    """Return the part of a join that only one of the two descriptors has."""
+    return map_metas(descriptor, lambda meta: one_sided(meta, is_left, size))
 
 
 def _join_classes(left: Descriptor, right: Descriptor) -> Descriptor:

@@ -143,13 +143,24 @@ class OneOf:
         return " | ".join(map(str, self.alternatives))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Nested:
     """A container with exactly these children; `entries` are optree's names for them."""
 
     kind: type
     entries: tuple[Any, ...]
     children: tuple[Descriptor, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Nested)
+            and self.kind is other.kind
+            and same_value(self.entries, other.entries)
+            and self.children == other.children
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.entries, self.children))
 
     def __str__(self) -> str:
         if self.kind is list:

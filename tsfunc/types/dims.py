@@ -19,7 +19,7 @@ from types import EllipsisType
 from typing import Any, TypeAlias
 
 from tsfunc.errors import DescriptorError
-from tsfunc.types.polynomials import is_never_positive, normal_text
+from tsfunc.types.polynomials import is_never_positive, normal_text, solved_for
 
 _Evaluator = Callable[[Mapping[str, int]], int]
 
@@ -278,6 +278,31 @@ class DimExpr:
 
     def __str__(self) -> str:
         return self.text
+
+    def solve(self, size: int, sizes: Mapping[str, int]) -> tuple[str, int | None] | None:
+        """Solve for the one name that has no size yet.
+
+        Args:
+            size: what the expression is to be.
+            sizes: the known sizes, by name.
+
+        Returns:
+            The name, and its size, which is None if no size, or every size, gives it. None if
+            the expression can't be solved: more names are unknown, or it is not linear in the one.
+
+        Example:
+            >>> DimExpr("2*n+1").solve(7, {}), DimExpr("2*n+1").solve(6, {})
+            (('n', 3), ('n', None))
+            >>> DimExpr("a*b").solve(6, {"a": 2}), DimExpr("a*b").solve(6, {})
+            (('b', 3), None)
+        """
+        unknown = [name for name in self.names if name not in sizes]
+        factors = solved_for(self.text, unknown[0]) if len(unknown) == 1 else None
+        if factors is None:
+            return None
+        slope, rest = (DimExpr(text).evaluate(sizes) for text in factors)
+        solution, remainder = divmod(size - rest, slope) if slope else (-1, 0)
+        return unknown[0], None if remainder or solution < 0 else solution
 
     @property
     def normal(self) -> str:

@@ -36,7 +36,7 @@ from tsfunc.types.grammar import (
     is_key_type,
     optional,
 )
-from tsfunc.types.lattice import join
+from tsfunc.types.lattice import join_parts
 from tsfunc.types.meta import MetaTensorType
 
 # In this order: a bool is an int to Python, and not to the language.
@@ -102,7 +102,7 @@ def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
         columns = tuple(_common(column, tensor) for column in zip(*rest, strict=True))
         names, *others = {field_names(value) for value in rest}
         return TSTuple(columns) if others or names is None else TSNamedTuple(names, columns)
-    return functools.reduce(join, dict.fromkeys(_single(value, tensor) for value in rest))
+    return functools.reduce(join_parts, dict.fromkeys(_single(value, tensor) for value in rest))
 
 
 def _elements(values: Sequence[Any], tensor: _DESCRIBED, default: TSType) -> TSType:

@@ -22,7 +22,6 @@ above both; their join is `Any`. In every other case `join` is the least upper b
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterator
@@ -62,7 +61,7 @@ from tsfunc.types.grammar import (
     with_children,
 )
 from tsfunc.types.meta import MetaTensorType, on_device
-from tsfunc.types.sizes import Generalization, Instance
+from tsfunc.types.sizes import ABSENT, Absent, Generalization, Instance, SideForm
 
 
 def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
@@ -212,19 +211,44 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
         return right if below else left
     one, other = nominal_view(left), nominal_view(right)
     sizes = Generalization(dims_of(one), dims_of(other))
-    _join(one, other, _counting(sizes))
+    _join(one, other, counting(sizes))
     return _join(one, other, sizes.size)
 
 
-_Sizes: TypeAlias = Callable[[DimForm, DimForm], DimForm]
+JoinSizes: TypeAlias = Callable[[SideForm, SideForm], DimForm]
+"""A function that joins two sizes, one of which may be `ABSENT`."""
 
 
-def _counting(sizes: Generalization) -> _Sizes:
-    def count(left: DimForm, right: DimForm) -> DimForm:
+def counting(sizes: Generalization) -> JoinSizes:
+    """Return a function that counts the pairs of sizes, as a first pass over two types."""
+
+    def count(left: SideForm, right: SideForm) -> DimForm:
         sizes.add(left, right)
         return None
 
     return count
+
+
+def same_size(left: SideForm, right: SideForm) -> DimForm:
+    """Join two sizes of one value: a name in both is one size, and no new name is made."""
+    if isinstance(left, Absent):
+        assert not isinstance(right, Absent)
+        return right
+    return left if isinstance(right, Absent) or left == right else None
+
+
+def join_parts(left: TSType, right: TSType) -> TSType:
+    """Return the least type above the types of two parts of one value.
+
+    Unlike `join` it makes no names of sizes: a name says that sizes are equal within a value, and
+    the parts of one value have both sizes.
+
+    Example:
+        >>> from tsfunc.types import parse
+        >>> print(join_parts(parse("f32[1, 1]"), parse("f32[2, 2]")))
+        f32[?, ?]
+    """
+    return left if left == right else _join(left, right, same_size)
 
 
 def nominal_view(type_: TSAllType) -> TSType:
@@ -232,16 +256,16 @@ def nominal_view(type_: TSAllType) -> TSType:
     return nominal_type(type_.cls) if isinstance(type_, TSModuleType) else type_
 
 
-def _join(left: TSType, right: TSType, size: _Sizes) -> TSType:
+def _join(left: TSType, right: TSType, size: JoinSizes) -> TSType:
     if left == NONE or right == NONE:
-        return optional(right if left == NONE else left)
+        return optional(_one_sided(right if left == NONE else left, right == NONE, size))
     if isinstance(left, TSOptional) or isinstance(right, TSOptional):
         return optional(_join(_inner(left), _inner(right), size))
     if isinstance(left, _TUPLES) and isinstance(right, _TUPLES):
         return _join_tuples(left, right, size)
     if isinstance(left, TSTensor) and isinstance(right, TSTensor):
         cls = common_class(left.cls, right.cls) or torch.Tensor
-        return TSTensor(cls, _join_descriptions(left.meta, right.meta, size))
+        return TSTensor(cls, join_descriptions(left.meta, right.meta, size))
     if isinstance(left, _CLASSES) and isinstance(right, _CLASSES):
         base = common_class(left.cls, right.cls)
         return ANY if base is None else nominal_type(base)
@@ -252,7 +276,7 @@ def _join(left: TSType, right: TSType, size: _Sizes) -> TSType:
 
 
 def _join_tuples(
-    left: TSTuple | TSNamedTuple, right: TSTuple | TSNamedTuple, size: _Sizes
+    left: TSTuple | TSNamedTuple, right: TSTuple | TSNamedTuple, size: JoinSizes
 ) -> TSType:
     if len(left.elements) != len(right.elements):
         return ANY
@@ -263,7 +287,7 @@ def _join_tuples(
     return TSNamedTuple(names, children_of_type(joined))
 
 
-def _join_children(left: TSType, right: TSType, size: _Sizes) -> TSType:
+def _join_children(left: TSType, right: TSType, size: JoinSizes) -> TSType:
     pairs = zip(children_of_type(left), children_of_type(right), strict=True)
     return with_children(left, [_join(one, other, size) for one, other in pairs])
 
@@ -272,17 +296,26 @@ def _inner(type_: TSType) -> TSType:
     return type_.element if isinstance(type_, TSOptional) else type_
 
 
-def join_descriptions(left: MetaTensorType, right: MetaTensorType, size: _Sizes) -> MetaTensorType:
-    """What is true of two tensors; of different ranks it keeps the last dims."""
-    joined = _join_descriptions(left, right, size)
-    if joined.shape is None:
-        shape = join_last_dims(left, right, size)
-        return dataclasses.replace(joined, shape=None if shape is None else tuple(shape))
-    return joined
+def one_sided(meta: MetaTensorType, is_left: bool, size: JoinSizes) -> MetaTensorType:
+    """Return the description of a tensor that only one side of a join has."""
+
+    def alone(one: SideForm, other: SideForm) -> DimForm:
+        return size(one, ABSENT) if is_left else size(ABSENT, one)
+
+    return join_descriptions(meta, meta, alone)
 
 
-def _join_descriptions(left: MetaTensorType, right: MetaTensorType, size: _Sizes) -> MetaTensorType:
-    """What is true of both."""
+def _one_sided(type_: TSType, is_left: bool, size: JoinSizes) -> TSType:
+    if isinstance(type_, TSTensor):
+        return TSTensor(type_.cls, one_sided(type_.meta, is_left, size))
+    children = [_one_sided(child, is_left, size) for child in children_of_type(type_)]
+    return with_children(type_, children)
+
+
+def join_descriptions(
+    left: MetaTensorType, right: MetaTensorType, size: JoinSizes
+) -> MetaTensorType:
+    """Return what is known of both tensors; of different ranks the last dims are kept."""
     known = {
         name: value for name in _EXACT if (value := getattr(left, name)) == getattr(right, name)
     }
@@ -297,24 +330,10 @@ def _join_descriptions(left: MetaTensorType, right: MetaTensorType, size: _Sizes
 
 
 def _join_shapes(
-    left: MetaTensorType, right: MetaTensorType, size: _Sizes
+    left: MetaTensorType, right: MetaTensorType, size: JoinSizes
 ) -> list[DimSpec | EllipsisType] | None:
-    """The shape that is true of both.
-
-    Of two ranks that are known nothing is kept, as if ``...`` could not be written; only where it
-    was are the dims that both end in.
-    """
-    if left.dims is not None and right.dims is not None:
-        if len(left.dims) != len(right.dims):
-            return None
+    if left.dims is not None and right.dims is not None and len(left.dims) == len(right.dims):
         return [spell_dim(size(*pair)) for pair in zip(left.dims, right.dims, strict=True)]
-    return join_last_dims(left, right, size)
-
-
-def join_last_dims(
-    left: MetaTensorType, right: MetaTensorType, size: _Sizes
-) -> list[DimSpec | EllipsisType] | None:
-    """The shape of which only the last dims are true of both; the ranks may differ."""
     if left.shape is None or right.shape is None:
         return None
     ones, others = (x.trailing if x.dims is None else x.dims for x in (left, right))
@@ -324,7 +343,7 @@ def join_last_dims(
 
 
 def _join_strides(
-    left: int | DimExpr | None, right: int | DimExpr | None, size: _Sizes
+    left: int | DimExpr | None, right: int | DimExpr | None, size: JoinSizes
 ) -> int | str | None:
     if isinstance(left, int) and isinstance(right, int):
         return left if left == right else None

@@ -72,6 +72,49 @@ class Polynomial:
             text += f" {sign} {term}" if text else f"{'-' if factor < 0 else ''}{term}"
         return text or "0"
 
+    @property
+    def key(self) -> int | str:
+        """The number that it is, or its text."""
+        return self.terms.get((), 0) if set(self.terms) <= {()} else str(self)
+
+    def least(self, ranges: Mapping[str, tuple[int, int | None]]) -> float:
+        """Return a number that the polynomial is not below.
+
+        Args:
+            ranges: the least and the largest number (or None) of each name; those of a name that
+                is missing are 0 and None.
+        """
+        total = 0.0
+        for monomial, factor in self.terms.items():
+            low, high = 1.0, 1.0
+            for atom, power in monomial:
+                if atom.startswith("("):  # a quotient
+                    return -math.inf
+                least, most = ranges.get(atom, (0, None))
+                low *= least**power
+                high *= math.inf if most is None else most**power
+            total += factor * (low if factor > 0 else high)
+        return total
+
+    def divided(self, divisor: int) -> Polynomial | None:
+        """Return the quotient by a number; None if it has a remainder."""
+        if not divisor or any(factor % divisor for factor in self.terms.values()):
+            return None
+        return Polynomial({monomial: f // divisor for monomial, f in self.terms.items()})
+
+    def substitute(self, meaning: Mapping[str, Polynomial]) -> Polynomial | None:
+        """Return the polynomial with others in place of names; None if a quotient has the name."""
+        total = Polynomial({})
+        for monomial, factor in self.terms.items():
+            term = Polynomial({(): factor})
+            for atom, power in monomial:
+                if atom.startswith("(") and not _names(atom).isdisjoint(meaning):
+                    return None
+                for _ in range(power):
+                    term = term * meaning.get(atom, Polynomial({((atom, 1),): 1}))
+            total = total + term
+        return total
+
     def split(self, name: str) -> tuple[Polynomial, Polynomial] | None:
         """``a`` and ``b`` of ``a * name + b``, neither with the name in it, or None."""
         slope: dict[_Monomial, int] = {}
@@ -146,6 +189,41 @@ def is_never_positive(text: str) -> bool:
         return False
     plain = all(atom.isidentifier() for monomial in terms for atom, _ in monomial)
     return plain and all(factor < 0 for factor in terms.values())
+
+
+def polynomial_of(key: int | str) -> Polynomial:
+    """Return the polynomial that a number, a name or the text of an expression is."""
+    if isinstance(key, int):
+        return _sum({(): key})
+    if key.startswith("?"):  # stands for a size without a name
+        return Polynomial({((key, 1),): 1})
+    return Polynomial.of(key)
+
+
+def solve(
+    text: str, name: str, value: Polynomial, meaning: Mapping[str, Polynomial]
+) -> Polynomial | None:
+    """Return the polynomial of a name for which an expression has a value.
+
+    Args:
+        text: the expression.
+        name: the name that is solved for.
+        value: what the expression is to be.
+        meaning: what the other names in the expression are.
+
+    Returns:
+        The polynomial; None if there is none, or the expression can't be solved for the name.
+    """
+    try:
+        parts = Polynomial.of(text).split(name)
+        if parts is None:
+            return None
+        slope, rest = (part.substitute(meaning) for part in parts)
+        if slope is None or rest is None or not isinstance(slope.key, int):
+            return None
+        return (value + -rest).divided(slope.key)
+    except (TooLargeError, RecursionError):
+        return None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -41,7 +41,7 @@ from tsfunc.types.grammar import (
     assert_never,
 )
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.values import same_value
+from tsfunc.types.values import same_keys, same_value
 
 Quick = Callable[[Mapping[str, object]], "dict[str, int] | None"]
 
@@ -142,9 +142,11 @@ class _Lines(Source):
             case Nested(kind, entries, children) if kind in (list, tuple, dict):
                 self.refuse(self.no_instance(at, kind), indent)
                 self.refuse(f"{self.known[len]}({at}) != {len(children)}", indent)
-                if kind is dict and entries:
-                    keys = " or ".join(f"{self.key(entry)} not in {at}" for entry in entries)
+                if kind is dict and all(type(entry) is str for entry in entries) and entries:
+                    keys = " or ".join(f"{entry!r} not in {at}" for entry in entries)
                     self.refuse(keys, indent)
+                elif kind is dict and entries:
+                    self.refuse(f"not {self.new(same_keys)}({self.new(entries)}, {at})", indent)
                 for entry, child in zip(entries, children, strict=True):
                     if child != Anything():
                         part = self.new()

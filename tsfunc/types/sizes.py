@@ -8,6 +8,7 @@ length. ``f32[3]`` is a subtype of ``f32[n]``, with 3 for n, and ``f32[3, 4]`` i
 
 from __future__ import annotations
 
+import enum
 import itertools
 import re
 from collections import Counter
@@ -17,9 +18,20 @@ from typing import TypeAlias
 
 from tsfunc.errors import DescriptorError
 from tsfunc.types.dims import Dim, DimExpr, DimForm, parse_dim
+from tsfunc.types.polynomials import polynomial_of, solve
 
 Key: TypeAlias = int | str
 """What tells one size of a type from another: a number, a name, the text of an expression."""
+
+
+class Absent(enum.Enum):
+    """The size of a tensor that only the other one of two types has."""
+
+    ABSENT = "absent"
+
+
+ABSENT = Absent.ABSENT
+SideForm: TypeAlias = DimForm | Absent
 
 _NAME = re.compile(r"[^\W\d]\w*")
 
@@ -78,8 +90,29 @@ class Instance:
         return allowed and self._meaning.setdefault(wider.name, key) == key
 
     def settled(self) -> bool:
-        """Whether the computed sizes of the wider type fit too, all names being known now."""
+        """True if the computed sizes of the wider type fit too.
+
+        A name that stands nowhere alone is solved for, one after the other. A name that can't be
+        solved for stands for the same name of the narrower type.
+        """
+        while any(self._solve(wider, key) for wider, key in self._pending):
+            pass
         return all(self._value(wider) == key for wider, key in self._pending)
+
+    def _solve(self, wider: DimExpr, key: Key) -> bool:
+        """Give the one unknown name of an expression its meaning; True if that was possible."""
+        unknown = [name for name in wider.names if name not in self._meaning]
+        if len(unknown) != 1:
+            return False
+        meaning = {
+            name: polynomial_of(self._meaning[name]) for name in wider.names if name != unknown[0]
+        }
+        found = solve(wider.text, unknown[0], polynomial_of(key), meaning)
+        ranges = {name: (dim.min or 0, dim.max) for name, dim in self._bounds.items()}
+        if found is None or found.least(ranges) < 0:
+            return False
+        self._meaning[unknown[0]] = found.key
+        return True
 
     def _range(self, size: DimForm) -> tuple[int, int | None]:
         if isinstance(size, int):
@@ -102,7 +135,6 @@ class Instance:
 
     def _value(self, expression: DimExpr) -> Key | None:
         """What an expression of the wider type comes to in the sizes of the narrower one."""
-        # A name that is no size by itself anywhere stands for itself.
         meaning = {name: self._meaning.get(name, name) for name in expression.names}
         if any(isinstance(key, str) and key.startswith("?") for key in meaning.values()):
             return None
@@ -128,20 +160,29 @@ class Generalization:
     ) -> None:
         self._always_named = always_named
         ones, others = list(left), list(right)
-        self._left, self._right = all_bounds(ones), all_bounds(others)
+        self._sides = all_bounds(ones), all_bounds(others)
         self._used = {name for dim in (*ones, *others) for name in names_of_dim(dim)}
-        self._counts: Counter[tuple[DimForm, DimForm]] = Counter()
-        self._names: dict[tuple[DimForm, DimForm], str] = {}
+        self._counts: Counter[tuple[SideForm, SideForm]] = Counter()
+        self._one_sided_names: set[tuple[int, str]] = set()
+        self._names: dict[tuple[SideForm, SideForm], str] = {}
 
-    def add(self, left: DimForm, right: DimForm) -> None:
-        """Counts a pair."""
-        if left is not None and right is not None:
+    def add(self, left: SideForm, right: SideForm) -> None:
+        """Count a pair; `ABSENT` stands for the size of a tensor that one side does not have."""
+        if left is ABSENT or right is ABSENT:
+            side = int(left is ABSENT)
+            size = (left, right)[side]
+            assert not isinstance(size, Absent)
+            self._one_sided_names |= {(side, name) for name in names_of_dim(size)}
+        elif left is not None and right is not None:
             self._counts[_bare(left), _bare(right)] += 1
 
-    def size(self, left: DimForm, right: DimForm) -> DimForm:
-        """What both sizes are instances of."""
+    def size(self, left: SideForm, right: SideForm) -> DimForm:
+        """Return the narrowest size that both sizes are instances of."""
         if left is None or right is None:
             return None
+        if left is ABSENT or right is ABSENT:
+            return self._one_sided((left, right)[int(left is ABSENT)], int(left is ABSENT))
+        assert not isinstance(left, Absent) and not isinstance(right, Absent)
         if isinstance(left, int) and left == right:
             return left
         pair = _bare(left), _bare(right)
@@ -153,22 +194,54 @@ class Generalization:
             return replace(bounds or Dim("n"), name=self._name(pair))
         return None
 
-    def _is_named(self, pair: tuple[DimForm, DimForm]) -> bool:
-        """Whether the pair has a name for what it is, and not for bounds alone."""
+    def _one_sided(self, size: SideForm, side: int) -> DimForm:
+        """Return a size that only one side has, in the names that the other places have."""
+        if isinstance(size, Dim):
+            pair = self._pair_of(Dim(size.name), side)
+            if pair is not None:
+                return self.size(*pair)
+            alone = (Dim(size.name), ABSENT) if side == 0 else (ABSENT, Dim(size.name))
+            bounds = self._sides[side].get(size.name, size)
+            return replace(bounds, name=self._name(alone))
+        if isinstance(size, DimExpr):
+            pair = self._pair_of(size, side)
+            if pair is not None:
+                return self.size(*pair)
+            found = {name: self._one_sided(Dim(name), side) for name in size.names}
+            if None in found.values():
+                return None
+            named = {name: str(_normal(each)) for name, each in found.items()}
+            return parse_dim(substituted(size.text, named))
+        assert not isinstance(size, Absent)
+        return size
+
+    def _pair_of(self, size: DimForm, side: int) -> tuple[SideForm, SideForm] | None:
+        """Return the first pair that has a size on a side, as far as the pair is named."""
+        pairs = (pair for pair in self._counts if _same(pair[side], size))
+        return next((pair for pair in pairs if self._is_named(pair)), None)
+
+    def _is_named(self, pair: tuple[SideForm, SideForm]) -> bool:
+        """True if the pair has a name for what it is, and not for bounds alone."""
         same = isinstance(pair[0], Dim) and pair[0] == pair[1]
-        return self._always_named or same or self._counts[pair] > 1
+        names = {(i, name) for i in (0, 1) for name in names_of_dim(pair[i])}
+        return (
+            self._always_named
+            or same
+            or self._counts[pair] > 1
+            or not names.isdisjoint(self._one_sided_names)
+        )
 
     def _bounds(self, left: DimForm, right: DimForm) -> Dim | None:
         """The bounds that hold on both sides, of those that are written on either."""
         if isinstance(left, Dim) and isinstance(right, Dim):
-            return self._left[left.name].hull(self._right[right.name])
+            return self._sides[0][left.name].hull(self._sides[1][right.name])
         if isinstance(left, Dim) and isinstance(right, int):
-            return self._left[left.name].bounds_of(right)
+            return self._sides[0][left.name].bounds_of(right)
         if isinstance(left, int) and isinstance(right, Dim):
-            return self._right[right.name].bounds_of(left)
+            return self._sides[1][right.name].bounds_of(left)
         return None
 
-    def _computed(self, pair: tuple[DimForm, DimForm]) -> DimExpr | None:
+    def _computed(self, pair: tuple[SideForm, SideForm]) -> DimExpr | None:
         """A pair as an expression in the names of others, on either side the one that it is."""
         found = [
             text
@@ -178,8 +251,8 @@ class Generalization:
         ]
         return DimExpr(min(found, key=lambda text: (len(text), text))) if found else None
 
-    def _in_names(self, expression: DimExpr, side: int, other: DimForm) -> Iterator[str]:
-        """An expression of one side in the names of pairs, where on the other it is `other`."""
+    def _in_names(self, expression: DimExpr, side: int, other: SideForm) -> Iterator[str]:
+        """Yield an expression of one side in the names of pairs, if it is `other` on the other."""
         pairs = [
             [each for each in self._counts if each[side] == Dim(name) and self._is_named(each)]
             for name in expression.names
@@ -187,11 +260,11 @@ class Generalization:
         for chosen in itertools.islice(itertools.product(*pairs), _MOST_CHOICES):
             meant = dict(zip(expression.names, chosen, strict=True))
             there = {name: str(each[1 - side]) for name, each in meant.items()}
-            if _same_size(substituted(expression.text, there), other):
+            if _same(other, parsed(substituted(expression.text, there))):
                 here = {name: self._name(each) for name, each in meant.items()}
                 yield substituted(expression.text, here)
 
-    def _name(self, pair: tuple[DimForm, DimForm]) -> str:
+    def _name(self, pair: tuple[SideForm, SideForm]) -> str:
         if isinstance(pair[0], Dim) and pair[0] == pair[1]:
             return pair[0].name
         known = self._names.get(pair)
@@ -213,7 +286,7 @@ _MOST_CHOICES = 64
 """Ways to read the names of an expression on the other side, of which as many are tried."""
 
 
-def names_of_dim(dim: DimForm) -> tuple[str, ...]:
+def names_of_dim(dim: SideForm) -> tuple[str, ...]:
     """The names in a size."""
     return dim.names if isinstance(dim, DimExpr) else (dim.name,) if isinstance(dim, Dim) else ()
 
@@ -228,12 +301,19 @@ def substituted(text: str, meant: Mapping[str, Key]) -> str:
     return _NAME.sub(other, text)
 
 
-def _same_size(text: str, size: DimForm) -> bool:
-    """Whether an expression is a size, whatever the names in it stand for."""
+def parsed(text: str) -> DimForm:
+    """Return the size that a text says; None if it can be none, as where it divides by zero."""
     try:
-        return _normal(parse_dim(text)) == _normal(size)
-    except DescriptorError:  # it divides by zero, or comes out negative
+        return parse_dim(text)
+    except DescriptorError:
+        return None
+
+
+def _same(one: SideForm, other: DimForm) -> bool:
+    """True if two sizes are the same for all values of the names in them."""
+    if isinstance(one, Absent):
         return False
+    return other is not None and _normal(one) == _normal(other)
 
 
 def _normal(size: DimForm) -> Key | None:

@@ -9,7 +9,6 @@ import torch
 
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.meta import MetaTensorType, is_in_format, on_device, tensor_text
-from tsfunc.types.polynomials import solved_for
 from tsfunc.types.runs import Check, Failure, Path, Run, place_text
 from tsfunc.types.values import describe
 
@@ -135,13 +134,23 @@ def check_expressions(run: Run) -> None:
 
 
 def _is_settled(path: Path, part: str, expression: DimExpr, size: int, run: Run) -> bool:
-    """Checks a computed dim, if all of its names but one at most are known."""
-    missing = [name for name in expression.names if name not in run.sizes]
-    if len(missing) > 1 or (missing and solved_for(expression.text, missing[0]) is None):
-        return False
+    """Check a computed dim, or bind its one unknown name; True if either was possible."""
     because = ", ".join(run.bound_at(name) for name in expression.names if name in run.sizes)
-    if missing:
-        return _is_solved(path, part, expression, size, missing[0], run)
+    if any(name not in run.sizes for name in expression.names):
+        found = expression.solve(size, run.sizes)
+        if found is None:
+            return False
+        name, solution = found
+        if solution is not None:
+            run.sizes[name] = solution
+            run.places[name] = (path, f"{part} = {expression}")
+        elif {expression.evaluate({**run.sizes, name: each}) for each in (0, 1)} == {size}:
+            what = f"{expression} is {size} for every {name} ({because})"
+            what += f", so {name} can't be determined"
+            run.fail(path, part, f"expected {expression}, got {size}: {what}")
+        else:
+            run.fail(path, part, f"expected {expression}, got {size}: no size {name} gives it")
+        return True
     try:
         expected = expression.evaluate(run.sizes)
     except ZeroDivisionError:
@@ -150,25 +159,4 @@ def _is_settled(path: Path, part: str, expression: DimExpr, size: int, run: Run)
         return True
     if expected != size:
         run.fail(path, part, f"expected {expression} = {expected} ({because}), got {size}")
-    return True
-
-
-def _is_solved(path: Path, part: str, expression: DimExpr, size: int, name: str, run: Run) -> bool:
-    """Solve an expression for the one name that is not bound yet, and bind it."""
-    factors = solved_for(expression.text, name)
-    assert factors is not None
-    slope, rest = (DimExpr(text) for text in factors)
-    if any(each not in run.sizes for each in (*slope.names, *rest.names)):
-        return False
-    step, left = slope.evaluate(run.sizes), size - rest.evaluate(run.sizes)
-    if step == 0 == left:
-        because = ", ".join(run.bound_at(each) for each in slope.names)
-        what = f"{expression} is {size} for every {name} ({because}), so {name} can't be determined"
-        run.fail(path, part, f"expected {expression}, got {size}: {what}")
-        return True
-    if step == 0 or left % step or left // step < 0:
-        run.fail(path, part, f"expected {expression}, got {size}: no size {name} gives it")
-        return True
-    run.sizes[name] = left // step
-    run.places[name] = (path, f"{part} = {expression}")
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -41,14 +42,27 @@ def _same_of_one_type(expected: Any, got: Any) -> bool:
     if isinstance(expected, list | tuple):
         return len(expected) == len(got) and all(map(same_value, expected, got))
     if isinstance(expected, dict):
-        return expected.keys() == got.keys() and all(
-            same_value(expected[key], got[key]) for key in expected
+        return same_keys(expected, got) and all(
+            same_value(value, got[key]) for key, value in expected.items()
         )
     if isinstance(expected, set | frozenset):
-        return {(type(v), v) for v in expected} == {(type(v), v) for v in got}
+        return same_keys(expected, got)
     if hasattr(expected, "__array__"):
         return _same_array(expected, got)
     return bool(expected == got)
+
+
+def same_keys(expected: Collection[Any], got: Collection[Any]) -> bool:
+    """True if two collections of distinct hashable values have the same ones, types included.
+
+    Example:
+        >>> same_keys({1: "a"}, {1: "b"}), same_keys({1}, {True}), same_keys({(1,)}, {(1.0,)})
+        (True, False, False)
+    """
+    own = {key: key for key in got}
+    return len(expected) == len(got) and all(
+        key in own and same_value(key, own[key]) for key in expected
+    )
 
 
 def _same_array(expected: Any, got: Any) -> bool:

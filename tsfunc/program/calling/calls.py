@@ -226,7 +226,7 @@ class FirstCall:
         described = {} if self.contract is None else self.contract.descriptors
         request = TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
-            scalars, any_arguments(self.func, described, self.places, spelled), described,
+            scalars, any_arguments(self.func, described, self.parameters, spelled), described,
         )  # fmt: skip
         program, instances = self._captured(request)
         signature = self.signature(inputs, scalars)

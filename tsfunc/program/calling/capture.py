@@ -33,7 +33,7 @@ from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, groups_of, hold
-from tsfunc.program.guarding.untyped import StandIn
+from tsfunc.program.guarding.untyped import Hide
 from tsfunc.program.passes import simplify
 from tsfunc.program.reading.collecting import collecting_seldom
 from tsfunc.program.reading.holding import Place
@@ -64,7 +64,7 @@ class TraceRequest:
         inputs: the tensors among them.
         bounds: the named dims that stay symbolic.
         scalars: the numbers among the arguments that are inputs.
-        untyped: the arguments of type ``Any``, with which nothing may be computed.
+        hide_any: replaces the arguments of type ``Any``, with which nothing may be computed.
         described: the descriptors, by parameter, for errors.
         own: tensors that the function has from elsewhere, and is given among its arguments.
         retraced: the named dims whose sizes in the call are at the edge (NOTE [sizes at the edge]
@@ -79,7 +79,7 @@ class TraceRequest:
     inputs: Sequence[InputSpec]
     bounds: Mapping[str, Dim] = field(default_factory=dict)
     scalars: Sequence[ScalarSpec] = ()
-    untyped: Mapping[int, StandIn] = field(default_factory=dict)
+    hide_any: Hide | None = None
     described: Mapping[str, Descriptor] = field(default_factory=dict)
     own: Mapping[int, torch.Tensor] = field(default_factory=dict)
     retraced: frozenset[str] = frozenset()
@@ -167,8 +167,6 @@ class _Trace:
         given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
         for spec, value in zip(request.inputs, given, strict=True):
             traced[spec.position] = value
-        for position, stand_in in request.untyped.items():
-            traced[position] = stand_in(traced[position])
         return traced
 
     def _attribute_of(self, argument: Argument, name: str) -> Any:
@@ -184,6 +182,10 @@ class _Trace:
     def _call(self, traced: list[Any]) -> Any:
         request, held = self.request, self.instances.held
         args, kwargs = pytrees.unflatten(request.tree, traced)
+        tree = request.tree
+        if request.hide_any is not None:
+            args, kwargs = request.hide_any(args, kwargs)
+            traced, tree = pytrees.flatten((args, kwargs))
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # what the function leaves is undone
         try:
             with mode, Lifting(self.level, held.grad_of), self.instances, no_seeding(request.what):
@@ -197,7 +199,7 @@ class _Trace:
                 )  # fmt: skip
             raise
         settle_all(out)
-        check_containers(request.what, request.func, (args, kwargs), traced, request.tree)
+        check_containers(request.what, request.func, (args, kwargs), traced, tree)
         return out
 
     def _told_apart(self) -> Groups:

@@ -1,11 +1,13 @@
-"""Checks of data that the function's own code makes: its own error says what is wrong.
+"""Errors of the function's own checks of data, raised where its program finds that one fails.
 
 NOTE [own errors]
-A program checks in the place of ``if (x < 0).any(): raise ValueError(...)``, and does not know what
-the function raises (NOTE [checks of arguments] in ``dispatch/refusals.py``). Where such a check
-fails, the function itself is called with the arguments of the call, and comes to its ``raise``. It
-is not where anything has been written before: into an argument, for one, which the function would
-write into again.
+A program checks in place of ``if (x < 0).any(): raise ValueError(...)``, and in place of
+``torch._check(x.nonzero().shape[0] > 2, lambda: "...")``; it has neither the exception nor the
+message (NOTE [checks of arguments] in ``dispatch/refusals.py``). Where such a check fails, the
+function itself is called with the arguments of the call. A test of a tensor raises the function's
+exception; a check of a size of data stays a `FailedCheckError`, with the function's message added.
+The function is not called if the program has written before the check, for example into an
+argument, since the function would write again.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.dispatch import current_levels
+from tsfunc.errors import FailedCheckError
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.passes.effects import writes
 
@@ -25,27 +29,34 @@ def raise_own(
     program: Program,
     error: RuntimeError,
 ) -> None:
-    """Raises what a function raises where a check of its own fails in its program.
+    """Raise the function's own error where one of its checks fails in its program.
 
     Args:
         func: the function.
-        args, kwargs: what it is called with.
-        program: what has run.
-        error: what that has raised; where it is of another kind nothing happens.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        program: the program that has run.
+        error: the error of the program; an error of another kind is left alone.
+
+    Raises:
+        FailedCheckError: a check of a size of data failed, and the function says why.
     """
     if current_levels() or not _is_own(program, str(error)):
         return
     try:
         func(*args, **kwargs)
     except Exception as own:
-        raise own from None
+        if not isinstance(error, FailedCheckError):
+            raise own from None
+        raise FailedCheckError(f"{error}\n{type(own).__name__}: {own}") from own
 
 
 def _is_own(program: Program, message: str) -> bool:
-    """Whether a message is that of a check of the function's, before which nothing is written."""
+    """True if the message is that of a check of the function, and nothing is written before it."""
     for node in program.graph.nodes:
         if writes(node):
             return False
-        if node.meta.get("own_check") is not None and node.meta["own_check"] in message:
+        check = node.args[1] if node.target is check_size else node.meta.get("own_check")
+        if isinstance(check, str) and check in message:
             return True
     return False

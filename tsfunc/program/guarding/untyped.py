@@ -1,4 +1,4 @@
-"""Which arguments of a call are of type ``Any``: see ``bridge/trace/untyped``."""
+"""The arguments of a call that are of type ``Any``: see ``bridge/trace/untyped``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import optree
+
+from tsfunc import pytrees
 from tsfunc.bridge.trace.untyped import AnyValue
 from tsfunc.types.annotation import says_any
 from tsfunc.types.descriptors import (
@@ -28,39 +31,80 @@ from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.signatures import annotated_types
 
-StandIn = Callable[[Any], Any]
+Hide = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""A function of positional and keyword arguments that hides those of type ``Any``."""
 
 
 def any_arguments(
     func: Callable[..., Any],
     described: Mapping[str, Descriptor],
-    places: Mapping[int, Sequence[Any]],
+    signature: inspect.Signature,
     spell: Callable[[Sequence[Any]], str],
-) -> dict[int, StandIn]:
-    """For each flattened argument of type ``Any`` what makes a stand-in of a value.
+) -> Hide:
+    """Return a function that replaces each value of type ``Any`` by a stand-in.
+
+    A container of type ``Any`` gets one stand-in, so that it can't be iterated or measured.
 
     Args:
-        func: the function.
-        described: parameter name to descriptor, which goes before the annotation.
-        places: the path of each flattened argument from a parameter.
-        spell: a path as a user would write it.
+        func: the function that is traced.
+        described: parameter name to descriptor, which takes precedence over the annotation.
+        signature: the parameters of `func`.
+        spell: returns a path as a user would write it.
     """
     annotated = annotated_types(func)
-    found: dict[int, StandIn] = {}
-    for i, (parameter, *path) in places.items():
-        if parameter in described:
-            said, by = described[parameter], "descriptor"
-        elif parameter in annotated:
-            said, by = as_descriptor(annotated[parameter]), "annotation"
-        else:
-            continue
-        if _is_any(said, tuple(path)):
-            found[i] = _stand_in(spell(places[i]), _mend(func, parameter, by))
-    return found
+
+    def hide(
+        args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def hidden(parameter: str, value: Any, *path: Any) -> Any:
+            if parameter in described:
+                said, by = described[parameter], "descriptor"
+            elif parameter in annotated:
+                said, by = as_descriptor(annotated[parameter]), "annotation"
+            else:
+                return value
+            mend = _mend(func, parameter, by)
+            return _hidden(said, value, path, lambda at: (spell((parameter, *at)), mend))
+
+        positions = signature.bind(*range(len(args)), **{name: name for name in kwargs}).arguments
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for parameter, at in positions.items():
+            # A starred parameter gathers positions in a tuple, or names in a dict.
+            if isinstance(at, tuple):
+                for i, each in enumerate(at):
+                    new_args[each] = hidden(parameter, args[each], i)
+            elif isinstance(at, dict):
+                for name in at:
+                    new_kwargs[name] = hidden(parameter, kwargs[name], name)
+            elif isinstance(at, int):
+                new_args[at] = hidden(parameter, args[at])
+            else:
+                new_kwargs[at] = hidden(parameter, kwargs[at])
+        return tuple(new_args), new_kwargs
+
+    return hide
 
 
-def _stand_in(text: str, mend: str) -> StandIn:
-    return lambda value: None if value is None else AnyValue(value, text, mend)
+def _hidden(
+    said: Descriptor,
+    value: Any,
+    path: tuple[Any, ...],
+    words: Callable[[tuple[Any, ...]], tuple[str, str]],
+) -> Any:
+    """Return the value at a path with each part of type ``Any`` replaced by a stand-in."""
+    if value is None:
+        return None
+    if _is_any(said, path):
+        return AnyValue(value, *words(path))
+    if optree.tree_is_leaf(value, none_is_leaf=True, namespace=pytrees.NAMESPACE):
+        return value
+    node = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=pytrees.NAMESPACE)
+    children = [
+        _hidden(said, child, (*path, entry), words)
+        for entry, child in zip(node.entries, node.children, strict=True)
+    ]
+    unchanged = all(one is other for one, other in zip(children, node.children, strict=True))
+    return value if unchanged else node.unflatten_func(node.metadata, children)
 
 
 def _mend(func: Callable[..., Any], parameter: str, by: str) -> str:

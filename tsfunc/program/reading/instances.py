@@ -126,11 +126,18 @@ class Instances:
             known.read_all()
         return plain(instance, name)
 
-    def assigned(self, instance: Any, name: str) -> None:
-        """An attribute is about to be assigned or deleted, see `Watching`."""
+    def assigned(self, instance: Any, name: str, *value: Any) -> None:
+        """Check and note an assignment or deletion before it happens, see `Watching`.
+
+        Raises:
+            TypeCheckError: the value is not of the type that the class declares.
+        """
         known = self._instances.get(id(instance))
-        if known is not None and not self._paused:
-            known.lines[name] = str(users_place())
+        if known is None or self._paused:
+            return
+        place = known.lines[name] = str(users_place())
+        for each in value:
+            known.check(name, each, f"assigned at {place}")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -264,7 +271,7 @@ class Instance:
             facts, owner = self._facts, f"{type(self.value).__name__}.{name}"
             variable = self.place.variable
             with self.instances.paused():
-                self._check(name, value, owner)
+                self.check(name, value, f"read at {users_place()}")
                 for step in steps:
                     variable = facts.bind(variable + step)
                 place = Place(variable, f"{self.place.text}.{name}", owner, self.place.own)
@@ -279,17 +286,26 @@ class Instance:
         mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
         return AnyValue(value, f"{self.place.text}.{name}", mend)
 
-    def _check(self, name: str, value: Any, owner: str) -> None:
-        """What the class says of the attribute holds; an installed one's is not the user's."""
+    def check(self, name: str, value: Any, use: str) -> None:
+        """Check an attribute against the annotation in the user's class.
+
+        Args:
+            name: the attribute.
+            value: its value.
+            use: how and where the attribute is used, for errors.
+
+        Raises:
+            TypeCheckError: the value is not of the declared type.
+        """
         cls = type(self.value)
+        owner = f"{cls.__name__}.{name}"
         declared = None if _is_installed(cls) else attribute_types(cls).get(name)
-        found = [] if declared is None else check(value, declared, owner)
-        if found:
-            listed = "".join(f"  {mismatch}\n" for mismatch in found)
+        mismatches = [] if declared is None else check(value, declared, owner)
+        if mismatches:
+            listed = "".join(f"  {mismatch}\n" for mismatch in mismatches)
             raise TypeCheckError(
-                f"specialize({self.instances.name}): {owner}, read at {users_place()}, is not "
-                f"what its class declares:\n{listed}Assign what is declared, or declare what is "
-                f"assigned."
+                f"specialize({self.instances.name}): {owner}, {use}, is not what its class "
+                f"declares:\n{listed}Assign what is declared, or declare what is assigned."
             )
 
     def _method(self, name: str, found: Any) -> None:

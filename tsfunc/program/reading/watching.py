@@ -29,8 +29,8 @@ class Watcher(Protocol):
     def read(self, instance: Any, name: str, plain: Callable[[Any, str], Any]) -> Any:
         """What reading an attribute gives; `plain` reads it as the class itself does."""
 
-    def assigned(self, instance: Any, name: str) -> None:
-        """An attribute is about to be assigned or deleted."""
+    def assigned(self, instance: Any, name: str, *value: Any) -> None:
+        """Take note that an attribute is about to be assigned, or deleted if there is no value."""
 
 
 class _Here(threading.local):
@@ -125,7 +125,7 @@ def _assigning(plain: Callable[..., None]) -> Callable[..., None]:
     def __setattr__(self: Any, name: str, *value: Any) -> None:
         watcher = _here.watcher
         if watcher is not None:
-            watcher.assigned(self, name)
+            watcher.assigned(self, name, *value)
         plain(self, name, *value)
 
     return __setattr__
