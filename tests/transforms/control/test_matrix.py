@@ -1,12 +1,15 @@
-"""Every operator of control flow under every transform: what the plain Python loop gives.
+"""Every operator of control flow under every transform equals the plain Python loop.
 
 A row is an operator with a kind of body: pytrees passed in, tensors closed over, writes in place.
 Beside it stands the same function in plain Python. A column is a transform of such a function.
+Each cell draws the batch dims of its vmaps, which tensors are mapped, and the examples, from the
+seed in pytest's header (``--hypothesis-seed``).
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -254,7 +257,8 @@ ROWS: dict[str, tuple[Fn, Fn]] = {
     **{f"associative_scan-{kind}": (_associative(kind), _associative_plain) for kind in KINDS},
 }
 
-Transform = Callable[[Fn, Callable[[Fn], Fn]], Fn]
+Mapped = Callable[[Fn], Fn]
+Transform = Callable[[Fn, Mapped], Fn]
 
 
 def _jvp_of(f: Fn) -> Fn:
@@ -274,12 +278,12 @@ COLUMNS: dict[str, Transform] = {
     "jvp(grad)": lambda f, mapped: _looped(_jvp_of(grad(f))),
     "grad(grad)": lambda f, mapped: _looped(grad(lambda x: grad(f)(x).sin().sum())),
     "vmap(jvp(grad))": lambda f, mapped: mapped(_jvp_of(grad(f))),
-    "vmap(vmap)": lambda f, mapped: lambda x: mapped(mapped(f))(x.view(2, 2, 3)).reshape(-1),
+    "vmap(vmap)": lambda f, mapped: lambda x: mapped(mapped(f))(_pairs(x)).flatten(0, 1),
     "vmap(vmap(grad))": lambda f, mapped: lambda x: (
-        mapped(mapped(grad(f)))(x.view(2, 2, 3)).reshape(-1)
+        mapped(mapped(grad(f)))(_pairs(x)).flatten(0, 1)
     ),
     "vmap(grad(vmap))": lambda f, mapped: lambda x: (
-        mapped(grad(lambda rows: mapped(f)(rows).sin().sum()))(x.view(2, 2, 3)).reshape(-1)
+        mapped(grad(lambda rows: mapped(f)(rows).sin().sum()))(_pairs(x)).flatten(0, 1)
     ),
 }  # fmt: skip
 
@@ -288,12 +292,31 @@ def _looped(f: Fn) -> Fn:
     return lambda xs: torch.stack([f(x) for x in xs])
 
 
-def _inputs() -> torch.Tensor:
-    """Examples that go different ways."""
-    return torch.tensor(
-        [[0.5, 1.0, 0.3], [-0.7, -0.2, -1.1], [0.1, -0.4, 0.2], [1.2, 0.9, -0.1]],
-        dtype=torch.float64,
-    )
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    """A batch of batches, of sizes that differ."""
+    return x.view(2, x.shape[0] // 2, *x.shape[1:])
+
+
+class Places:
+    """``vmap`` with batch dims that are drawn, as a function of a batch whose dim is the first."""
+
+    def __init__(self, seed: str) -> None:
+        draw = random.Random(seed)
+        # For a batch of vectors and for a batch of batches: where the batch dims are.
+        self.given = {2: draw.choice((0, 1, -1)), 3: draw.choice((0, 1, 2, -1, -2))}
+        self.returned = {2: draw.choice((0, -1)), 3: draw.choice((0, -1))}
+        signs = torch.tensor([1.0, -1.0, 0.2, 1.0, -1.0, 1.0, -0.5, 0.3])
+        sizes = torch.tensor([[draw.uniform(0.1, 1.2) for _ in range(3)] for _ in signs])
+        # Examples that all differ, some of which go different ways.
+        self.inputs = (sizes * signs[:, None]).double()[: draw.choice((6, 8))]
+
+    def __call__(self, f: Fn) -> Fn:
+        def mapped(x: torch.Tensor) -> torch.Tensor:
+            given, returned = self.given[x.dim()], self.returned[x.dim()]
+            found = vmap(f, in_dims=given, out_dims=returned)(x.movedim(0, given))
+            return found.movedim(returned, 0)  # type: ignore[no-any-return]
+
+        return mapped
 
 
 def _cells(part: int) -> list[Any]:
@@ -306,25 +329,37 @@ def _cells(part: int) -> list[Any]:
     return cells
 
 
+@pytest.fixture
+def places(request: pytest.FixtureRequest) -> Places:
+    seed = request.config.option.hypothesis_seed
+    return Places(f"{seed} {request.node.nodeid}")
+
+
 @pytest.mark.parametrize(("row", "column"), _cells(2))
-def test_the_transform_of_control_flow_is_that_of_the_python_loop(row: str, column: str) -> None:
+def test_the_transform_of_control_flow_is_that_of_the_python_loop(
+    row: str, column: str, places: Places
+) -> None:
     ours, plain = ROWS[row]
     transform = COLUMNS[column]
-    expected = transform(plain, _looped)(_inputs())
-    torch.testing.assert_close(transform(ours, vmap)(_inputs()), expected)
+    x = places.inputs
+    torch.testing.assert_close(transform(ours, places)(x), transform(plain, _looped)(x))
 
 
 @pytest.mark.parametrize(("row", "column"), _cells(4))
-def test_specialized_it_is_too(row: str, column: str) -> None:
+def test_specialized_it_is_too(row: str, column: str, places: Places) -> None:
     ours, plain = ROWS[row]
     transform = COLUMNS[column]
-    expected = transform(plain, _looped)(_inputs())
-    torch.testing.assert_close(specialize(transform(ours, vmap))(_inputs()), expected)
+    x = places.inputs
+    found = specialize(transform(ours, places))(x)
+    torch.testing.assert_close(found, transform(plain, _looped)(x))
 
 
 @pytest.mark.parametrize(("row", "column"), _cells(4))
-def test_a_program_with_control_flow_is_transformed_as_it_is(row: str, column: str) -> None:
+def test_a_program_with_control_flow_is_transformed_as_it_is(
+    row: str, column: str, places: Places
+) -> None:
     ours, plain = ROWS[row]
     transform = COLUMNS[column]
-    expected = transform(plain, _looped)(_inputs())
-    torch.testing.assert_close(transform(specialize(ours), vmap)(_inputs()), expected)
+    x = places.inputs
+    found = transform(specialize(ours), places)(x)
+    torch.testing.assert_close(found, transform(plain, _looped)(x))

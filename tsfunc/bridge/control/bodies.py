@@ -111,7 +111,7 @@ class Apart:
         self._arranged: dict[int, tuple[Any, Any]] = {}
 
     def wrapping(self, layers: dict[int, Layer]) -> Wrapping:
-        """The layout of a tensor that needs these layers: the dims of the vmaps first of all."""
+        """Return the layout of a tensor with these layers: the dims of these vmaps come first."""
         found: list[Layer] = []
         before = 0  # dims of vmaps that are set apart, of levels further in
         for depth, layer in sorted(layers.items(), reverse=True):
@@ -133,7 +133,7 @@ class Apart:
         return [depth in depths for depth in sorted(self.levels)]
 
     def without(self, wrapping: Wrapping) -> Wrapping:
-        """The tracers around an input of a body."""
+        """Return the layout of a body's input, from that of the operand."""
         return Wrapping(
             tuple(
                 layer if layer.bdim is None else Layer(layer.level, 0)
@@ -143,7 +143,10 @@ class Apart:
         )
 
     def arranged(self, value: Any, levels: Sequence[Level]) -> Any:
-        """A tensor laid out as a call takes it, the same one for all bodies."""
+        """Return a tensor in the layout of an operand: every batch dim in front.
+
+        All bodies of a call get the same object.
+        """
         known = self._arranged.get(id(value))
         if known is None:
             made = arranged(value, self.wrapping(needed_layers(value, levels)))
@@ -236,14 +239,15 @@ class BodyLevel(TraceLevel, StandIn):
     def input(  # type: ignore[override]
         self, value: torch.Tensor, like: torch.Tensor | None = None
     ) -> Any:
-        """A new input of the body's graph, for a tensor from outside, or what is like one."""
+        """Return a new input of the body's graph for a tensor from outside.
+
+        Args:
+            value: the tensor; the call passes it as an operand, with its batch dims in front.
+            like: a fake tensor that the input looks like, instead of the operand.
+        """
         outer = self.outside(value)
-        if self.apart.levels:
-            with self._surroundings():
-                outer = self.apart.arranged(outer, self.around)
-        elif _any_recorded(outer):
-            with self._surroundings():
-                outer = arranged(outer, wrapped_in(needed_layers(outer, self.around)))
+        with self._surroundings():
+            outer = self.apart.arranged(outer, self.around)
         inner, wrapping = peeled(outer)
         if not isinstance(inner, TraceTracer):
             return outer  # nothing of it is traced: a constant of a level inside

@@ -112,11 +112,10 @@ class _Call:
         return tuple(outs)
 
 
-def _is_of(wrapping: Wrapping, level: TracerLevel) -> bool:
-    """Whether a result can depend on what a vmap's level differentiates by: it is batched then."""
-    if not isinstance(level, BatchLevel):
-        return True
-    return any(layer.level.depth == level.depth for layer in wrapping.layers)
+def _depends_on(result: Result, level: TracerLevel, trace: TraceLevel) -> bool:
+    """True if a result can depend on what a level differentiates by: it is one of its tracers."""
+    own = any(layer.level.depth == level.depth for layer in result.wrapping.layers)
+    return differentiable(result.value) and (own or level.depth <= trace.depth)
 
 
 class _Recorded(Function):
@@ -134,7 +133,13 @@ class _Recorded(Function):
         with outside_graph(grad_mode):
             ctx.devices, ctx.states = call.states(results)
             outs = call.inward(inputs, results)
-        ctx.mark_non_differentiable(*[out for out in outs if not differentiable(out)])
+        level = inputs[0].dispatch_level
+        # Results are tracers of the node's level: torch hangs its graph and tangents on them.
+        outs = tuple(x if x.dispatch_level.depth >= level.depth else level.lift(x) for x in outs)
+        ctx.smooth = [_depends_on(result, level, call.trace) for result in results]
+        ctx.mark_non_differentiable(
+            *[x for x, smooth in zip(outs, ctx.smooth, strict=True) if not smooth]
+        )
         return outs
 
     @staticmethod
@@ -142,11 +147,7 @@ class _Recorded(Function):
         inputs, results = ctx.saved_tensors, ctx.results
         by = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and differentiable(x)]
         level = inputs[0].dispatch_level
-        of = [
-            j
-            for j, ct in enumerate(cotangents)
-            if ct is not None and _is_of(results[j].wrapping, level)
-        ]
+        of = [j for j, ct in enumerate(cotangents) if ct is not None and ctx.smooth[j]]
         pulled: list[Any] = [None] * len(inputs)
         if by and of:
             # Of cotangents that are batched further in than what they are pulled through.
@@ -171,10 +172,7 @@ class _Recorded(Function):
         op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), by), len(inputs) + len(by))
         operands = [*inputs, *given, *ctx.states]
         pushed = call(op, ctx.call.trace, operands, ctx.call.numbers, results)
-        return tuple(
-            t if differentiable(result.value) else None
-            for t, result in zip(pushed, results, strict=True)
-        )
+        return tuple(t if smooth else None for t, smooth in zip(pushed, ctx.smooth, strict=True))
 
 
 def _replayed(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:
