@@ -40,6 +40,7 @@ from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.results_by_example import found_by_example
 from tsfunc.bridge.sizes.shape_rules import SHAPE_RULES
 from tsfunc.bridge.tracers.questions import set_aside
+from tsfunc.bridge.tracers.torch_state import kept_keys
 
 _Call = Callable[..., Any]
 
@@ -109,7 +110,7 @@ def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
     """In the block operators run on fake tensors, whose mode keeps results, or does not."""
     cached, fake.cache_enabled = fake.cache_enabled, fake.cache_enabled and keeps
     try:
-        with DisableTorchFunction(), fake:
+        with kept_keys(), DisableTorchFunction(), fake:
             yield
     finally:
         fake.cache_enabled = cached

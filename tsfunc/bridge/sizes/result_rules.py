@@ -47,6 +47,30 @@ shape_rule("equal")(_answer(torch.ops.aten.equal.default))
 shape_rule("allclose")(_answer(torch.ops.aten.allclose.default))
 
 
+def _in_place(functional: Any) -> Callable[..., Any]:
+    """The rule of an in-place operator: the functional operator checks its arguments.
+
+    torch's own rule calls the functional operator by its packet. Where the first overload does not
+    match, C++ prints the arguments for a message, and printing fails inside of a dual level.
+    """
+
+    def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+        made = functional(x, *args, **kwargs)
+        torch._check(
+            torch.broadcast_shapes(made.shape, x.shape) == x.shape,
+            lambda: f"output with shape {x.shape} doesn't match the broadcast shape {made.shape}",
+        )
+        return x
+
+    return rule
+
+
+shape_rule("lerp_.Scalar")(_in_place(torch.ops.aten.lerp.Scalar))
+shape_rule("lerp_.Tensor")(_in_place(torch.ops.aten.lerp.Tensor))
+shape_rule("addcmul_")(_in_place(torch.ops.aten.addcmul.default))
+shape_rule("addcdiv_")(_in_place(torch.ops.aten.addcdiv.default))
+
+
 @shape_rule("ctc_loss.IntList", "ctc_loss.Tensor")
 def _ctc_loss(
     log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,

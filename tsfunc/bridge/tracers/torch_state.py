@@ -28,9 +28,11 @@ fails by name when one goes):
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from operator import or_
 from types import TracebackType
 from typing import Any
@@ -60,6 +62,8 @@ from torch._C import (
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+
+_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
 
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
 
@@ -208,6 +212,8 @@ class RestoredTorchState:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if value is not None:
+            release_guards(value)
         if self.previous is not None:
             torch.set_grad_enabled(self.previous)
         self.guard.__exit__(kind, value, trace)
@@ -284,14 +290,64 @@ def outside_functorch() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if active else nullcontext()
 
 
+# NOTE [guards in frames]
+# Some of torch's Python functions hold a dispatch guard in a local variable (``guard =
+# torch._C._DisableFuncTorch()``, where a tensor is printed). If they raise, the traceback keeps
+# their frames, and so the guard. It restores the thread's dispatch keys when the exception is
+# freed: at any later time, to the keys of the place where the function was called. Inside a trace
+# these exclude the Python key, and kernels get tensors without memory. So a block that restores
+# the keys clears torch's frames in the traceback first.
+_SUSPENDABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+
+
+def release_guards(error: BaseException) -> None:
+    """Free the locals of torch's frames in a traceback: NOTE [guards in frames].
+
+    The thread's dispatch keys are arbitrary afterwards; the caller restores them.
+    """
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        found = pending.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        pending += (found.__cause__, found.__context__)
+        step = found.__traceback__
+        while step is not None:
+            code = step.tb_frame.f_code
+            if code.co_filename.startswith(_TORCH_ROOT) and not code.co_flags & _SUSPENDABLE:
+                with suppress(RuntimeError):  # the frame is still executing
+                    step.tb_frame.clear()
+            step = step.tb_next
+
+
+@contextmanager
+def kept_keys() -> Iterator[None]:
+    """Context manager: restore the thread's dispatch keys, whatever the block raises."""
+    include, exclude = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
+    with _ForceDispatchKeyGuard(include, exclude):
+        try:
+            yield
+        except BaseException as error:
+            release_guards(error)
+            raise
+
+
 @contextmanager
 def outside_all_levels() -> Iterator[None]:
-    """Context manager: torch's thread-local sets as if no level were active here.
+    """Context manager: torch's dispatch keys as if no level and no handler were active here.
 
-    Nor a transform of torch.func, whose kernels, on their way outwards, take torch's dispatcher to
-    be at the place where they have left it.
+    No transform of torch.func is active either: on their way outwards its kernels expect the
+    dispatcher at the place where they have left it. The Python key is never excluded in the block:
+    tracers without it would be tensors without memory.
     """
     with outside_functorch():
         include = _dispatch_tls_local_include_set().remove(_RANDOM_KEY).remove(_FACTORY_KEY)
-        with _ForceDispatchKeyGuard(include, _dispatch_tls_local_exclude_set()):
-            yield
+        exclude = _dispatch_tls_local_exclude_set().remove(TorchKey.Python)
+        with _ForceDispatchKeyGuard(include, exclude):
+            try:
+                yield
+            except BaseException as error:
+                release_guards(error)
+                raise
