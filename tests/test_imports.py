@@ -36,7 +36,7 @@ PRIVATE_NAMES_ROOM = "bridge"
 
 # The rooms within a room, in the same way.
 INNER_ROOMS = {
-    "bridge": ("tracers", "sizes", "writing", "trace", "grad", "batch", "control"),
+    "bridge": ("compiled", "tracers", "sizes", "writing", "trace", "grad", "batch", "control"),
     "program": ("passes", "dims", "reading", "guarding", "graphs", "calling", "files"),
 }
 # Imports against that order, inside of functions: methods by which a user goes on from an object.
@@ -60,7 +60,8 @@ CLOSING = {
 }
 
 # Installed packages that `import tsfunc` may load where `import torch` has not.
-LIGHT = {"tsfunc", "optree", "typing_extensions"}
+# The last one is our own: the compiled handlers, where they are built.
+LIGHT = {"tsfunc", "optree", "typing_extensions", "tsfunc_handlers"}
 # Parts of torch that `import torch` leaves alone, and that take long to load.
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
 # Our own that a first vmap of grad has no use for: what specialize needs, control flow, the tools.

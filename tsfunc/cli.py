@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tsfunc import ops, rage
+from tsfunc.bridge import compiled
 from tsfunc.bridge.batch.fallback import way_of
 from tsfunc.errors import UnknownOperatorError
 from tsfunc.ops.catalogue import counts
@@ -60,6 +61,21 @@ def show_record(
         Path(output).write_text(text, encoding="utf-8")
     else:
         print(text, end="")
+
+
+@app.command("build")
+def build_handlers() -> None:
+    """Compile the handlers of batched tensors, which make eager vmap calls about twice as fast."""
+    path = compiled.library_path()
+    if path.exists():
+        print(f"{path} is there already.")
+        return
+    print("Compiling the handlers of batched tensors for this torch takes one to two minutes.")
+    try:
+        path, seconds = compiled.build()
+    except (OSError, RuntimeError) as error:
+        _fail(str(error))
+    print(f"{path} was compiled in {seconds:.0f} s. The next process that imports tsfunc uses it.")
 
 
 def _in_a_terminal() -> bool:

@@ -20,11 +20,13 @@ from torch._C import (
 )
 from torch._ops import OpOverload
 
+from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, wrap
-from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.operators import TorchOperator, add_hot_listener, operator_of
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.parts import composite_parts, is_outside, lifting_factories
 from tsfunc.bridge.tracers.torch_state import (
+    TorchState,
     any_autocast,
     below_autograd,
     in_dispatch_modes,
@@ -39,7 +41,7 @@ from tsfunc.bridge.tracers.tracer import (
     door_1,
     hop,
 )
-from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.state import State, tls
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.splitting import BatchChanged
 from tsfunc.ops.tensor_iterator import pointwise
@@ -570,3 +572,23 @@ BatchTracer.forms = TurnedTracer, MadeTracer
 # To whoever reads a message they are all one.
 MadeTracer.__name__ = TurnedTracer.__name__ = BatchTracer.__name__
 KINDS.add(TurnedTracer)
+
+
+def _use_compiled() -> None:
+    """Have the compiled handlers, where they are built, take calls before the Python ones."""
+    handlers = compiled.load()
+    if handlers is None:
+        return
+    # A class method of C, in the place of the one that MadeTracer inherits.
+    MadeTracer.__torch_function__ = handlers.setup({  # type: ignore[method-assign]
+        "tracer": MadeTracer, "level": BatchLevel, "state": State, "torch_state": TorchState,
+        "operator": TorchOperator, "tls": tls, "size": torch.Size,
+        "function_handler": HotTracer.__dict__["__torch_function__"].__func__,
+        "rules": HOT, "forms": FORMS, "methods": METHODS, "pointwise": pointwise,
+        "call_below": hop, "plain_types": _PLAIN, "item_types": _ITEMS, "wrap": wrap,
+        "again": _again, "batch_changed": BatchChanged, "functorch_level": maybe_functorch_level,
+    })  # fmt: skip
+    add_hot_listener(lambda op: handlers.install(op.name, op))
+
+
+_use_compiled()

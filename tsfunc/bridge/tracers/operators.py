@@ -53,6 +53,25 @@ def updates_statistics(name: str, args: Sequence[Any]) -> bool:
     return len(decisive) == 2 and bool(decisive[0]) and decisive[1] != 0
 
 
+# Called for each operator that has a rule which the dispatch handler runs at once.
+_hot_listeners: list[Callable[[TorchOperator], None]] = []
+
+
+def add_hot_listener(listener: Callable[[TorchOperator], None]) -> None:
+    """Have ``listener(op)`` called for each such operator, those that are known already first."""
+    for op in _by_id.values():
+        _tell_hot(op, [listener])
+    _hot_listeners.append(listener)
+
+
+def _tell_hot(op: TorchOperator, listeners: Sequence[Callable[[TorchOperator], None]]) -> None:
+    if (op.hot is None and op.by_tracers is None) or op.composite:
+        return
+    if op.overload.namespace == "aten":
+        for listener in listeners:
+            listener(op)
+
+
 class TorchOperator(Operator):
     """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
 
@@ -113,6 +132,7 @@ class TorchOperator(Operator):
         self.by_tracers: Callable[[Sequence[Any]], Any] | None = None
         # What runs it on values alone, quicker than the overload (NOTE [direct calls]).
         self.function = self._function()
+        _tell_hot(self, _hot_listeners)
         if not any("Tensor" in str(argument.type) for argument in arguments):
             register(self, DispatchKey.BackendSelect, functools.partial(_select_backend, self))
 

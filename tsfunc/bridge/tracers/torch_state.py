@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import os
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -149,10 +150,11 @@ class TorchState:
 
     ``quiet`` is more than 0 while a backward pass runs, over the graph of a level further out,
     whose results nobody will differentiate: what it computes is not to be recorded there.
-    ``guards`` bring the sets back, for who enters one for a single call.
+    ``guards`` bring the sets back for a single call; ``key_sets`` are both sets as 16 bytes, which
+    compiled handlers read.
     """
 
-    __slots__ = ("exclude", "grad_mode", "guards", "include", "quiet")
+    __slots__ = ("exclude", "grad_mode", "guards", "include", "key_sets", "quiet")
 
     def __init__(self) -> None:
         self.include = _dispatch_tls_local_include_set()
@@ -160,6 +162,7 @@ class TorchState:
         self.grad_mode = torch.is_grad_enabled()
         self.quiet = 0
         self.guards: list[Any] = []
+        self.key_sets = struct.pack("QQ", self.include.raw_repr(), self.exclude.raw_repr())
 
     def __call__(self) -> RestoredTorchState:
         return RestoredTorchState(self)

@@ -1,0 +1,198 @@
+"""The compiled handlers give the results, errors and order of calls of the Python ones.
+
+The whole suite runs with them where they are built, and ``TSFUNC_COMPILED=0`` runs it without.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tsfunc import cli, explain, grad, hessian, jvp, vmap
+from tsfunc.bridge import compiled
+from tsfunc.bridge.tracers.hot_calls import HotTracer, MadeTracer
+
+built = pytest.mark.skipif(
+    "__torch_function__" not in vars(MadeTracer),
+    reason="the compiled handlers are not built: make setup builds them where g++ is",
+)
+
+Function = Callable[..., torch.Tensor]
+
+
+def set_handler(handler: Any) -> None:
+    MadeTracer.__torch_function__ = handler  # type: ignore[method-assign]
+
+
+@pytest.fixture(params=["compiled", "python"])
+def function_handler(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test with the function handler of either kind."""
+    own = vars(MadeTracer).get("__torch_function__")
+    if request.param == "compiled" and own is None:
+        pytest.skip("the compiled handlers are not built: make setup builds them where g++ is")
+    if request.param == "python" and own is not None:
+        set_handler(HotTracer.__dict__["__torch_function__"])
+    yield request.param
+    if request.param == "python" and own is not None:
+        set_handler(own)
+
+
+def network(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.nn.functional.layer_norm(torch.tanh(x @ w) * 2.0 + x.sum(), (3,))
+    parts = torch.cat([hidden.view(3, 1), x.unsqueeze(-1)], -1).softmax(0)
+    return parts[1:].square().sum() - torch.stack(hidden.split(1)).mean()
+
+
+@pytest.mark.parametrize("in_dim", [0, 1, -1])
+@pytest.mark.parametrize("transform", [lambda f: f, grad, hessian], ids=["value", "grad", "hess"])
+def test_results_are_those_of_the_loop(
+    function_handler: str, in_dim: int, transform: Callable[[Function], Function]
+) -> None:
+    w = torch.randn(3, 3, dtype=torch.float64)
+    batch = torch.randn(5, 3, dtype=torch.float64).movedim(0, in_dim)
+    f = transform(lambda x: network(w, x))
+    expected = torch.stack([f(x) for x in batch.unbind(in_dim)])
+    for _ in range(2):  # the second call meets operators that are known
+        assert torch.allclose(vmap(f, in_dim)(batch), expected)
+
+
+def test_nested_levels_and_tangents(function_handler: str) -> None:
+    x, t = (torch.randn(4, 3, 2, dtype=torch.float64) for _ in range(2))
+
+    def pushed(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return jvp(lambda y: (y.sin() * y.exp()).cumsum(0), (a,), (b,))
+
+    values, tangents = vmap(vmap(pushed, 1), 1)(x, t)  # of examples x[:, i, j]
+    for i in range(3):
+        for j in range(2):
+            expected = torch.func.jvp(
+                lambda y: (y.sin() * y.exp()).cumsum(0), (x[:, i, j],), (t[:, i, j],)
+            )
+            assert torch.allclose(values[i, j], expected[0])
+            assert torch.allclose(tangents[i, j], expected[1])
+
+
+def test_backward_to_tensors_outside(function_handler: str) -> None:
+    w = torch.randn(3, requires_grad=True)
+    x = torch.randn(4, 3)
+    vmap(lambda row: (row * w).sin().sum())(x).sum().backward()
+    assert w.grad is not None
+    assert torch.allclose(w.grad, (x * (x * w).cos()).sum(0))
+
+
+def test_the_users_error_is_raised_once(function_handler: str) -> None:
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(3\) must match"):
+        vmap(lambda x: x + torch.ones(2))(torch.ones(4, 3))
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        vmap(lambda x: x.sum(4))(torch.ones(4, 3))
+    with pytest.raises(RuntimeError, match="size of tensor a"):
+        vmap(grad(lambda x: (x * torch.ones(2)).sum()))(torch.ones(4, 3))
+
+
+def test_no_examples(function_handler: str) -> None:
+    assert vmap(grad(lambda x: x.sin().sum()))(torch.ones(0, 3)).shape == (0, 3)
+
+
+def test_modes_see_every_operator(function_handler: str) -> None:
+    seen: list[str] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    vmap(torch.sin)(torch.ones(2))
+    with Seeing():  # type: ignore[no-untyped-call]
+        vmap(torch.sin)(torch.ones(2))
+    assert "aten::sin" in seen
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    with Functions():
+        vmap(lambda x: torch.cos(x))(torch.ones(2))
+    assert "cos" in seen
+
+
+def test_explain_sees_every_call(function_handler: str) -> None:
+    report = explain(lambda x: vmap(lambda y: y.sin().sum())(x), torch.ones(3, 2))
+    assert {"aten::sin", "aten::sum"} <= {use.operator for use in report.uses}
+
+
+@built
+def test_another_subclass_meets_its_own_handler() -> None:
+    class Doubling(torch.Tensor):
+        physical: torch.Tensor
+
+        @staticmethod
+        def of(physical: torch.Tensor) -> Doubling:
+            made = torch.Tensor._make_wrapper_subclass(Doubling, physical.shape)
+            made.physical = physical
+            return made
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*[a.physical if type(a) is cls else a for a in args], **(kwargs or {})) * 2
+
+    vmap(torch.sin)(torch.ones(2))  # the operator has a compiled handler from here on
+    x = torch.ones(3)
+    assert torch.sin(Doubling.of(x)).allclose(x.sin() * 2)
+
+
+def test_off_switch() -> None:
+    """Without the library, or with the switch, Python serves every call."""
+    code = (
+        "import torch, tsfunc; from tsfunc.bridge.tracers.hot_calls import MadeTracer; "
+        "assert '__torch_function__' not in vars(MadeTracer); "
+        "assert tsfunc.vmap(torch.sin)(torch.ones(2)).shape == (2,)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    for setting in ({"TSFUNC_COMPILED": "0"}, {"TSFUNC_BUILD_DIR": os.devnull}):
+        environment = {**os.environ, "PYTHONPATH": str(root), **setting}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+class TestBuild:
+    def test_a_missing_compiler_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("TSFUNC_BUILD_DIR", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(FileNotFoundError, match=r"expected a C\+\+ compiler, got none"):
+            compiled.build()
+
+    def test_the_compilers_words_are_shown(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("TSFUNC_BUILD_DIR", str(tmp_path))
+        monkeypatch.setenv("CXX", f"{sys.executable} -c import.sys;sys.exit('no.such.header')")
+        with pytest.raises(RuntimeError, match="expected the compiler to succeed, got status"):
+            compiled.build()
+        assert not list(tmp_path.glob("*.so"))
+
+    def test_a_library_that_is_there_is_kept(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("TSFUNC_BUILD_DIR", str(tmp_path))
+        compiled.library_path().touch()
+        assert compiled.build() == (compiled.library_path(), 0.0)
+        cli.build_handlers()
+        assert "is there already" in capsys.readouterr().out
