@@ -316,9 +316,11 @@ class TestPrograms:
             saved.add_(1.0)
             return result.sum()
 
-        # torch can't say so of symbolic sizes: its message asks for an operator that is not there.
+        # Up to 2.13 torch can't say so of symbolic sizes: its message asks for an operator that is
+        # not there.
+        fails_to_say = shape[0] == "n" and torch.__version__.startswith(("2.11.", "2.12.", "2.13."))
         with pytest.raises(
-            RuntimeError, match="inplace operation" if shape[0] == 5 else "aten::size"
+            RuntimeError, match="aten::size" if fails_to_say else "inplace operation"
         ):
             specialize(tsfunc.grad(broken), {"x": Meta(shape)})(x)
 

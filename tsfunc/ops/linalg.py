@@ -46,7 +46,7 @@ rows(
             "_linalg_eigvals _linalg_eigh _linalg_svd linalg_lu linalg_lu_factor_ex "
             "linalg_ldl_factor_ex geqrf linalg_inv inverse linalg_cholesky linalg_eigh "
             "linalg_eigvalsh linalg_eigvals linalg_svd linalg_svdvals linalg_pinv "
-            "linalg_matrix_power matrix_power"
+            "linalg_matrix_power matrix_power linalg_matrix_sqrth linalg_polar"
         ).split()
     ),
 )  # fmt: skip

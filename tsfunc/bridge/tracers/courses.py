@@ -50,7 +50,7 @@ class Course:
         self.used = torch.zeros(rows * size, dtype=torch.int64, device="cpu")
         self._nonces = torch.zeros(0, rows, 2, dtype=torch.int64, device="cpu")
         # Which nonces the examples had that drew together; None: the last one of each.
-        self._drawn: dict[bytes, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._drawn: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor] | None] = {}
 
     def keys(
         self, nonces: torch.Tensor, rows: torch.Tensor, inner: torch.Tensor
@@ -63,7 +63,7 @@ class Course:
             inner: which examples of each row do, by their numbers.
         """
         examples = rows[:, None] * self.size + inner
-        known = nonces.numpy().tobytes()
+        known = tuple(nonces.flatten().tolist())
         if known not in self._drawn:
             self._drawn[known] = self._draw(nonces, rows, examples)
         drawn = self._drawn[known]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from tsfunc.bridge.control.bodies import current_trace
@@ -55,8 +55,7 @@ def predicate_of(value: Any, what: str) -> bool | ByExample | Traced:
     Raises:
         TypeError: it is neither a number nor a tensor of one element.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = _without_numpy(value)
     if isinstance(value, float):
         return value != 0
     inexact = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
@@ -66,6 +65,15 @@ def predicate_of(value: Any, what: str) -> bool | ByExample | Traced:
     return bool(choice) if isinstance(choice, int) else choice
 
 
+def _without_numpy(value: Any) -> Any:
+    """Return the Python number of a NumPy scalar, and anything else unchanged.
+
+    NumPy is not a requirement. Its scalars occur only where a user has imported it.
+    """
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
 def choice_of(value: Any, what: str) -> Choice:
     """Looks at a predicate or an index.
 
@@ -73,8 +81,7 @@ def choice_of(value: Any, what: str) -> Choice:
         TypeError: it is neither a number nor a tensor of one element.
         DataDependentError: it differs among the examples of a vmap of torch.func.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = _without_numpy(value)
     if isinstance(value, bool | int):
         return value
     if isinstance(value, SYMBOLIC):

@@ -55,7 +55,12 @@ def scan(
     return (*carry, *ys)
 
 
-def map_impl(f: Callable[..., Any], xs: Sequence[Any], pos_args: Sequence[Any] = ()) -> Any:
+def map_impl(
+    f: Callable[..., Any],
+    xs: Sequence[Any],
+    pos_args: Sequence[Any] = (),
+    mutated_arg_indices: str = "",  # since torch 2.14; running f writes into the same inputs
+) -> Any:
     return scans.map(lambda x: f(*x, *pos_args), tuple(xs))
 
 
