@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tsfunc
-from tsfunc.errors import UnknownOperatorError
 from tsfunc.bridge.tracers.schemas import registered
+from tsfunc.errors import UnknownOperatorError
 from tsfunc.ops import Category, all_rows, lookup
 from tsfunc.ops.catalogue import lookup as module
 from tsfunc.ops.catalogue.counts import CENSUS_2020, rows
