@@ -51,6 +51,14 @@ def physical_dims(dims: Sequence[int], rank: int, at: int) -> list[int]:
     return [physical_dim(dim, rank, at) for dim in dims]
 
 
+def check_dims_of_scalar(dims: Sequence[int]) -> None:
+    """Raise torch's error if the dims name none of a tensor without dims, or one of them twice."""
+    for dim in dims:
+        wrap(dim, 0)
+    if len(dims) > 1:
+        raise RuntimeError("dim 0 appears multiple times in the list of dims")
+
+
 def every_dim(rank: int, at: int) -> list[int]:
     """All dims but the batch dim: what a reduction without dims reduces."""
     return [dim for dim in range(rank + 1) if dim != at]

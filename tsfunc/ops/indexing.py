@@ -99,6 +99,7 @@ def index_select(
     size = level.batch_size
     if q is None:
         if x.dim() == 1:
+            wrap(dim, 0)
             return op(x.unsqueeze(1), 1, index.reshape(1)).squeeze(1), 0
         return op(x, physical_dim(dim, x.dim() - 1, at), index), at
     index, _ = _rows_of(index, q, size)

@@ -21,6 +21,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.reductions import flat
+from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
@@ -311,6 +312,8 @@ def repeat_interleave(
     """Without a dim, of the flattened logical value."""
     x, at = args[0], dims[0]
     dim = args[2] if len(args) > 2 else None
+    if dim is not None and x.dim() == 1:
+        refused(op, dims, args, kwargs)  # torch does not take a dim of a scalar
     if dim is None or x.dim() == 1:
         return op(flat(x, at), args[1], 1, **kwargs), 0
     return op(x, args[1], physical_dim(dim, x.dim() - 1, at), **kwargs), at

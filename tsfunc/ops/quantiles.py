@@ -38,7 +38,8 @@ def quantile(
     if dim is None:
         x = x.flatten(1) if rank else x.unsqueeze(1)
     else:
-        x = x.movedim(wrap(dim, rank) + 1, -1) if rank else x.unsqueeze(1)
+        dim = wrap(dim, rank)
+        x = x.movedim(dim + 1, -1) if rank else x.unsqueeze(1)
     q = _quantiles(q, q_at, x)
     out = _at(x.sort(-1).values, q, kind, "nan" in op.name())
     if keepdim and rank:

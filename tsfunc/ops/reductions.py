@@ -17,6 +17,7 @@ from tsfunc.ops.compressed import LAYOUTS
 from tsfunc.ops.dims import (
     align,
     batched_at,
+    check_dims_of_scalar,
     every_dim,
     filled,
     front,
@@ -84,8 +85,7 @@ def _of_scalar(
 ) -> Any:
     """Reduces the dim of size 1 that stands for what a scalar lacks; keepdim has no effect."""
     single = isinstance(given, int)
-    for dim in [given] if single else given or ():
-        wrap(dim, 0)
+    check_dims_of_scalar([given] if single else given or ())
     rest = list(args[place + 1 :])
     if keep is not None and len(args) > keep:
         rest[keep - place - 1] = False

@@ -39,10 +39,12 @@ def along_several(default: Sequence[int] | None) -> Rule:
         x, at = args[0], dims[0]
         rank = x.dim() - 1
         sizes, along, norm = filled(args[1:], None, default, None)
-        if rank == 0 and along is None and sizes is None:
-            return op(x.unsqueeze(1), None, [1], norm).squeeze(1), 0
         if rank == 0 or (along is None and sizes is not None and len(sizes) > rank):
-            return refused(op, dims, args, kwargs)
+            refused(op, dims, args, kwargs)
+            if rank or along or sizes:
+                return NotImplemented
+            # torch takes a scalar, which has no dim to transform along.
+            return op(x.unsqueeze(1), None, [1], norm).squeeze(1), 0
         if along is None and sizes is not None:
             along = range(rank - len(sizes), rank)
         target = every_dim(rank, at) if along is None else physical_dims(along, rank, at)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import (
+    check_dims_of_scalar,
     every_dim,
     filled,
     front,
@@ -145,7 +146,7 @@ def transpose(
     at = dims[0]
     rank = x.dim() - 1
     if rank == 0:
-        wrap(first, 0), wrap(second, 0)
+        wrap(first, rank), wrap(second, rank)
         return op(x, 0, 0), at
     return op(x, physical_dim(first, rank, at), physical_dim(second, rank, at)), at
 
@@ -195,8 +196,7 @@ def squeeze_dims(
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if rank == 0:
-        for dim in args[1]:
-            wrap(dim, 0)
+        check_dims_of_scalar(args[1])
         return same(x), at
     target = physical_dims(args[1], rank, at)
     return op(x, target), at - sum([d < at and x.shape[d] == 1 for d in target])

@@ -104,6 +104,72 @@ def triangular_solve(
     return solve(matrix, b, upper=upper != transpose, unitriangular=unitriangular), a.clone()
 
 
+def _pulled_back(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, dims: list[int]) -> Tensor:
+    """Return the gradient of ``(x - mean) * scale``, statistics over ``dims``, by ``x``."""
+    centered = (x - mean) * scale
+    along = (grad * centered).mean(dims, keepdim=True)
+    return (grad - grad.mean(dims, keepdim=True) - centered * along) * scale
+
+
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """``aten::native_layer_norm_backward``, the statistics computed from the input again."""
+    dims, wide, cotangent = list(range(-len(shape), 0)), _wide(x), _wide(grad)
+    mean = wide.mean(dims, keepdim=True)
+    var = wide.var(dims, correction=0, keepdim=True)
+    # The square of the scale that was kept lacks eps alone, which has no derivative.
+    eps = scale.detach().square().reciprocal() - var.detach()
+    scale = (var + eps).rsqrt()
+    outer = list(range(x.dim() - len(shape)))
+    pulled = cotangent if weight is None else cotangent * weight
+    scaled = cotangent * (wide - mean) * scale
+    return (
+        _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None,
+        _summed(scaled, outer).to(x.dtype) if mask[1] and weight is not None else None,
+        _summed(cotangent, outer).to(x.dtype) if mask[2] and bias is not None else None,
+    )
+
+
+def _summed(x: Tensor, dims: list[int]) -> Tensor:
+    return x.sum(dims) if dims else x
+
+
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    scale: Tensor | None,
+    training: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> Any:
+    """``aten::native_batch_norm_backward``, the statistics computed from the input again."""
+    if not training:
+        return NotImplemented
+    dims, wide, cotangent = [d for d in range(x.dim()) if d != 1], _wide(x), _wide(grad)
+    mean = wide.mean(dims, keepdim=True)
+    scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
+    pulled = cotangent
+    if weight is not None:
+        pulled = cotangent * weight.reshape(-1, *[1] * (x.dim() - 2))
+    return (
+        _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None,
+        (cotangent * (wide - mean) * scale).sum(dims).to(x.dtype) if mask[1] else None,
+        cotangent.sum(dims).to(x.dtype) if mask[2] else None,
+    )
+
+
 WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm": layer_norm,
     "aten::native_batch_norm": native_batch_norm,
@@ -113,4 +179,10 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "aten::cumprod": cumprod,
     "aten::logcumsumexp": logcumsumexp,
     "aten::triangular_solve": triangular_solve,
+}
+# Formulas of backward passes that torch differentiates once, and wrongly any further: they take
+# the statistics for constants.
+BACKWARD_WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+    "aten::native_layer_norm_backward": layer_norm_backward,
+    "aten::native_batch_norm_backward": batch_norm_backward,
 }

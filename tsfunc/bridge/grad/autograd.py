@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
-from tsfunc.bridge.tracers.factories import prepare
+from tsfunc.bridge.tracers.factories import prepare, watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here, settle
 from tsfunc.dispatch import current_levels
 
@@ -310,24 +310,28 @@ def backward(
     create_graph: bool,
     retain_graph: bool,
 ) -> list[torch.Tensor | None]:
-    """The engine's backward pass: a cotangent for each input, None where there is no path."""
+    """Run the engine's backward pass; return a cotangent for each input, None without a path.
+
+    A pass that is recorded reaches the kernels of NOTE [derivatives of backward formulas].
+    """
     # A tracer may say so of the graph that is recorded outside of its level, too.
     with DisableTorchFunctionSubclass():
         kept = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
     if not kept or not inputs:
         return [None] * len(inputs)
     engine: Any = Variable._execution_engine
-    return list(
-        engine.run_backward(
-            tuple(out for out, _ in kept),
-            tuple(ct for _, ct in kept),
-            retain_graph or create_graph,
-            create_graph,
-            tuple(inputs),
-            True,
-            accumulate_grad=False,
+    with watching_random() if create_graph else nullcontext():
+        return list(
+            engine.run_backward(
+                tuple(out for out, _ in kept),
+                tuple(ct for _, ct in kept),
+                retain_graph or create_graph,
+                create_graph,
+                tuple(inputs),
+                True,
+                accumulate_grad=False,
+            )
         )
-    )
 
 
 def detached(value: torch.Tensor) -> torch.Tensor:

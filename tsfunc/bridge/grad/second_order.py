@@ -1,4 +1,4 @@
-"""Forward formulas that can't be differentiated again, replaced where they will be.
+"""Formulas of derivatives that can't be differentiated again, replaced where they will be.
 
 NOTE [derivatives of forward formulas]
 torch's formulas for the tangents of some operators are right as far as they go, but take for
@@ -8,6 +8,11 @@ a determinant), or what they write in place. torch itself never differentiates a
 [the factory keys]); a call with tangents that somebody else differentiates by is written in other
 operators (``ops/written_out``), or gets its tangent by differentiating its pullback, which torch
 keeps differentiable.
+
+NOTE [derivatives of backward formulas]
+The backward formulas of normalizations are differentiated once by formulas of their own, which take
+the mean and the deviation for constants: third derivatives by reverse mode are wrong. If a backward
+pass is recorded, they are written in other operators, whose derivatives are right to any order.
 
 Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reaches a tracer's
 own methods; ``forward_ad._current_level`` says whether a dual level is entered.
@@ -28,7 +33,7 @@ from tsfunc.bridge.tracers.factories import on_first_level
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
-from tsfunc.ops.written_out import WRITTEN_OUT
+from tsfunc.ops.written_out import BACKWARD_WRITTEN_OUT, WRITTEN_OUT
 
 # Their pullbacks can be differentiated any number of times.
 PULLED_BACK = (
@@ -52,6 +57,11 @@ def install() -> None:
             if overload is not None:
                 kernel = _kernel(overload, WRITTEN_OUT.get(name))
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
+        for name, written_out in BACKWARD_WRITTEN_OUT.items():
+            overload = overload_of(name)
+            if overload is not None:
+                kernel = _backward_kernel(overload, written_out)
+                library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
 
 
 on_first_level(install)
@@ -73,6 +83,29 @@ def _kernel(overload: Any, written_out: Callable[..., Any] | None) -> Callable[.
         return _with_tangents(out, overload, args, kwargs) if twice and not written_out else out
 
     return operator
+
+
+def _backward_kernel(overload: Any, written_out: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the kernel of a backward formula (NOTE [derivatives of backward formulas])."""
+    rest = after(RANDOM_KEY_NAME)
+
+    def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        if not below_autograd() and (_recorded(values) or _differentiated_twice(values)):
+            out = written_out(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        return overload.redispatch(keys & rest, *args, **kwargs)
+
+    return operator
+
+
+def _recorded(values: Sequence[Any]) -> bool:
+    """True if autograd records a call of these values at their level."""
+    if not torch.is_grad_enabled():
+        return False
+    with DisableTorchFunctionSubclass():
+        return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
 def _differentiated_twice(values: Sequence[Any]) -> bool:

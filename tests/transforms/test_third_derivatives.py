@@ -1,0 +1,141 @@
+"""Third derivatives of normalizations, in every order of modes, are those of their formulas."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tsfunc
+
+Scalar = Callable[[Tensor], Tensor]
+Mode = Callable[[Scalar, Tensor], Scalar]
+WEIGHT, BIAS = torch.tensor([0.7, -1.2, 0.3, 2.0]).double(), torch.linspace(-1, 1, 4).double()
+X = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0)).double()
+DIRECTIONS = torch.randn(3, *X.shape, generator=torch.Generator().manual_seed(1)).double()
+EPS = 1e-3
+
+
+def normalized(x: Tensor, dims: list[int]) -> Tensor:
+    var = x.var(dims, correction=0, keepdim=True)
+    return (x - x.mean(dims, keepdim=True)) / (var + EPS).sqrt()
+
+
+def column(x: Tensor) -> Tensor:
+    return x.unsqueeze(-1)
+
+
+NORMS: dict[str, tuple[Scalar, Scalar]] = {
+    "layer_norm": (
+        lambda x: F.layer_norm(x, (4, 2), column(WEIGHT).expand(4, 2), None, EPS),
+        lambda x: normalized(x, [-1, -2]) * column(WEIGHT),
+    ),
+    "layer_norm, whole": (
+        lambda x: F.layer_norm(x, (3, 4, 2), eps=EPS),
+        lambda x: normalized(x, [0, 1, 2]),
+    ),
+    "batch_norm": (
+        lambda x: F.batch_norm(x, None, None, WEIGHT, BIAS, training=True, eps=EPS),
+        lambda x: normalized(x, [0, 2]) * column(WEIGHT) + column(BIAS),
+    ),
+    "batch_norm by its statistics": (
+        lambda x: F.batch_norm(x, BIAS, WEIGHT.square(), WEIGHT, BIAS, eps=EPS),
+        lambda x: (
+            (x - column(BIAS)) / column((WEIGHT.square() + EPS).sqrt()) * column(WEIGHT)
+            + column(BIAS)
+        ),
+    ),
+    "instance_norm": (
+        lambda x: F.instance_norm(x, eps=EPS),
+        lambda x: normalized(x, [2]),
+    ),
+    "group_norm": (
+        lambda x: F.group_norm(x, 2, WEIGHT, BIAS, EPS),
+        lambda x: normalized(x.view(3, 2, 4), [2]).view(3, 4, 2) * column(WEIGHT) + column(BIAS),
+    ),
+}
+
+
+def reverse(f: Scalar, along: Tensor) -> Scalar:
+    return lambda x: (tsfunc.grad(f)(x) * along).sum()
+
+
+def forward(f: Scalar, along: Tensor) -> Scalar:
+    def pushed(x: Tensor) -> Tensor:
+        tangent: Tensor = tsfunc.jvp(f, (x,), (along,))[1]
+        return tangent
+
+    return pushed
+
+
+def mapped(f: Scalar, along: Tensor) -> Scalar:
+    def second(x: Tensor) -> Tensor:
+        grads: Tensor = tsfunc.vmap(tsfunc.grad(f), in_dims=1)(torch.stack([x.sin(), x], 1))
+        return (grads[1] * along).sum()
+
+    return second
+
+
+@pytest.mark.parametrize("modes", list(itertools.product((reverse, forward, mapped), repeat=3)))
+@pytest.mark.parametrize("name", NORMS)
+def test_third_derivatives(
+    name: str, modes: tuple[Callable[[Scalar, Tensor], Scalar], ...]
+) -> None:
+    def cubed(norm: Scalar) -> Scalar:
+        return lambda x: (norm(x).pow(3) * X.sin()).sum()
+
+    got, want = (cubed(f) for f in NORMS[name])
+    for mode, along in zip(modes, DIRECTIONS, strict=True):
+        got, want = mode(got, along), reverse(want, along)
+    torch.testing.assert_close(got(X), want(X), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "batch_norm"])
+def test_by_the_parameters(name: str) -> None:
+    """Mixed derivatives by input, weight and bias."""
+    weight, bias = WEIGHT, BIAS
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if name == "layer_norm":
+            out = F.layer_norm(x.mT, (4,), weight, bias, EPS).mT
+        else:
+            out = F.batch_norm(x, None, None, weight, bias, training=True, eps=EPS)
+        return (out.pow(3) * X.cos()).sum()
+
+    def written(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        out = normalized(x, [1] if name == "layer_norm" else [0, 2])
+        return ((out * column(weight) + column(bias)).pow(3) * X.cos()).sum()
+
+    def third(f: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        for _ in range(2):
+
+            def total(*args: Tensor, f: Callable[..., Tensor] = f) -> Tensor:
+                grads = tsfunc.grad(f, argnums=(0, 1, 2))(*args)
+                return torch.stack(
+                    [(g * (k + 1) / 50).sin().sum() for k, g in enumerate(grads)]
+                ).sum()
+
+            f = total
+        out: tuple[Tensor, ...] = tsfunc.grad(f, argnums=(0, 1, 2))(X, weight, bias)
+        return out
+
+    torch.testing.assert_close(third(norm), third(written), rtol=1e-7, atol=1e-7)
+
+
+def _cubed(f: Scalar, x: Tensor) -> Tensor:
+    return f(x).pow(3).sum()
+
+
+def test_in_a_program() -> None:
+    def third(x: Tensor) -> Tensor:
+        f = NORMS["layer_norm"][0]
+        for along in DIRECTIONS:
+            f = reverse(functools.partial(_cubed, f), along)
+        return f(x)
+
+    torch.testing.assert_close(tsfunc.specialize(third, {})(X), third(X))
