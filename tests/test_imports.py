@@ -36,7 +36,9 @@ PRIVATE_NAMES_ROOM = "bridge"
 
 # The rooms within a room, in the same way.
 INNER_ROOMS = {
-    "bridge": ("compiled", "tracers", "sizes", "writing", "trace", "grad", "batch", "control"),
+    "bridge": (
+        "compiled", "tracers", "sizes", "writing", "trace", "grad", "batch", "control", "mesh",
+    ),  # fmt: skip
     "program": ("passes", "dims", "reading", "guarding", "graphs", "calling", "files"),
 }
 # Imports against that order, inside of functions: methods by which a user goes on from an object.

@@ -16,6 +16,7 @@
     ├── MalformedProgramError (RuntimeError)  a program's graph is not well formed
     ├── ExportError (RuntimeError)          a program can't be given to another of torch's tools
     ├── UnboundAxisError (NameError)          a collective names an axis that no vmap binds
+    ├── RanksFailed (RuntimeError)          ranks of a distributed call raised, ended or hang
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
     MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
@@ -119,6 +120,10 @@ class UnboundAxisError(TsfuncError, NameError):
     def __init__(self, message: str, axis_name: object) -> None:
         super().__init__(message)
         self.axis_name = axis_name
+
+
+class RanksFailed(TsfuncError, RuntimeError):
+    """Ranks of a distributed call raised, ended, or did not finish in time."""
 
 
 class MalformedProgramError(TsfuncError, RuntimeError):

@@ -364,6 +364,9 @@ RUN_BY_HAND: Mapping[str, str] = {
     **dict.fromkeys(
         rows_of("sparse.py", "compressed.py"), "tests/ops/test_sparse.py::test_each_row_is_met"
     ),
+    **dict.fromkeys(
+        rows_of("collectives.py"), "tests/distributed/test_functional.py::test_on_two_ranks"
+    ),
     "aten::_embedding_bag_backward": "tests/ops/test_embedding.py::test_embedding_bag",
     "aten::mkldnn_rnn_layer": "tests/ops/test_recurrent.py::test_lstm_layer",
     "aten::mkldnn_rnn_layer_backward": "tests/ops/test_recurrent.py::test_lstm_layer_backward",

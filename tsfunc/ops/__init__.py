@@ -10,6 +10,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     attention,
     batch_norm,
     batched,
+    collectives,
     contractions,
     convolution,
     ctc,

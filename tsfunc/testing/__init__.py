@@ -2,12 +2,20 @@
 
 Each runs the transform, and what it is defined to equal: a loop, finite differences, the function
 itself. ``tsfunc[testing]`` installs hypothesis, which finds inputs for them:
-``tsfunc.testing.strategies``.
+``tsfunc.testing.strategies``. ``spawn`` runs a function on several processes.
 """
 
 from __future__ import annotations
 
 from tsfunc.testing.laws import check_compose, check_grads, check_specialize, check_vmap
+from tsfunc.testing.ranks import spawn
 from tsfunc.testing.rules import check_custom_rule
 
-__all__ = ["check_compose", "check_custom_rule", "check_grads", "check_specialize", "check_vmap"]
+__all__ = [
+    "check_compose",
+    "check_custom_rule",
+    "check_grads",
+    "check_specialize",
+    "check_vmap",
+    "spawn",
+]

@@ -15,6 +15,7 @@ import torch
 
 from tsfunc.bridge.control import torch_loops
 from tsfunc.bridge.grad import custom_function
+from tsfunc.bridge.mesh import in_place as in_place  # collectives that write
 
 
 def _in_control(module: str, name: str) -> Callable[..., Any]:

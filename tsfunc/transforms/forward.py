@@ -17,6 +17,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import delegate
@@ -74,6 +75,8 @@ def jvp(
             jvp, func, primals, tangents, strict=strict, has_aux=has_aux
         )
     flat, directions, spec = _match(primals, tangents)
+    if any(map(is_dtensor, flat)):  # torch has no dual numbers of these
+        return _by_double_backward(func, flat, directions, spec, has_aux)
     try:
         return _jvp(func, flat, directions, spec, strict, has_aux)
     except autograd.DualLevelTaken:

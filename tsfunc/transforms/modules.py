@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import stack_module_state
 
+from tsfunc.bridge.mesh.sharded_modules import refuse_fully_sharded
 from tsfunc.bridge.tracers.flat_weights import flat_weights_kept
 
 __all__ = ["functional_call", "stack_module_state"]
@@ -40,7 +41,9 @@ def functional_call(
         What the module returns.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``torch.func.functional_call``.
+        TypeError, ValueError, RuntimeError: as ``torch.func.functional_call``; and RuntimeError
+            for a module that ``fully_shard`` was applied to, whose forward gathers parameters of
+            its own and would not depend on those of the call.
 
     Example:
         >>> import torch
@@ -53,6 +56,7 @@ def functional_call(
     As ``torch.func.functional_call``, after which a recurrent module goes on with the weights of
     the call.
     """
+    refuse_fully_sharded(module, "functional_call")
     with flat_weights_kept(module):
         return torch.func.functional_call(
             module, parameter_and_buffer_dicts, args, kwargs,  # type: ignore[arg-type]

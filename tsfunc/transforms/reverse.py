@@ -20,6 +20,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.trace.tracing import traces_dtensors
+from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.tracer import TracerLevel, all_seen_here
@@ -188,7 +190,8 @@ def match_cotangents(
                 f"{api}: got a cotangent of shape {tuple(ct.shape)} for an output of shape "
                 f"{tuple(out.shape)}; they must be the same."
             )
-    return all_seen_here(flat)
+    seen: list[torch.Tensor] = all_seen_here(flat)
+    return [replicated_like(ct, out) for ct, out in zip(seen, outputs, strict=True)]
 
 
 def _value_and_grad(
@@ -206,9 +209,8 @@ def _value_and_grad(
         return [_check_scalar(api, out)], (out, aux)
 
     recorded, (out, aux) = record(run, flat, (args, kwargs))
-    value = recorded.outputs[0]  # of which no more is asked than its type: it may be for nothing
-    seed = torch.ones((), dtype=value.dtype, device=value.device)
-    pulled = recorded.pull([seed], retain=False)
+    value = recorded.outputs[0]
+    pulled = recorded.pull([unit_cotangent(value, like_value=traces_dtensors())], retain=False)
     value = recorded.released(out)
     if not recorded.outer_grad:
         pulled, value = [autograd.detached(g) for g in pulled], autograd.detached(value)

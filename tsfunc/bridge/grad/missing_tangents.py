@@ -3,35 +3,47 @@
 Where an operator has no forward formula torch raises, and ``jvp`` finds the tangent by the
 pullback. Of some it says nothing, and gives a wrong tangent or none:
 
-- ``torch.library.register_autograd`` gives an operator that ``custom_op`` made a pullback. torch's
-  kernel of it differentiates where something requires a gradient; where nothing does it goes past
-  autograd, and tangents are lost.
+- An operator of ``torch.library`` or of a C++ extension has a kernel for autograd that was written
+  for reverse mode, or none. Where nothing requires a gradient, tangents are lost in it.
 - What products of ``scatter_reduce`` leave out, and of ``_foreach_maximum`` and its like with
   numbers the tangent is the number. torch's own tests know them as without forward mode.
 
-So calls of these with tangents are met before autograd (NOTE [the factory keys]) and refused as
-those of any operator without a formula.
+So calls of these with tangents are met before autograd (NOTE [the factory keys]). Those of
+operators that are not torch's own go on, and are refused where no result has a tangent. The
+functional collectives of torch.distributed are linear and have no forward formula: what they do to
+values is done to tangents here.
 
-Private names used here (torch 2.11 to 2.13): ``_library.custom_ops.OPDEFS`` has what ``custom_op``
-made, each with the library ``_lib`` that it is registered in, its ``_opoverload``, and the pullback
-as ``_backward_fn``; ``DisableTorchFunctionSubclass`` reads a tracer's own tangent.
+Private names used here (torch 2.11 to 2.14): ``_library.custom_ops.OPDEFS`` has what ``custom_op``
+made, each with the library ``_lib`` that it is registered in, and its ``_opoverload``;
+``_C._dispatch_get_all_op_names`` lists the operators, ``library._defs`` those that Python defined,
+``_C._dispatch_has_kernel_for_dispatch_key`` says whether an operator has a kernel for a key;
+``OpOverload._schema`` says what an operator writes to; ``DisableTorchFunctionSubclass`` reads a
+tracer's own tangent.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _dispatch_get_all_op_names,
+    _dispatch_has_kernel_for_dispatch_key,
+)
 from torch._library.custom_ops import OPDEFS
 from torch.autograd import forward_ad
+from torch.library import _defs
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.operators import overload_of
+from tsfunc.bridge.tracers.operators import operator_of, overload_of
 from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
+from tsfunc.errors import MissingRuleError
+from tsfunc.ops.collectives import LINEAR
 
 _LISTS = [
     f"_foreach_{name}{end}.{kind}"
@@ -41,69 +53,184 @@ _LISTS = [
 ]
 _SCATTERED = ["scatter_reduce.two", "scatter_reduce_.two"]
 
-_libraries: list[torch.library.Library] = []
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
-# The references that OPDEFS had when it was last looked at.
-_known: list[Any] = []
+# Namespaces of torch's own whose operators have forward formulas, or can't be differentiated.
+_OF_TORCH = frozenset(
+    "aten prims debugprims rngprims quantized _quantized quantization static_runtime onednn"
+    " mkldnn mkldnn_prepacked mkl symm_mem profiler inductor inductor_prims sparse _test _native"
+    " debug_mode_ops export tsfunc_mesh".split()
+)
+
+# How an operator is met: given its name, keys and arguments, what goes on with the call, and the
+# call's result.
+_Meet = Callable[[str, Callable[..., Any], Sequence[Any], Any], Any]
+
+_libraries: dict[str, torch.library.Library] = {}
+_custom: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: set[str] = set()
+
+
+class _Known:
+    """The operators that there were when they were last listed."""
+
+    references: Sequence[Any] = ()
+    counts: tuple[int, ...] = ()
 
 
 def watch() -> None:
-    """Before forward mode begins: custom operators that were made since are watched too."""
+    """Before forward mode begins: operators that were defined since are watched too."""
     if not _libraries:
-        _watch_torchs_own()
+        for name in _LISTS:
+            _install(f"aten::{name}", _refuse)
+        for name in _SCATTERED:
+            _install(f"aten::{name}", _refuse_product)
     references = OPDEFS.valuerefs()
-    if references != _known:
-        _known[:] = references
-        for made in [made for made in OPDEFS.values() if made not in _watched]:
-            _watched.add(made)
-            kernel = _kernel(made._opoverload, _has_pullback(made))
-            made._lib.impl(made._opoverload, kernel, RANDOM_KEY_NAME, with_keyset=True)
+    if references != _Known.references:
+        _Known.references = references
+        for made in [made for made in OPDEFS.values() if made not in _custom]:
+            _custom.add(made)
+            name = made._opoverload.name()
+            _watched.add(name)
+            _install(name, _how_to_meet(name), made._lib)
+    # C++ extensions come with a module, or by torch.ops.load_library.
+    counts = len(_defs), len(torch.ops.loaded_libraries), len(sys.modules)
+    if counts != _Known.counts:
+        _Known.counts = counts
+        for name in _dispatch_get_all_op_names():
+            if name.partition("::")[0] not in _OF_TORCH and name not in _watched:
+                _watched.add(name)
+                if _may_be_differentiated(name):
+                    _install(name, _how_to_meet(name))
 
 
-def _watch_torchs_own() -> None:
-    library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
-        for name in (*_LISTS, *_SCATTERED):
-            overload = overload_of(f"aten::{name}")
-            if overload is not None:
-                kernel = _kernel(overload, _multiplies if name in _SCATTERED else _always)
-                library.impl(name, kernel, RANDOM_KEY_NAME, with_keyset=True)
+def _how_to_meet(name: str) -> _Meet:
+    if name in LINEAR:
+        return _push
+    return _refuse_write if name.startswith("c10d::") else _require_tangent
 
 
-def _always(args: Any, kwargs: Any) -> bool:
-    return True
+def _may_be_differentiated(name: str) -> bool:
+    """True if an operator takes and returns tensors and is not composed of others."""
+    if _dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+        return False
+    overload = overload_of(name)
+    if overload is None:
+        return False
+    schema = overload._schema
+    sides = (schema.arguments, schema.returns)
+    return name.startswith("c10d::") or all(
+        any("Tensor" in str(one.type) for one in side) for side in sides
+    )
 
 
-def _multiplies(args: Any, kwargs: Any) -> bool:
-    return "prod" in (*args[4:5], kwargs.get("reduce"))
-
-
-def _has_pullback(made: Any) -> Callable[[Any, Any], bool]:
-    find = weakref.ref(made)
-
-    def asked(args: Any, kwargs: Any) -> bool:
-        made = find()
-        return made is not None and made._backward_fn is not None
-
-    return asked
-
-
-def _kernel(overload: Any, concerns: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+def _install(name: str, meet: _Meet, library: torch.library.Library | None = None) -> None:
+    """Have calls of an operator with tangents met before autograd."""
+    overload = overload_of(name)
+    if overload is None:
+        return
+    namespace, _, base = name.partition("::")
+    if library is None:
+        if namespace not in _libraries:
+            _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+        library = _libraries[namespace]
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        # Looked up by name: an operator may be defined again.
+        called = overload_of(name)
+        assert called is not None
+
+        def go_on(*args: Any, **kwargs: Any) -> Any:
+            return called.redispatch(keys & rest, *args, **kwargs)
+
         pushing = forward_ad._current_level >= 0 and not below_autograd()
-        if pushing and concerns(args, kwargs):
-            _refuse_tangents(overload.name(), (args, kwargs))
-        return overload.redispatch(keys & rest, *args, **kwargs)
+        if pushing and _carries_tangents((args, kwargs)):
+            return meet(name, go_on, args, kwargs)
+        return go_on(*args, **kwargs)
 
-    return operator
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
+        library.impl(base, operator, RANDOM_KEY_NAME, with_keyset=True)
 
 
-def _refuse_tangents(name: str, values: Any) -> None:
+def _carries_tangents(values: Any) -> bool:
     tensors = [x for x in pytrees.leaves_of(values) if isinstance(x, torch.Tensor)]
     with DisableTorchFunctionSubclass():
-        if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-            raise NotImplementedError(f"{name} has a pullback, but does not support forward AD")
+        return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def _refuse(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    raise NotImplementedError(f"{name} does not support forward AD: it has no forward formula")
+
+
+def _refuse_product(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    if "prod" in (*args[4:5], kwargs.get("reduce")):
+        _refuse(name, go_on, args, kwargs)
+    return go_on(*args, **kwargs)
+
+
+def _refuse_write(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    raise MissingRuleError(
+        f"jvp: {name} writes into its arguments and has no derivative. Use tsfunc.psum and its "
+        f"like, or the functional collectives of torch."
+    )
+
+
+def _require_tangent(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """The call, where a result of it carries a tangent or none could."""
+    overload = overload_of(name)
+    assert overload is not None
+    if operator_of(overload).writes:
+        _refuse(name, go_on, args, kwargs)
+    out = go_on(*args, **kwargs)
+    results = [x for x in pytrees.leaves_of(out) if isinstance(x, torch.Tensor)]
+    if not any(x.is_floating_point() or x.is_complex() for x in results):
+        return out
+    if not _carries_tangents(out):
+        if not _has_autograd(name):
+            raise MissingRuleError(
+                f"jvp: {name} was called with tangents and has no derivative. Give it one with "
+                f"torch.library.register_autograd, or call it on x.detach() if its derivative is "
+                f"zero."
+            )
+        _refuse(name, go_on, args, kwargs)
+    return out
+
+
+def _has_autograd(name: str) -> bool:
+    """True if an operator has a kernel for autograd, on whichever device."""
+    return any(
+        _dispatch_has_kernel_for_dispatch_key(name, key)
+        for key in ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther")
+    )
+
+
+def _push(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """A linear operator: the tangent of its result is what it makes of the tangent."""
+    if not LINEAR[name](args):
+        _refuse(name, go_on, args, kwargs)
+    overload = overload_of(name)
+    with DisableTorchFunctionSubclass():
+        primals = pytrees.tree_map(_primal, tuple(args))
+        tangents = pytrees.tree_map(_tangent, tuple(args))
+    wait = torch.ops._c10d_functional.wait_tensor
+    if name == "_c10d_functional::_wrap_tensor_autograd":
+        # A tensor that waits by itself can't carry a tangent.
+        out, pushed = wait(*primals), wait(*tangents)
+    else:
+        out = go_on(*primals, **kwargs)
+        pushed = pytrees.tree_map(wait, overload(*tangents, **kwargs))  # type: ignore[misc]
+    with DisableTorchFunctionSubclass():
+        if isinstance(out, torch.Tensor):
+            return forward_ad.make_dual(out, pushed)
+        return [forward_ad.make_dual(x, t) for x, t in zip(out, pushed, strict=True)]
+
+
+def _primal(value: Any) -> Any:
+    return forward_ad.unpack_dual(value).primal if isinstance(value, torch.Tensor) else value
+
+
+def _tangent(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    primal, tangent = forward_ad.unpack_dual(value)
+    return torch.zeros_like(primal) if tangent is None else tangent

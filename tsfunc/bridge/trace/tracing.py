@@ -57,6 +57,7 @@ from tsfunc.bridge.trace.asked import (
 from tsfunc.bridge.trace.copies import Copies
 from tsfunc.bridge.trace.untyped import AnyValue
 from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
@@ -100,11 +101,12 @@ class TraceLevel(TracerLevel):
         lifted: the tensors from outside that the function reads, each with its node.
         questions: what the function asks of tensors beside types and sizes.
         bodies: the levels of the bodies of control flow that are being traced, outermost first.
+        of_dtensors: whether inputs or tensors from outside are DTensors.
     """
 
     __slots__ = (
-        "bodies", "copies", "fake", "graph", "lifted", "lines", "questions", "results", "sizes",
-        "symbols",
+        "bodies", "copies", "fake", "graph", "lifted", "lines", "of_dtensors", "questions",
+        "results", "sizes", "symbols",
     )  # fmt: skip
 
     def __init__(self, name: str, symbols: Symbols) -> None:
@@ -118,6 +120,7 @@ class TraceLevel(TracerLevel):
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
         self.bodies: list[TraceLevel] = []
+        self.of_dtensors = False
         self.questions = Questions(name)
 
     def sees_factory(self, name: str, random: bool) -> bool:
@@ -127,6 +130,7 @@ class TraceLevel(TracerLevel):
         self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
     ) -> torch.Tensor:
         """A fake tensor of the example's type and device, conjugated lazily if that is."""
+        self.of_dtensors = self.of_dtensors or is_dtensor(example)
         with without_factory_keys(), self.fake:
             made = self.results.new(shape, strides, example.dtype, example.device)
             made = made.conj() if example.is_conj() else made
@@ -264,6 +268,11 @@ def traced_as(
     node.meta["val"] = value
     node.meta["requires_grad"] = tracer.tracks
     return tracer
+
+
+def traces_dtensors() -> bool:
+    """True if the code that runs is traced for inputs among which there are DTensors."""
+    return any(isinstance(x, TraceLevel) and x.of_dtensors for x in current_levels())
 
 
 def _reads_requires_grad(

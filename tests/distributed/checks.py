@@ -1,0 +1,39 @@
+"""Checks that run on every rank of a group: one spawn for a file of tests."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+
+from tsfunc.testing import spawn
+from tsfunc.testing.ranks import stop
+
+Check = Callable[[int, int], None]
+
+
+def failures(checks: Mapping[str, Check], ranks: int = 2) -> dict[str, list[str]]:
+    """Run the checks on as many ranks; return, for each check, the errors of the ranks."""
+    by_rank = spawn(run_all, ranks, checks, timeout=120.0)
+    if any(any(found.values()) for found in by_rank):
+        stop(ranks)
+    return {name: [found[name] for found in by_rank if found[name]] for name in checks}
+
+
+def run_all(rank: int, size: int, checks: Mapping[str, Check]) -> dict[str, str]:
+    """Run the checks one after the other; each gives an empty text or its traceback.
+
+    After the first failure of a rank its collectives no longer meet those of the others: it leaves
+    the group, which ends their waits, and runs no further check.
+    """
+    found = dict.fromkeys(checks, f"rank {rank}: not run after a failure")
+    for name, check in checks.items():
+        try:
+            check(rank, size)
+            found[name] = ""
+        except Exception:
+            found[name] = f"rank {rank}: {traceback.format_exc()}"
+            dist.destroy_process_group()
+            break
+    return found

@@ -1,0 +1,273 @@
+"""torch's functional collectives, its collectives that write, and DTensors under transforms.
+
+References are the loop over examples, finite sums over ranks, torch.func, and plain tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import tsfunc
+from tests.distributed.checks import Check, failures
+from tsfunc.errors import MissingRuleError
+
+CHECKS: dict[str, Check] = {}
+close = torch.testing.assert_close
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def waited(x: Tensor) -> Tensor:
+    return x * 1  # a collective's result waits at its first use
+
+
+FUNCTIONAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_reduce": lambda x: fc.all_reduce(x, "sum", world()),
+    "all_reduce of the mean": lambda x: fc.all_reduce(x, "avg", world()),
+    "all_gather": lambda x: fc.all_gather_tensor(x, 0, world()),
+    "all_gather along dim 1": lambda x: fc.all_gather_tensor(x, 1, world()),
+    "reduce_scatter": lambda x: fc.reduce_scatter_tensor(x, "sum", 0, world()),
+    "reduce_scatter along dim 1": lambda x: fc.reduce_scatter_tensor(x, "sum", 1, world()),
+    "all_to_all": lambda x: fc.all_to_all_single(x, None, None, world()),
+    "broadcast": lambda x: fc.broadcast(x, 1, world()),
+    "all_reduce_coalesced": lambda x: fc.all_reduce_coalesced([x, 2 * x], "sum", world())[1],
+    "all_gather_coalesced": lambda x: (
+        fc.all_gather_into_tensor_coalesced([x, 2 * x], world())[1]
+    ),
+    "reduce_scatter_coalesced": lambda x: (
+        fc.reduce_scatter_tensor_coalesced([2 * x, x], "sum", [0, 0], world())[0]
+    ),
+}  # fmt: skip
+# gloo has no mean of its own, broadcast and the coalesced forms have no derivative in every torch.
+BY_REVERSE_MODE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def example(rank: int, dim: int) -> Tensor:
+    """Three examples of shape (4, 2), other ones on each rank, along ``dim``."""
+    x = torch.arange(24.0).reshape(3, 4, 2).sin() + rank
+    return x.movedim(0, dim)
+
+
+def register(name: str, f: Callable[[Tensor], Tensor]) -> None:
+    def maps_as_the_loop(rank: int, size: int) -> None:
+        for dim in (0, 1, 2):
+            x = example(rank, dim)
+            loop = torch.stack([waited(f(one.contiguous())) for one in x.unbind(dim)])
+            close(tsfunc.vmap(f, dim)(x), loop)
+        close(waited(tsfunc.specialize(tsfunc.vmap(f, 2))(x)), loop)
+        close(tsfunc.vmap(tsfunc.specialize(f), 2)(x), loop)
+
+    def pushes_tangents(rank: int, size: int) -> None:
+        x = example(rank, 0)
+        t = x.cos()
+        nonlinear = lambda x: f(x.sin())  # noqa: E731
+        one, direction = x[0], t[0]
+        want = waited(f(one.cos() * direction))
+        close(tsfunc.jvp(nonlinear, (one,), (direction,))[1], want)
+        program = tsfunc.specialize(lambda x, t: tsfunc.jvp(nonlinear, (x,), (t,))[1])
+        close(program(one, direction), want)
+        loop = torch.stack([waited(f(a.cos() * b)) for a, b in zip(x, t, strict=True)])
+        close(tsfunc.vmap(lambda x, t: tsfunc.jvp(nonlinear, (x,), (t,))[1])(x, t), loop)
+        close(tsfunc.jvp(tsfunc.vmap(nonlinear), (x,), (t,))[1], loop)
+
+    # Where gloo lacks the reduction, the call by itself raises.
+    if name != "all_reduce of the mean":
+        CHECKS[f"{name}: vmap"] = maps_as_the_loop
+        CHECKS[f"{name}: jvp"] = pushes_tangents
+
+    def agrees_with_reverse_mode(rank: int, size: int) -> None:
+        x = example(rank, 0)[0]
+        t = torch.ones_like(x) / (rank + 1)
+        g = lambda x: f(x.sin()).exp().sum()  # noqa: E731
+        # The derivatives of all ranks' outputs together are those of all ranks' inputs.
+        tangent = tsfunc.jvp(g, (x,), (t,))[1]
+        slope = (tsfunc.grad(g)(x) * t).sum()
+        dist.all_reduce(tangent)
+        dist.all_reduce(slope)
+        close(tangent, slope)
+
+    if name in BY_REVERSE_MODE:
+        CHECKS[f"{name}: both modes agree"] = agrees_with_reverse_mode
+
+
+for _name, _f in FUNCTIONAL.items():
+    register(_name, _f)
+
+
+def written(call: Callable[[Tensor, int], Tensor]) -> Check:
+    """The collective that writes gives what it gives outside of transforms."""
+
+    def run(rank: int, size: int) -> None:
+        def f(x: Tensor) -> Tensor:
+            return call(x, size)
+
+        x = example(rank, 0).flatten(1)
+        close(tsfunc.specialize(f)(x[1]), f(x[1]))
+        loop = torch.stack([f(one) for one in x])
+        close(tsfunc.vmap(f)(x), loop)
+        close(tsfunc.vmap(f, 1)(x.T), loop)
+        close(tsfunc.specialize(tsfunc.vmap(f, 1))(x.T), loop)
+
+    return run
+
+
+def sum_in_place(x: Tensor, size: int) -> Tensor:
+    x = x * 1
+    dist.all_reduce(x)
+    return x
+
+
+def largest_in_place(x: Tensor, size: int) -> Tensor:
+    x = x * 1
+    work = dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True)
+    assert work is not None
+    work.wait()
+    return x
+
+
+def gather_into(x: Tensor, size: int) -> Tensor:
+    out = torch.empty(8 * size)
+    dist.all_gather_into_tensor(out, x.contiguous())
+    return out
+
+
+def gather_list(x: Tensor, size: int) -> Tensor:
+    out = [torch.empty(8) for _ in range(size)]
+    dist.all_gather(out, x.contiguous())
+    return torch.stack(out)
+
+
+def scatter_into(x: Tensor, size: int) -> Tensor:
+    out = torch.empty(8 // size)
+    dist.reduce_scatter_tensor(out, x.contiguous())
+    return out
+
+
+def broadcast_in_place(x: Tensor, size: int) -> Tensor:
+    x = x * 1
+    dist.broadcast(x, 0)
+    return x
+
+
+def exchange_into(x: Tensor, size: int) -> Tensor:
+    out = torch.empty(8)
+    dist.all_to_all_single(out, x.contiguous())
+    return out
+
+
+for _call in (
+    sum_in_place, largest_in_place, gather_into, gather_list, scatter_into, broadcast_in_place,
+    exchange_into,
+):  # fmt: skip
+    CHECKS[f"{_call.__name__}"] = written(_call)
+
+
+@check
+def writes_have_no_derivative(rank: int, size: int) -> None:
+    x = example(rank, 0)[0]
+
+    def f(x: Tensor) -> Tensor:
+        return sum_in_place(x, size).sum()
+
+    with pytest.raises(MissingRuleError, match="has no derivative"):
+        tsfunc.specialize(tsfunc.grad(f))(x)
+    with pytest.raises(MissingRuleError, match="has no derivative"):
+        tsfunc.vmap(tsfunc.grad(f))(x)
+    with pytest.raises(MissingRuleError, match="has no derivative"):
+        tsfunc.jvp(f, (x,), (x,))
+
+
+@check
+def collectives_without_a_functional_form_are_refused(rank: int, size: int) -> None:
+    def reduced(x: Tensor) -> Tensor:
+        x = x * 1
+        dist.reduce(x, 0)
+        return x
+
+    with pytest.raises(MissingRuleError, match="no functional form"):
+        tsfunc.specialize(reduced)(torch.ones(3))
+
+
+@check
+def a_sharded_module_is_not_a_function_of_its_parameters(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    sharded = copy.deepcopy(net)
+    fully_shard(sharded[0], mesh=mesh)
+    x = torch.ones(3, 4)
+    for module in (sharded, sharded[0]):
+        loss = lambda p, m=module: tsfunc.functional_call(m, p, (x,)).sum()  # noqa: E731
+        with pytest.raises(RuntimeError, match="fully_shard was applied"):
+            tsfunc.grad(loss)(dict(module.named_parameters()))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "tanh": lambda w, x: torch.tanh(x @ w).sum(),
+    "linear": lambda w, x: (x @ w).sum(),
+    "square": lambda w, x: (x @ w).square().mean(),
+}
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(whole, value))
+    assert isinstance(value, DTensor)
+    return value.full_tensor()
+
+
+def of_dtensors(f: Callable[[Tensor, Tensor], Tensor]) -> Check:
+    """Derivatives of DTensors are those of the whole tensors."""
+
+    def run(rank: int, size: int) -> None:
+        torch.manual_seed(0)
+        x, w = torch.randn(8, 4), torch.randn(4, 6)
+        mesh = init_device_mesh("cpu", (size,))
+        dx = distribute_tensor(x, mesh, [Shard(0)])
+        want = torch.func.grad(f)(w, x)
+        second = torch.func.jvp(lambda w: torch.func.grad(f)(w, x), (w,), (w,))[1]
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            dw = distribute_tensor(w, mesh, [placement])
+            close(whole(tsfunc.grad(f)(dw, dx)), want)
+            close(whole(tsfunc.specialize(tsfunc.grad(f))(dw, dx)), want)
+            close(whole(tsfunc.specialize(lambda w: tsfunc.grad(f)(w, dx))(dw)), want)
+            close(whole(tsfunc.value_and_grad(f)(dw, dx)), (f(w, x), want))
+            out, pull = tsfunc.vjp(lambda w: f(w, dx), dw)
+            close(whole(pull(torch.tensor(2.0))), (2 * want,))
+            close(whole(pull(torch.ones_like(out))), (want,))
+            pushed = tsfunc.jvp(lambda w: f(w, dx), (dw,), (dw,))
+            close(whole(pushed), (f(w, x), (want * w).sum()))
+            close(whole(tsfunc.hvp(lambda w: f(w, dx), (dw,), (dw,))), second)
+
+    return run
+
+
+for _name, _loss in LOSSES.items():
+    CHECKS[f"{_name} of DTensors"] = of_dtensors(_loss)
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[str]]:
+    return failures(CHECKS)
+
+
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
+    assert not errors[name], "\n".join(errors[name])

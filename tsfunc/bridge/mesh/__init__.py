@@ -1,0 +1,1 @@
+"""Axes over processes: the only room that knows torch.distributed's private names."""

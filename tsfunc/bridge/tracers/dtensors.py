@@ -1,0 +1,44 @@
+"""DTensors among the inputs and outputs of differentiated functions."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def is_dtensor(value: Any) -> bool:
+    """True if a value is a DTensor."""
+    kind = _dtensor()
+    return kind is not None and isinstance(value, kind)
+
+
+def _dtensor() -> Any:
+    """Return the class, or None before the module that defines it is loaded."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def unit_cotangent(value: torch.Tensor, *, like_value: bool) -> torch.Tensor:
+    """Return the cotangent 1 for a scalar.
+
+    Args:
+        value: the scalar.
+        like_value: whether the cotangent is made of the value, as that of a DTensor has to be.
+            Otherwise only the value's type and device are read, so that a program need not
+            compute it.
+    """
+    if like_value or is_dtensor(value):
+        return torch.ones_like(value)
+    return torch.ones((), dtype=value.dtype, device=value.device)
+
+
+def replicated_like(cotangent: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return a plain cotangent of a DTensor as a DTensor, the same on every rank."""
+    if not is_dtensor(output) or is_dtensor(cotangent):
+        return cotangent
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(output, DTensor)
+    mesh = output.device_mesh
+    return DTensor.from_local(cotangent, mesh, [Replicate()] * mesh.ndim, run_check=False)

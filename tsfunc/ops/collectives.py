@@ -1,0 +1,136 @@
+"""torch.distributed's functional collectives: one call for the whole batch.
+
+Every rank maps over its own batch, and the ranks' batches are as large. Example ``i`` of a batch
+exchanges values with example ``i`` of the batches of the other ranks.
+
+A result of these operators has no value before ``wait_tensor`` has been called on it. A loop over
+the examples would stack such results unwaited for; these rules keep one result and its wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops.dims import front, logical_rank, wrap
+from tsfunc.ops.refusal import refused
+from tsfunc.ops.registry import BatchLevel, Dims, row
+
+_SINGLE = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+def _wait(x: Tensor) -> Tensor:
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return waited
+
+
+def _along_first_dim(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+    """The value with the first logical dim in front, and where the batch is then."""
+    return (x if at is None else x.movedim(at, 1)).contiguous(), None if at is None else 1
+
+
+@row(
+    "_c10d_functional::all_reduce",
+    "_c10d_functional::broadcast",
+    "_c10d_functional::wait_tensor",
+    "_c10d_functional::isend",
+)
+def elementwise(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Collectives of each element, wherever the batch lies."""
+    return op(args[0].contiguous(), *args[1:], **kwargs), dims[0]
+
+
+@row("_c10d_functional::all_reduce_", "_c10d_functional::broadcast_")
+def elementwise_in_place(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """In place: a value that is not contiguous is sent as a copy, which is written back."""
+    target = args[0]
+    if target.is_contiguous():
+        op(*args, **kwargs)
+    else:
+        target.copy_(_wait(op(target.contiguous(), *args[1:], **kwargs)))
+    return target, dims[0]
+
+
+@row(
+    *(
+        f"{namespace}::{name}"
+        for namespace in ("_c10d_functional", "_c10d_functional_autograd")
+        for name in _SINGLE
+    )
+)
+def along_first_dim(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Collectives that put together or split the first dim: the batch goes behind it."""
+    if not logical_rank(args[0], dims[0]):
+        return refused(op, dims, args, kwargs)
+    x, at = _along_first_dim(args[0], dims[0])
+    return op(x, *args[1:], **kwargs), at
+
+
+@row("_c10d_functional::all_reduce_coalesced")
+def all_elementwise(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Elementwise collectives of several tensors, of which some may not be batched."""
+    return op([x.contiguous() for x in args[0]], *args[1:], **kwargs), tuple(dims[0])
+
+
+@row(
+    "_c10d_functional::all_gather_into_tensor_coalesced",
+    "_c10d_functional::reduce_scatter_tensor_coalesced",
+)
+def all_along_first_dim(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Collectives of the first dim of several tensors, of which some may not be batched."""
+    if not all(map(logical_rank, args[0], dims[0])):
+        return refused(op, dims, args, kwargs)
+    moved = [_along_first_dim(x, at) for x, at in zip(args[0], dims[0], strict=True)]
+    return op([x for x, _ in moved], *args[1:], **kwargs), tuple(at for _, at in moved)
+
+
+@row("_dtensor::shard_dim_alltoall")
+def shard_dim_alltoall(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A DTensor's change of the dim that it is sharded along."""
+    x, gather_dim, shard_dim, *group = args
+    rank = logical_rank(x, dims[0])
+    gather, shard = wrap(gather_dim, rank) + 1, wrap(shard_dim, rank) + 1
+    return op(front(x, dims[0]).contiguous(), gather, shard, *group, **kwargs), 0
+
+
+# The tangent of each of these is what it makes of the tangent, for reductions that are linear.
+LINEAR: Mapping[str, Callable[[Sequence[Any]], bool]] = {
+    **{
+        f"_c10d_functional::{name}": lambda args: True
+        for name in (
+            "wait_tensor", "_wrap_tensor_autograd", "broadcast", "all_gather_into_tensor",
+            "all_to_all_single", "all_gather_into_tensor_coalesced",
+        )
+    },
+    **{
+        f"_c10d_functional_autograd::{name}": lambda args: True
+        for name in ("all_gather_into_tensor", "all_to_all_single")
+    },
+    **{
+        f"{namespace}::{name}": lambda args: str(args[1]).lower() in ("sum", "avg")
+        for namespace, names in (
+            ("_c10d_functional", (
+                "all_reduce", "reduce_scatter_tensor", "all_reduce_coalesced",
+                "reduce_scatter_tensor_coalesced",
+            )),
+            ("_c10d_functional_autograd", ("reduce_scatter_tensor",)),
+        )
+        for name in names
+    },
+    "_dtensor::shard_dim_alltoall": lambda args: True,
+}  # fmt: skip
