@@ -1,6 +1,13 @@
 """What compiles a program's graph: torch's backends, found without Dynamo's way of tracing.
 
-Private names used here (torch 2.11 to 2.13): ``torch._inductor.compile_fx`` is Inductor, with
+NOTE [loops in Inductor]
+Inductor rewrites ``scan`` and ``map_impl`` as ``while_loop``, and keeps each carry in memory of the
+layout that its initial value has. Two things have to be so before that, in the graphs of a program
+and in those that AOTAutograd makes of their derivatives: no initial value is an expanded tensor,
+whose memory is smaller than a new carry, and each symbol in the sizes of stacked results is an
+operand, or the length of the loop. :class:`LoopsMadeReady` sees to both.
+
+Private names used here (torch 2.11 to 2.14): ``torch._inductor.compile_fx`` is Inductor, with
 autograd's graphs taken apart by AOTAutograd on the way; ``torch._dynamo.backends.registry`` knows
 backends by name; ``forward_ad._current_level`` is 0 or more inside of a dual level;
 ``_functorch.maybe_current_level`` is the depth of torch.func's transforms.
@@ -9,6 +16,7 @@ backends by name; ``forward_ad._current_level`` is 0 or more inside of a dual le
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +27,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
+from tsfunc.bridge.trace.torch_tracing import copied_views
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
@@ -26,13 +35,35 @@ Backend = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[...,
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+class CompilerFailed(Exception):
+    """Internal: a backend of torch's raised an error; that is the cause."""
+
+
 def inductor(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
-    """Inductor, whose random numbers are torch's own, so that a program draws what eager does."""
+    """Inductor, whose random numbers are torch's own, so that a program draws what eager does.
+
+    Raises:
+        CompilerFailed: Inductor can't compile the module.
+    """
     from torch._inductor.compile_fx import compile_fx
 
+    from tsfunc.bridge.trace.inductor_loops import LoopsMadeReady
+
+    patches: dict[str, Any] = {"fallback_random": True}
+    if _has_loops(module):
+        patches["post_grad_custom_pre_pass"] = LoopsMadeReady()
+    return _compiled(functools.partial(compile_fx, config_patches=patches), module, examples)
+
+
+def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+    """What a backend of torch's makes of a module."""
     if _has_loops(module):
         examples = _for_loops(examples)
-    return compile_fx(module, list(examples), config_patches={"fallback_random": True})
+    try:
+        with copied_views():
+            return backend(module, list(examples))
+    except Exception as error:
+        raise CompilerFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _has_loops(module: torch.fx.GraphModule) -> bool:
@@ -40,7 +71,7 @@ def _has_loops(module: torch.fx.GraphModule) -> bool:
 
 
 def _for_loops(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Examples for a graph with loops, of which Inductor reads the counter as a number."""
+    """Examples for a graph with loops: fake ones, with symbols for numbers in the loops."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)
@@ -70,8 +101,7 @@ def backend_of(name: str) -> Backend:
             f"there is no backend {name!r}: expected 'python', a function of a torch.fx module "
             f"and example inputs, or one of {known}"
         ) from None
-    backend: Backend = found
-    return backend
+    return functools.partial(_compiled, found)
 
 
 def runs_plainly(tensors: Sequence[torch.Tensor]) -> bool:

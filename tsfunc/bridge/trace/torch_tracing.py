@@ -3,25 +3,68 @@
 Derivatives of control flow are written so for torch's tools: torch knows those of its own operators
 for it, and traces them into more of these.
 
-Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode.
+NOTE [copied views]
+torch differentiates the bodies of its loops with each view replaced by a copy (``expand_copy`` for
+``expand``). Its rules for the shapes of these copies don't take symbolic sizes, or fix them. Here a
+copied view has the shape of the view, while this module or a backend traces.
+
+Private names used here (torch 2.11 to 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
+``torch._subclasses.fake_impls`` the rules for what operators return of fake tensors.
 Of ``torch.fx.experimental.proxy_tensor`` it is ``make_fx``, which AOTAutograd traces by too; of
 ``torch._ops`` the classes of operators, HigherOrderOperator of those that take functions.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import state
+
+
+def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:
+    """The operators that copy a view, each with that view's operator."""
+    names = ("as_strided", "diagonal", "expand", "select", "slice", "split", "split_with_sizes",
+             "unfold", "unsqueeze", "view")  # fmt: skip
+    for name in names:
+        view, copy = (getattr(torch.ops.aten, each) for each in (name, f"{name}_copy"))
+        for overload in set(view.overloads()) & set(copy.overloads()):
+            yield getattr(copy, overload), getattr(view, overload)
+
+
+_VIEWS = dict(_copies())
+_served = threading.local()
+
+
+@contextlib.contextmanager
+def copied_views() -> Iterator[None]:
+    """A block in which copies of views have symbolic sizes: NOTE [copied views]."""
+    before = getattr(_served, "on", False)
+    _served.on = True
+    try:
+        yield
+    finally:
+        _served.on = before
+
+
+@register_op_impl(lambda op: op in _VIEWS and getattr(_served, "on", False))
+def _copied_view(mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        found = _VIEWS[op](*args, **kwargs)
+        if isinstance(found, torch.Tensor):
+            return found.clone(memory_format=torch.contiguous_format)
+        return [x.clone(memory_format=torch.contiguous_format) for x in found]
 
 
 def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
@@ -35,10 +78,13 @@ def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.
 
     with torch_state.outside_all_levels(), state.outside_all_levels():
         mode, values = _of_one_mode(values)
-        with mode, warnings.catch_warnings():
+        with mode, copied_views(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch's control flow warns of is its own doing
             module: torch.fx.GraphModule = make_fx(run, tracing_mode="real")(*values)
     module.graph.eliminate_dead_code()
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("unbacked_bindings", None)  # symbols of this trace, not of the next one
     return module
 
 
@@ -52,6 +98,18 @@ def name_operators(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         if isinstance(node.target, OpOverload):
             node.meta.setdefault("op", operator_of(node.target))
+
+
+def is_strided(value: Any) -> bool:
+    """True for a tensor that lies in memory by strides."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def contiguous_like(value: torch.Tensor) -> torch.Tensor:
+    """A contiguous fake tensor that is otherwise like another one."""
+    mode = value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
+    with torch_state.outside_all_levels(), state.outside_all_levels(), mode, torch.no_grad():
+        return value.clone(memory_format=torch.contiguous_format)
 
 
 def draws(module: torch.nn.Module) -> bool:
@@ -90,6 +148,7 @@ def pulled_back(
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in primals]
         outs = run(*inputs)
+    cotangents = [ct.contiguous() for ct in cotangents]  # they become carries of torch's loops
     pairs = [(out, ct) for out, ct in zip(outs, cotangents, strict=True) if out.requires_grad]
     found: Sequence[Any] = [None] * len(inputs)
     if pairs:

@@ -24,14 +24,20 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.backends import Backend, backend_of, inductor, runs_plainly
+from tsfunc.bridge.trace.backends import (
+    Backend,
+    CompilerFailed,
+    backend_of,
+    inductor,
+    runs_plainly,
+)
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over
+from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
 from tsfunc.program.guarding.forms import CallForm
 from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import writes
@@ -75,21 +81,21 @@ class Compiled:
         values: what the program is about to run on.
 
     Raises:
-        ExportError: the program has what a backend has no place for.
+        ExportError: the program has what a backend has no place for, or can't compile.
         ValueError: the backend is not for the device.
     """
 
     def __init__(
         self, program: Program, backend: Backend, name: str, values: Sequence[Any]
     ) -> None:
-        self._program, self._backend = program, backend
+        self._program, self._backend, self._name = program, backend, name
         self._lifted = [program.tensor(node) for node in _outside(program.graph)]
         self._sizes = _named_sizes(program.form)
         self._separate = _writes_outside(program.graph)
         self._lock = threading.Lock()
         self._variants: list[tuple[Any, Callable[..., Any]]] = []
-        _check(program, name, [*self._given(values), *self._lifted])
         self._module, self._outputs = _module(program)
+        _check(program, name, self._module, [*self._given(values), *self._lifted])
         self._assign = _assignments(program, len(values))
         self._count = program.out_tree.num_leaves
         self._compile(values)
@@ -136,7 +142,14 @@ class Compiled:
         if bounds:
             examples = [_fake(x, x.shape, symbols) for x in examples]
         with torch_state.outside_all_levels(), state.outside_all_levels():
-            call = self._backend(self._module, examples)
+            try:
+                call = self._backend(self._module, examples)
+            except CompilerFailed as error:
+                reason = str(error).strip().splitlines()[0]
+                raise ExportError(
+                    f"{self._program.name}: backend {self._name!r} can't compile the program: "
+                    f"{reason}. Leave the backend out, and the program runs as Python."
+                ) from error.__cause__
         # With names that no size gives at once there is no telling: each call is then asked anew.
         holds = symbols.condition()
         if holds is not None and set(sizes) != set(bounds):
@@ -159,11 +172,13 @@ class _At:
         self.at = at
 
 
-def _check(program: Program, name: str, tensors: Sequence[torch.Tensor]) -> None:
-    for left in left_over(program.graph_module):
+def _check(
+    program: Program, name: str, module: torch.fx.GraphModule, tensors: Sequence[torch.Tensor]
+) -> None:
+    for operator, reason in left_over(module):
         raise ExportError(
-            f"{program.name}: backend {name!r} has no place for {left}, which torch has no "
-            f"operator for; leave the backend out, and the program runs as Python."
+            f"{program.name}: backend {name!r} has no place for {no_operator(operator, reason)}. "
+            f"Leave the backend out, and the program runs as Python."
         )
     devices = {x.device.type for x in tensors}
     if name == "cudagraphs" and devices != {"cuda"}:

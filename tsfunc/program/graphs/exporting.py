@@ -28,7 +28,7 @@ from tsfunc.errors import ExportError
 from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.lowering import sizes_for
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over
+from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
 from tsfunc.program.guarding.forms import CallForm, Watched
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.aliases import sources, written
@@ -89,8 +89,8 @@ def _problems(program: Program, form: CallForm, graph: torch.fx.GraphModule) -> 
     for i, each in enumerate(program.updates):
         if each.slots() and i not in program.state.assigned:
             yield f"the assignment of a tensor to {each.text}, which is no buffer of the module"
-    for name in left_over(graph):
-        yield f"{name}, which torch has no operator for"
+    for name, reason in left_over(graph):
+        yield no_operator(name, reason)
 
 
 # --- what comes for the parameters

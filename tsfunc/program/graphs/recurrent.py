@@ -116,10 +116,11 @@ def _over_time(
     def step(*values: Tensor) -> tuple[Tensor, ...]:
         states, rest = values[: len(first)], values[len(first) :]
         new = cell(rest[0], states, rest[1:])
+        new = tuple(state.contiguous() for state in new)
         return *new, new[0].clone()
 
     # torch wants states of one layout, and operands of which none has the memory of another.
-    begin = [state.clone() for state in first]
+    begin = [state.clone(memory_format=torch.contiguous_format) for state in first]
     *ended, out = torch.ops.higher_order.scan(
         step, begin, [given], tuple(w.clone() for w in others)
     )

@@ -6,6 +6,13 @@ torch know its operators instead: ``cond``, ``while_loop``, ``scan``, ``map_impl
 ``associative_scan``, whose bodies are submodules. Each kind of control flow writes itself so
 (``ControlFlow.in_torch``). Derivatives and batches of control flow are what torch traces of its own
 derivatives and batches of these (``ControlFlow.torch_form``).
+
+NOTE [layouts of torch's loops]
+torch's operators take a carry to have one layout for the whole loop, that of its initial value, and
+the results of all branches to have the same one; Inductor writes each new carry into memory of that
+layout. An expanded tensor has fewer elements in memory than it seems to have, so it can't be a
+carry. All carries, and all results of bodies, are therefore contiguous copies here. Views of them
+that rely on another layout copy (``reshape``).
 """
 
 from __future__ import annotations
@@ -13,15 +20,29 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates
-from tsfunc.bridge.trace.torch_tracing import is_control_flow, name_operators, traced_by_torch
+from tsfunc.bridge.trace.torch_tracing import (
+    contiguous_like,
+    is_control_flow,
+    is_strided,
+    name_operators,
+    traced_by_torch,
+)
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.program.graphs.recurrent import as_scan, has_open_time
+
+# Operators that torch takes apart into a computation and a check of it, and those that do both.
+_CHECKED: Final[dict[Any, Any]] = {
+    torch.ops.aten.linalg_inv.default: torch.ops.aten.linalg_inv_ex.default,
+    torch.ops.aten.inverse.default: torch.ops.aten.linalg_inv_ex.default,
+    torch.ops.aten.linalg_solve.default: torch.ops.aten.linalg_solve_ex.default,
+    torch.ops.aten.linalg_cholesky.default: torch.ops.aten.linalg_cholesky_ex.default,
+}
 
 # What writes a block: given its inputs, it returns its results; one that is no list for one value.
 Write = Callable[["Writer", list[torch.fx.Node]], "Sequence[torch.fx.Node] | torch.fx.Node"]
@@ -47,7 +68,8 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
         try:
             with graph.inserting_before(node):
                 results = writer.translated(node, node.args)
-        except NoTorchOperator:
+        except NoTorchOperator as error:
+            node.meta[_REASON] = str(error)
             for made in reversed([each for each in graph.nodes if each not in nodes]):
                 graph.erase_node(made)
             for name in [name for name, _ in module.named_children() if name not in children]:
@@ -102,27 +124,38 @@ def _without_repeats(module: torch.fx.GraphModule) -> None:
             _without_repeats(part)
 
 
+# Where torch's loops have their carry among their arguments.
+_CARRIES: Final = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
+
+
 def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
-    """Gives operands and results of bodies memory of their own, as torch asks, where it does not.
+    """Give operands and results of bodies memory of their own, and carries one layout.
 
     Args:
-        module: what torch has traced of its own control flow.
-        is_body: whether it is a body itself.
+        module: control flow that torch has traced.
+        is_body: True if it is a body itself.
     """
     graph = module.graph
     writer = Writer(module, graph)
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
     name_operators(graph)
     for node in graph.nodes:
         if is_control_flow(node.target):
+            args = list(node.args)
+            at = _CARRIES.get(str(node.target))
             operands: list[torch.fx.Node] = []
-            torch.fx.node.map_arg(node.args, operands.append)
             with graph.inserting_before(node):
+                if at is not None:
+                    args[at] = type(args[at])(map(writer.owned, args[at]))
+                torch.fx.node.map_arg(args, operands.append)
                 distinct = iter(writer.distinct(operands))
 
             def own(_: Any, found: Iterator[Any] = distinct) -> Any:
                 return next(found)
 
-            node.args = torch.fx.node.map_arg(node.args, own)
+            node.args = torch.fx.node.map_arg(tuple(args), own)
     (*_, last) = graph.nodes
     if is_body and isinstance(last.args[0], list | tuple):
         with graph.inserting_before(last):
@@ -133,9 +166,21 @@ def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
             _keep_apart(part, is_body=True)
 
 
-def left_over(module: torch.fx.GraphModule) -> list[str]:
-    """The names of a program's own operators that are left in a module."""
-    return [node.target.name for node in module.graph.nodes if isinstance(node.target, ControlFlow)]
+_REASON: Final = "no_torch_operator"  # in a node's meta
+
+
+def left_over(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
+    """The names of a program's own operators that are left in a module, and why they are."""
+    left = [node for node in module.graph.nodes if isinstance(node.target, ControlFlow)]
+    # States of generators are there because of others, which have the reason.
+    left.sort(key=lambda node: isinstance(node.target, RandomStates))
+    return [(node.target.name, node.meta.get(_REASON, "")) for node in left]
+
+
+def no_operator(name: str, reason: str) -> str:
+    """The words of an error for an operator that is left over."""
+    text = f"{name}, which torch has no operator for"
+    return f"{text} ({reason.strip().splitlines()[0]})" if reason.strip() else text
 
 
 class Writer:
@@ -174,6 +219,20 @@ class Writer:
                 roots.add(root)
             found.append(node)
         return found
+
+    def owned(self, node: Any) -> Any:
+        """A contiguous copy of a tensor: NOTE [layouts of torch's loops]."""
+        value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+        if value is not None and not is_strided(value):
+            return node
+        if not isinstance(node, torch.fx.Node):  # None, or a number
+            return node
+        clone = torch.ops.aten.clone.default
+        made = self.graph.call_function(clone, (node,), {"memory_format": torch.contiguous_format})
+        made.meta["op"] = operator_of(clone)
+        if value is not None:
+            made.meta["val"] = contiguous_like(value)
+        return made
 
     def truth(self, node: torch.fx.Node) -> torch.fx.Node:
         """A predicate as torch has it: of dtype bool."""
@@ -214,15 +273,8 @@ class Writer:
         return self.graph.get_attr(at)
 
     def apart(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        """Results with memory of their own, as torch asks of bodies."""
-        found: list[Any] = []
-        for node in results:
-            if not isinstance(node, torch.fx.Node):  # torch traces None where there is no tensor
-                found.append(node)
-                continue
-            shared = node.op != "call_function" or node in found or _may_be_view(node)
-            found.append(self.call(torch.ops.aten.clone.default, node) if shared else node)
-        return tuple(found)
+        """Results with memory of their own, and of one layout, as torch asks of bodies."""
+        return tuple(map(self.owned, results))
 
     def translates(self, node: torch.fx.Node) -> bool:
         """Whether torch's operators take the place of a node."""
@@ -262,6 +314,9 @@ class Writer:
                 values[node] = self.translated(node, given)
             elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
                 values[node] = values[node.args[0]][node.args[1]]
+            elif node.target in _CHECKED:
+                given = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = self._checked(node, *given)
             elif node.meta.get("no_grad"):
                 # A body has no grad modes: what is computed of cut tensors is not differentiated.
                 cut = {each: self._cut(values[each]) for each in node.all_input_nodes}
@@ -269,6 +324,19 @@ class Writer:
             else:
                 values[node] = self.graph.node_copy(node, values.__getitem__)
         raise AssertionError(f"{body.name} returns nothing")
+
+    def _checked(
+        self, node: torch.fx.Node, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> torch.fx.Node:
+        """The call of an operator that raises by itself where torch's checks afterwards.
+
+        A check is an effect for AOTAutograd, which has no place for effects in bodies.
+        """
+        known = {"check_errors": True, **kwargs}
+        call = self.graph.call_function(_CHECKED[node.target], tuple(args), known)
+        made = self.call(operator.getitem, call, 0)
+        made.meta = {key: node.meta[key] for key in ("val", "requires_grad") if key in node.meta}
+        return made
 
     def _cut(self, node: Any) -> Any:
         """A tensor without autograd's graph."""

@@ -148,7 +148,8 @@ class While(Operator):
 
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         condition, body = self.bodies
-        operands = writer.distinct(operands)
+        carry = map(writer.owned, operands[: self.carried])
+        operands = writer.distinct([*carry, *operands[self.carried :]])
 
         def going_on(inner: Writer, xs: list[torch.fx.Node]) -> torch.fx.Node:
             return inner.truth(inner.inline(condition, xs)[0])
@@ -157,8 +158,8 @@ class While(Operator):
             writer.block("condition", operands, going_on),
             writer.block("body", operands, lambda inner, xs: inner.inline(body, xs)),
         )
-        carry, rest = tuple(operands[: self.carried]), tuple(operands[self.carried :])
-        node = writer.call(torch.ops.higher_order.while_loop, *blocks, carry, rest)
+        begin, rest = tuple(operands[: self.carried]), tuple(operands[self.carried :])
+        node = writer.call(torch.ops.higher_order.while_loop, *blocks, begin, rest)
         return writer.items(node, self.carried)
 
     def torch_form_of_batch(
@@ -229,7 +230,7 @@ class Scan(Operator):
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         (body,) = self.bodies
         carried, stop = self.carried, self.carried + self.along
-        operands = writer.distinct(operands)
+        operands = writer.distinct([*map(writer.owned, operands[:carried]), *operands[carried:]])
         carry, along, rest = operands[:carried], operands[carried:stop], operands[stop:]
         counted = not along  # torch's own goes along something
         if counted:
@@ -330,7 +331,7 @@ class AssociativeScan(Operator):
 
         slices = [None for x in along]
         block = writer.block(body.name, [*slices, *slices, *rest], step)
-        start = [writer.call(aten.select.int, x, 0, 0) for x in along]
+        start = [writer.owned(writer.call(aten.select.int, x, 0, 0)) for x in along]
         node = writer.call(own.scan, block, start, others, tuple(rest))
         ys = writer.items(node, 2 * n)[n:]
         return [writer.call(aten.cat.default, [a, b]) for a, b in zip(first, ys, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.fx
@@ -19,6 +19,8 @@ from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.vmap import vmap
 
 Flags = Sequence[bool]
+
+_CONTIGUOUS: Final = torch.contiguous_format  # NOTE [layouts of torch's loops]
 
 
 class Batch:
@@ -58,7 +60,7 @@ class Batch:
         def run(*given: Any) -> tuple[Any, ...]:
             size = self._size(given)
             carry = [
-                (x if batched else x.expand(size, *x.shape)).clone()
+                (x if batched else x.expand(size, *x.shape)).clone(memory_format=_CONTIGUOUS)
                 for x, batched in zip(given[:carried], self.flags, strict=False)
             ]
             rest = given[carried:]
@@ -74,7 +76,8 @@ class Batch:
         either = torch.ops.higher_order.cond
 
         def guarded(i: int, given: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(self.run(branches[i], self.guarded(given, given[0] == i)))
+            found = self.run(branches[i], self.guarded(given, given[0] == i))
+            return tuple(x.contiguous() for x in found)
 
         def of(i: int, *given: Any) -> tuple[Any, ...]:
             """What the first example chooses, which is one of the branches from this one on."""
@@ -99,7 +102,7 @@ class Batch:
             mask = given[0] == i
             also = mask.any() & (given[0][0] != i)
             taken: tuple[Any, ...] = either(
-                also, chosen, lambda *xs: tuple(x.clone() for x in xs[count:]), (*given, *found)
+                also, chosen, lambda *xs: tuple(map(_copied, xs[count:])), (*given, *found)
             )
             return taken
 
@@ -178,7 +181,11 @@ class Batch:
 
 
 def _where(mask: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+    return torch.where(mask.reshape(-1, *[1] * (new.dim() - 1)), new, old).contiguous()
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=_CONTIGUOUS)
 
 
 def flattened(

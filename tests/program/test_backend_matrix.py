@@ -1,0 +1,316 @@
+"""Each backend computes what the function computes: loops, their derivatives, aliases, and writes.
+
+Carries are drawn so that they are hard to keep in memory: expanded, transposed, views of inputs,
+one tensor twice, inputs that are results too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import (
+    MetaTensorType,
+    associative_scan,
+    cond,
+    fori_loop,
+    grad,
+    implicit_root,
+    jvp,
+    pytrees,
+    scan,
+    specialize,
+    vmap,
+    while_loop,
+)
+from tsfunc.errors import ExportError
+
+# torch warns of its own compilers' doings.
+pytestmark = pytest.mark.filterwarnings("ignore")
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="Inductor needs gcc")
+W = torch.tensor([0.7, -0.4, 1.1])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, what draws its arguments, and the named dims among these."""
+
+    func: Callable[..., Any]
+    shapes: Sequence[Sequence[int]]
+    dims: Mapping[str, Sequence[Any]] | None = None
+    quick: bool = False  # whether Inductor compiles it in the quick part, too
+    refused: bool = False  # whether Inductor has no code for it
+
+    def args(self, longer: int = 0) -> list[Tensor]:
+        """Arguments; those of named dims may be drawn longer."""
+        named = list((self.dims or {}).values())
+        shapes = [
+            [n + longer * isinstance(dim, str) for n, dim in zip(shape, dims, strict=True)]
+            for shape, dims in zip(self.shapes, named or self.shapes, strict=True)
+        ]
+        return [torch.randn(shape) for shape in shapes]
+
+
+def rnn(h0: Tensor, xs: Tensor) -> Any:
+    return scan(lambda h, x: (torch.tanh(W * h + x),) * 2, h0, xs)
+
+
+def by_seconds(h0: Tensor, xs: Tensor) -> Any:
+    return scan(lambda h, x: (torch.tanh(h @ h.mT + x), h.sum(-1)), h0, xs)
+
+
+def kalman(a: Tensor, ys: Tensor) -> Any:
+    """A filter that solves a system at each step, and of which one result is used."""
+    q, r = torch.eye(3) * 0.1, torch.eye(2) * 0.2
+    h = torch.tensor([[1.0, 0.5, -0.3], [0.2, -1.0, 0.4]])
+
+    def step(carry: Any, y: Tensor) -> Any:
+        m, p = carry
+        m, p = a @ m, a @ p @ a.T + q
+        s = h @ p @ h.T + r
+        gain = p @ h.T @ torch.linalg.inv(s)
+        return (m + gain @ (y - h @ m), p - gain @ s @ gain.T), m
+
+    return scan(step, (torch.zeros(3), torch.eye(3)), ys)[1]
+
+
+def mse(p: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return (torch.tanh(x @ p) - y).square().mean()
+
+
+def adapted(p: Tensor, xs: Tensor, ys: Tensor) -> Any:
+    """The mean loss over tasks, each after steps of gradient descent of its own."""
+
+    def of_task(x: Tensor, y: Tensor) -> Tensor:
+        last, _ = scan(lambda c, _: (c - 0.1 * grad(mse)(c, x, y), None), p, None, length=2)
+        return mse(last, x, y)
+
+    return vmap(of_task)(xs, ys).mean()
+
+
+def collatz_like(x: Tensor) -> Any:
+    return while_loop(lambda c: c.abs().sum() < 30, lambda c: c.mT * 2 + x, x.mT)
+
+
+def newton(x: Tensor) -> Any:
+    return while_loop(lambda y: ((y * y - x).abs() > 1e-3).any(), lambda y: (y + x / y) / 2, x)
+
+
+def mixed(x: Tensor) -> Any:
+    return cond(x.sum() > 0, lambda: x.mT.sin(), lambda: x.mT.contiguous().cos())
+
+
+LOOPS: dict[str, Case] = {
+    "expanded carry": Case(lambda h, xs: rnn(h.expand(4, 3), xs), [(3,), (5, 4, 3)]),
+    "carry made inside of vmap": Case(
+        vmap(lambda xs: rnn(torch.zeros(3), xs)), [(4, 5, 3)], quick=True
+    ),
+    "transposed carry": Case(lambda h, xs: by_seconds(h.mT, xs), [(3, 3), (5, 3, 3)]),
+    "carry that is a view of an input": Case(
+        lambda h, xs: (rnn(h[:, 1], xs), h), [(3, 4), (5, 3)]
+    ),
+    "carry of one tensor twice": Case(
+        lambda h, xs: scan(lambda c, x: ((c[1] + x, c[0] * W), c[0]), (h, h), xs), [(3,), (5, 3)]
+    ),
+    "carry that is an input and a result": Case(
+        lambda h, xs: (h, *scan(lambda c, x: (x, c), h, xs)), [(3,), (5, 3)]
+    ),
+    "carries that change places": Case(
+        lambda h, xs: fori_loop(0, 3, lambda i, c: (c[1], c[0]), (h, xs[0])), [(3,), (5, 3)]
+    ),
+    "while_loop over a transposed tensor": Case(collatz_like, [(3, 3)], quick=True),
+    "cond of two layouts": Case(mixed, [(3, 4)], quick=True),
+    "gradient through an expanded carry": Case(
+        grad(lambda h, xs: rnn(h.expand(4, 3), xs)[0].sum()), [(3,), (5, 4, 3)], quick=True
+    ),
+    "gradient of a closed-over tensor under vmap": Case(
+        grad(lambda w, xs: vmap(lambda x: rnn(w, x)[1].sum())(xs).sum()), [(3,), (4, 5, 3)]
+    ),
+    "jvp of a scan": Case(
+        lambda h, xs: jvp(lambda h: rnn(h.expand(4, 3), xs), (h,), (h * 2,)), [(3,), (5, 4, 3)]
+    ),
+    "gradient of a while_loop": Case(
+        grad(lambda x: newton(x.exp() + 1).sum()), [(3,)], refused=True
+    ),
+    "gradient of a cond of two layouts": Case(grad(lambda x: mixed(x)[1].sum()), [(3, 4)]),
+    "vmap of a cond": Case(
+        vmap(lambda x: cond(x.sum() > 0, lambda: x.mT + 1, lambda: x.mT.contiguous())),
+        [(4, 3, 2)],
+    ),
+    "vmap of a while_loop": Case(
+        vmap(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c.mT + 1, x.mT)), [(4, 3, 3)]
+    ),
+    "Kalman filter": Case(kalman, [(3, 3), (6, 2)], quick=True),
+    "Kalman filter of open length": Case(kalman, [(3, 3), (6, 2)], {"a": [3, 3], "ys": ["t", 2]}),
+    "gradient of a Kalman filter": Case(
+        grad(lambda a, ys: kalman(a, ys).sum()), [(3, 3), (6, 2)], {"a": [3, 3], "ys": ["t", 2]}
+    ),
+    "solve and cholesky in bodies": Case(
+        lambda x: scan(
+            lambda c, r: (torch.linalg.solve(torch.linalg.cholesky(r @ r.mT + torch.eye(3)), c), c),
+            torch.eye(3), x,
+        ),
+        [(4, 3, 3)],
+    ),
+    "associative_scan of open length": Case(
+        lambda a, b: associative_scan(
+            lambda x, y: (x[0] * y[0], y[0] * x[1] + y[1]), (a.sigmoid(), b)
+        ),
+        [(7, 3), (7, 3)], {"a": ["t", 3], "b": ["t", 3]}, quick=True,
+    ),
+    "gradient of an associative_scan of open length": Case(
+        grad(lambda a, b: associative_scan(
+            lambda x, y: (x[0] * y[0], y[0] * x[1] + y[1]), (a.sigmoid(), b)
+        )[1].sum()),
+        [(7, 3), (7, 3)], {"a": ["t", 3], "b": ["t", 3]},
+    ),
+    "gradient through gradient steps": Case(
+        grad(adapted), [(2,), (3, 4, 2), (3, 4)]
+    ),
+    "gradient through gradient steps, of open sizes": Case(
+        grad(adapted), [(2,), (3, 4, 2), (3, 4)],
+        {"p": [2], "xs": ["tasks", "n", 2], "ys": ["tasks", "n"]},
+    ),
+}  # fmt: skip
+
+
+def write_and_return(x: Tensor, y: Tensor) -> Any:
+    x.add_(y)
+    x[0].mul_(2)
+    return x, x[1], x * y, y
+
+
+def write_through_a_view(x: Tensor, y: Tensor) -> Any:
+    flat = x.view(-1)
+    flat[1:3] = 7.0
+    y.copy_(x)
+    return flat, y.T
+
+
+ALIASES: dict[str, Case] = {
+    "inputs returned, and their views": Case(
+        lambda x, y: (x, x.T, y, y[0], x + y, x), [(3, 3), (3, 3)]
+    ),
+    "one result twice": Case(lambda x, y: [(x * y).sin()] * 2, [(3, 3), (3, 3)]),
+    "writes to inputs": Case(write_and_return, [(3, 3), (3, 3)], quick=True),
+    "writes through views": Case(write_through_a_view, [(3, 3), (3, 3)]),
+    "an expanded result": Case(lambda x, y: (x.sum(0).expand(4, 3), y.T), [(3, 3), (3, 3)]),
+    "a loop over an input that is written to": Case(
+        lambda h, xs: (xs.mul_(2), rnn(h, xs), h.add_(1)), [(3,), (5, 3)]
+    ),
+}  # fmt: skip
+
+BACKENDS = ("python", "aot_eager", "inductor")
+
+
+def _each(cases: Mapping[str, Case]) -> list[Any]:
+    """Every case by every backend; what takes Inductor long is slow."""
+    return [
+        pytest.param(
+            case, backend, id=f"{name}-{backend}",
+            marks=[needs_gcc, *([] if case.quick else [pytest.mark.slow])]
+            if backend == "inductor" else [],
+        )
+        for name, case in cases.items() for backend in BACKENDS
+    ]  # fmt: skip
+
+
+def _specialized(case: Case, backend: str) -> Any:
+    dims = {key: MetaTensorType(list(value)) for key, value in (case.dims or {}).items()}
+    return specialize(case.func, dims or None, backend=backend)
+
+
+@pytest.mark.parametrize(("case", "backend"), _each(LOOPS))
+def test_loops(case: Case, backend: str) -> None:
+    f = _specialized(case, backend)
+    if case.refused and backend == "inductor":
+        with pytest.raises(ExportError, match=r"can't compile the program.*runs as Python"):
+            f(*case.args())
+        return
+    for longer in (0, 3) if case.dims else (0, 0):
+        args = case.args(longer)
+        given = [x.clone() for x in args]
+        torch.testing.assert_close(f(*args), case.func(*given), rtol=1e-4, atol=1e-4)
+        assert all(map(torch.equal, args, given))
+
+
+@pytest.mark.parametrize(("case", "backend"), _each(ALIASES))
+def test_aliases_and_writes(case: Case, backend: str) -> None:
+    f = _specialized(case, backend)
+    for _ in range(2):
+        args = case.args()
+        given = [x.clone() for x in args]
+        got, want = f(*args), case.func(*given)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(args, given)
+        assert _aliases(pytrees.leaves_of(got), args) == _aliases(pytrees.leaves_of(want), given)
+
+
+def _aliases(results: Sequence[Tensor], args: Sequence[Tensor]) -> list[list[bool]]:
+    """Which results have the memory of which arguments."""
+    return [[_memory(out) == _memory(x) for x in args] for out in results]
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_arguments_that_share_memory(backend: str) -> None:
+    """Apart from each other first, then halves of one tensor, then one tensor twice."""
+    f = specialize(write_and_return, backend=backend)
+    cuts: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda x, y: (x[:2], y[:2]),
+        lambda x, _: (x[:2], x[2:]),
+        lambda x, _: (x[:2], x[:2]),
+    ]
+    for cut in cuts:
+        ours, theirs = torch.randn(2, 4, 3).expand(2, 2, 4, 3).clone()
+        torch.testing.assert_close(f(*cut(*ours)), write_and_return(*cut(*theirs)))
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[needs_gcc, pytest.mark.slow])]
+)
+def test_a_failed_check_in_a_body_is_an_error(backend: str) -> None:
+    """A matrix without an inverse is one, as it is without a backend."""
+    f = specialize(
+        lambda xs: scan(lambda c, x: (torch.linalg.inv(x) @ c, c), torch.eye(2), xs),
+        backend=backend,
+    )
+    xs = torch.eye(2).expand(3, 2, 2).clone()
+    torch.testing.assert_close(f(xs)[0], torch.eye(2))
+    xs[1] = 0
+    with pytest.raises(RuntimeError, match="singular"):
+        f(xs)
+
+
+class TestRefusals:
+    def test_what_torch_has_no_operator_for_is_refused_before_anything_is_compiled(self) -> None:
+        def solver(f: Any, z: Tensor) -> Any:
+            return while_loop(lambda z: f(z).norm() > 1e-6, lambda z: z - f(z), z)
+
+        def root(x: Tensor) -> Any:
+            return implicit_root(lambda z: z - torch.tanh(z * x / 2 + x), torch.zeros(3), solver)
+
+        f = specialize(grad(lambda x: root(x).sum()), backend="inductor")
+        with pytest.raises(ExportError, match=r"'inductor' has no place for Solved, which.*Python"):
+            f(torch.randn(3))
+
+    def test_a_compiler_that_fails_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from torch._dynamo.backends import registry
+
+        def failing(module: Any, examples: Any) -> Any:
+            raise RuntimeError("no luck\nmore")
+
+        monkeypatch.setattr(registry, "lookup_backend", lambda name: failing)
+        f = specialize(lambda x: x * 2, backend="failing")
+        with pytest.raises(ExportError, match=r"'failing' can't compile.*no luck\. Leave the back"):
+            f(torch.ones(2))

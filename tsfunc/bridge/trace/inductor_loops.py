@@ -1,0 +1,107 @@
+"""A pass of Inductor's: NOTE [loops in Inductor] in ``backends``.
+
+Private names used here (torch 2.11 to 2.14): ``torch._inductor.custom_graph_pass`` has the class
+of passes, and what their results are cached by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+import torch.fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+# Where the loops' carries are among their arguments, and where the operands of their bodies.
+_CARRIES: Final = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
+_STACKED: Final = {"scan": 3, "map_impl": 2}
+
+
+class LoopsMadeReady(CustomGraphPass):
+    """Gives carries memory of their own, and loops the symbols in the sizes of their results."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if not isinstance(node.target, torch._ops.HigherOrderOperator):
+                continue
+            name = str(node.target)
+            with graph.inserting_before(node):
+                if name in _CARRIES:
+                    at = _CARRIES[name]
+                    carries = tuple(_owned(graph, x) for x in node.args[at])
+                    node.update_arg(at, type(node.args[at])(carries))
+                if name in _STACKED:
+                    _name_symbols(graph, node, _STACKED[name])
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+
+def _owned(graph: torch.fx.Graph, node: Any) -> Any:
+    """An initial value that lies in memory as a new one of its shape does."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor) or 0 not in value.stride():
+        return node
+    kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    made = graph.call_function(torch.ops.aten.clone.default, (node,), kwargs)
+    made.meta["val"] = value.clone(**kwargs)
+    return made
+
+
+def _name_symbols(graph: torch.fx.Graph, loop: torch.fx.Node, at: int) -> None:
+    """Makes operands of a loop of the symbols in its results' sizes that are none yet.
+
+    Args:
+        graph: has the loop.
+        loop: a ``scan`` or ``map_impl``.
+        at: which of its arguments are the operands of each call of the body.
+    """
+    args: Any = loop.args
+    known = {number.node.expr for number in _numbers(args)}
+    results = [size for size in _sizes(loop.meta["val"]) if isinstance(size, torch.SymInt)]
+    wanted = {symbol for size in results for symbol in size.node.expr.free_symbols}
+    missing = sorted(wanted - known, key=str)
+    made = [node for symbol in missing for node in [_size(graph, symbol)] if node is not None]
+    if not made:
+        return
+    loop.update_arg(at, (*args[at], *made))
+    module: Any = graph.owning_module
+    body = module.get_submodule(str(args[0].target))
+    *_, last = [node for node in body.graph.nodes if node.op == "placeholder"]
+    for node in made:
+        with body.graph.inserting_after(last):
+            last = body.graph.placeholder(f"{node.name}_unused")
+            last.meta["val"] = node.meta["val"]
+    body.recompile()
+
+
+def _numbers(args: Any) -> Iterator[torch.SymInt]:
+    found: list[torch.fx.Node] = []
+    torch.fx.node.map_arg(args, found.append)
+    for node in found:
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            yield node.meta["val"]
+
+
+def _sizes(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield from (*value.shape, *value.stride())
+
+
+def _size(graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node | None:
+    """A size of an input of the graph that a symbol stands for."""
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            return None
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+            given: torch.fx.Node = node
+            return given
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                made: torch.fx.Node = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                made.meta["val"] = size
+                return made
+    return None
