@@ -2,6 +2,7 @@
 
     python -m tools.fuzz_programs                          a minute, with a seed of its own
     python -m tools.fuzz_programs --seconds 900 --seed 7
+    python -m tools.fuzz_programs --mode sessions          of one mode alone
     python -m tools.fuzz_programs --only 7/123             one program again
     python -m tools.fuzz_programs --keep build/fuzz        failures are kept there, as tests
 
@@ -16,52 +17,80 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tools.fuzz.draw import draw_function
 from tools.fuzz.minimizing import minimized
+from tools.fuzz.modes import MODES
 from tools.fuzz.program import Program, source
 from tools.fuzz.report import as_test, table
 from tools.fuzz.running import REFUSED, SKIPPED, Verdict
+from tools.fuzz.sessions import Session, as_program, draw_session, minimized_session
 from tools.fuzz.towers import draw_tower
 from tools.fuzz.workers import Worker
 
 _SHOWN = 3  # failures of each cause that are minimized
 
 
-def drawn(seed: str, inductor: bool = False) -> Program:
-    """Return the program of a seed."""
+# Of so many draws in a row each has its mode.
+_MODES = ("towers", "sessions", "towers", "towers", "towers") * 5
+_ROUND = (*_MODES[:-2], "interrupts", "threads")
+_AT_ONCE = 4  # programs that threads share
+
+
+def drawn(seed: str, inductor: bool = False) -> Any:
+    """Return what a seed stands for; its last part may name a mode: "7/123/sessions"."""
     rng = random.Random(seed)
+    mode = mode_of(seed)
+    if mode == "sessions":
+        return draw_session(rng, seed)
+    if mode == "threads":
+        return tuple(drawn(f"{seed}/{i}/towers", inductor) for i in range(_AT_ONCE))
     return draw_tower(rng, draw_function(rng, seed), inductor)
 
 
-def fuzz(seed: int, seconds: float, keep: Path | None, most: int, inductor: bool = False) -> int:
-    """Run programs for so long; return the number of distinct failures."""
+def mode_of(seed: str) -> str:
+    """Return the mode in which the draw of a seed runs."""
+    last = seed.rpartition("/")[2]
+    return last if last in MODES else "towers"
+
+
+def fuzz(
+    seed: int, seconds: float, keep: Path | None, most: int, mode: str = "", inductor: bool = False
+) -> int:
+    """Run what is drawn for so long; return the number of distinct failures."""
     verdicts: Counter[str] = Counter()
+    modes: Counter[str] = Counter()
     constructs: Counter[str] = Counter()
     transforms: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
-    causes: dict[tuple[str, str], int] = {}
+    causes: Counter[tuple[str, str]] = Counter()
     end = time.monotonic() + seconds
     number = 0
     with Worker() as worker:
         while time.monotonic() < end and (not most or number < most):
-            program = drawn(f"{seed}/{number}", inductor)
+            chosen = mode or _ROUND[number % len(_ROUND)]
+            name = f"{seed}/{number}" + ("" if chosen == "towers" else f"/{chosen}")
+            one = drawn(name, inductor)
             number += 1
-            verdict = worker.run(program)
+            verdict = worker.run(one, chosen)
             verdicts[verdict.kind] += 1
+            modes[chosen] += 1
             if verdict.kind in (REFUSED, SKIPPED):
                 reasons[f"{verdict.kind}: {verdict.cause}"] += 1
                 continue
-            constructs.update({name.rpartition("/")[2] for name in program.constructs})
-            constructs["in bodies"] += any("/" in name for name in program.constructs)
-            transforms.update({step.kind for step in program.tower})
-            if not verdict.failed:
-                continue
-            key = (verdict.kind, verdict.cause)
-            causes[key] = causes.get(key, 0) + 1
-            if causes[key] <= _SHOWN:
-                show(program, verdict, worker, keep, len(causes))
-    print(f"seed {seed}: {number} programs; {dict(verdicts)}")
+            if isinstance(one, Program):
+                constructs.update({name.rpartition("/")[2] for name in one.constructs})
+                constructs["in bodies"] += any("/" in name for name in one.constructs)
+                transforms.update({step.kind for step in one.tower})
+            elif isinstance(one, Session):
+                constructs.update(f"outside: {name}" for name in one.readings)
+            if verdict.failed:
+                key = (verdict.kind, verdict.cause)
+                causes[key] += 1
+                if causes[key] <= _SHOWN:
+                    show(name, one, verdict, worker, keep)
+    print(f"seed {seed}: {number} draws; {dict(modes)}; {dict(verdicts)}")
     print("constructs\n" + table(constructs))
     print("transforms\n" + table(transforms))
     if reasons:
@@ -71,22 +100,32 @@ def fuzz(seed: int, seconds: float, keep: Path | None, most: int, inductor: bool
     return len(causes)
 
 
-def show(
-    program: Program, verdict: Verdict, worker: Worker, keep: Path | None, number: int
-) -> None:
+def show(seed: str, one: Any, verdict: Verdict, worker: Worker, keep: Path | None) -> None:
     """Minimize a failure and print it."""
-    small = minimized(program, verdict, worker.run)
-    last = worker.run(small)
-    try:
-        text = as_test(small, last)
-    except Exception as error:  # the reference dies with it, for want of memory say
-        text = f"# {error}\n{source(small)}"
-    print(f"{'-' * 80}\n# {last.detail}\n{text}", flush=True)
+    mode = mode_of(seed)
+    text, last = _minimized_text(mode, one, verdict, worker)
+    print(f"{'-' * 80}\n# --only {seed}\n# {last.detail}\n{text}", flush=True)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-        name = program.seed.replace("/", "_")
+        name = seed.replace("/", "_")
         (keep / f"test_{name}.py").write_text(f"# {last.kind}: {last.cause}\n{text}")
         (keep / f"test_{name}.txt").write_text(last.detail)
+
+
+def _minimized_text(mode: str, one: Any, verdict: Verdict, worker: Worker) -> tuple[str, Verdict]:
+    if isinstance(one, Session):
+        session = minimized_session(one, verdict, lambda s: worker.run(s, mode))
+        return as_program(session, verdict), worker.run(session, mode)
+    if not isinstance(one, Program) or mode != "towers":
+        # It depends on chance, and may not fail again.
+        programs = one if isinstance(one, tuple) else (one,)
+        return "\n\n".join(f"# in mode {mode}\n{source(p)}" for p in programs), verdict
+    small = minimized(one, verdict, worker.run)
+    last = worker.run(small)
+    try:
+        return as_test(small, last), last
+    except Exception as error:  # the reference dies with it, for want of memory say
+        return f"# {error}\n{source(small)}", last
 
 
 def main() -> int:
@@ -96,20 +135,20 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0, help="programs at most")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--only", help="the seed of one program, as a failure prints it")
+    parser.add_argument("--mode", choices=list(MODES), default="", help="by default all")
     parser.add_argument("--inductor", action="store_true", help="compile programs, too")
     given = parser.parse_args()
     if given.only:
-        program = drawn(given.only, given.inductor)
-        print(source(program))
         with Worker() as worker:
-            verdict = worker.run(program)
+            one = drawn(given.only, given.inductor)
+            verdict = worker.run(one, mode_of(given.only))
             print(f"{verdict.kind}: {verdict.cause}\n{verdict.detail}")
             if verdict.failed:
-                show(program, verdict, worker, given.keep, 0)
+                show(given.only, one, verdict, worker, given.keep)
         return int(verdict.failed)
     seed = random.SystemRandom().randrange(2**32) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
-    return int(fuzz(seed, given.seconds, given.keep, given.count, given.inductor) > 0)
+    return int(fuzz(seed, given.seconds, given.keep, given.count, given.mode, given.inductor) > 0)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import itertools
 import random
 import runpy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from tests.transforms import support  # noqa: F401 (loads torch's forward formulas)
 from tools.fuzz import minimizing, reference, running
 from tools.fuzz.draw import draw_function
+from tools.fuzz.modes import MODES
 from tools.fuzz.program import Leaf, Parameter, Program, Statement, Transform, source
 from tools.fuzz.report import as_test
+from tools.fuzz.sessions import Session, minimized_session, run_session
 from tools.fuzz.towers import draw_tower
 from tools.fuzz.workers import Worker
 from tools.fuzz_programs import drawn
@@ -126,6 +129,44 @@ def test_a_crash_and_a_hang_are_verdicts() -> None:
         assert worker.run(good).kind == running.OK
         worker.limit = 3
         assert worker.run(hang).kind == running.HANGS
+
+
+def test_a_session_finds_a_value_that_a_program_takes_for_constant() -> None:
+    """The session is right with ``specialize``, and wrong where closures are burnt in."""
+    session = Session(
+        "test", ("global number", "list of numbers"), ("out = out * g", "out = out + len(ns)"),
+        ("call", "ns.append(4.0)", "call", "g = 3.0", "call"),
+    )  # fmt: skip
+    assert run_session(session).kind == running.OK
+    frozen = replace(session, transform='tsfunc.specialize({f}, closure="freeze")')
+
+    def run(one: Session) -> running.Verdict:
+        return run_session(replace(one, transform=frozen.transform))
+
+    verdict = run(session)
+    assert verdict.kind == running.WRONG
+    small = minimized_session(session, verdict, run)
+    assert small.events.count("call") == 2 and len(small.events) == 3 and len(small.readings) == 1
+
+
+@pytest.mark.parametrize("mode", ["threads", "interrupts"])
+def test_modes_run_right_programs(mode: str) -> None:
+    good = program_of("v1 = x0.sin() * x0.sum()", result="v1", tower=[mapped(-1)], calls=(0, 1))
+    one = (good, good) if mode == "threads" else good
+    assert MODES[mode](one).kind == running.OK
+
+
+def test_an_interrupted_program_that_leaves_the_thread_changed_is_found() -> None:
+    """A function that turns grad mode off and does not put it back when it is interrupted."""
+    line = (
+        "v1 = x0 if tsfunc.__name__ != 'tsfunc' else [torch.set_grad_enabled(False), "
+        "__import__('time').sleep(0.3), torch.set_grad_enabled(True), x0][3]"
+    )
+    try:
+        verdict = MODES["interrupts"](program_of(line, result="v1"))
+    finally:
+        torch.set_grad_enabled(True)
+    assert verdict.kind == running.BROKEN
 
 
 def test_a_refusal_that_the_docs_state_is_no_failure() -> None:

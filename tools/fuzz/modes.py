@@ -1,11 +1,103 @@
-"""Ways to run a program; a worker is asked for one by its name."""
+"""Ways to run what was drawn; a worker is asked for one by its name."""
 
 from __future__ import annotations
 
+import random
+import signal
+import sys
+import threading
+import warnings
 from collections.abc import Callable
+from typing import Any
 
-from tools.fuzz import running
+import torch
+
+import tsfunc
+from tools.fuzz import reference, running
 from tools.fuzz.program import Program
-from tools.fuzz.running import Verdict
+from tools.fuzz.running import BROKEN, OK, SKIPPED, WRONG, Verdict
+from tools.fuzz.sessions import run_session
 
-MODES: dict[str, Callable[[Program], Verdict]] = {"towers": running.run}
+THREADS = 16
+INTERRUPTS = 12
+
+
+def run_threads(programs: tuple[Program, ...]) -> Verdict:
+    """Run programs in threads at once; those that are right alone must be right there."""
+    good: list[tuple[Program, list[Any]]] = []
+    for program in programs:
+        if running.run(program).kind == OK:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.manual_seed(0)
+                good.append((program, running.results(program, reference)))
+    if not good:
+        return Verdict(SKIPPED, "no program is right alone")
+    verdicts: list[Verdict] = []
+    start = threading.Barrier(THREADS)
+
+    def work(number: int) -> None:
+        start.wait()
+        for k in range(3):
+            program, expected = good[(number + k) % len(good)]
+            verdict = running.compared(program, expected)
+            if verdict.failed:
+                verdicts.append(verdict)
+
+    with warnings.catch_warnings():  # its filters are not a thread's own
+        warnings.simplefilter("ignore")
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return verdicts[0] if verdicts else Verdict(OK)
+
+
+def run_interrupted(program: Program) -> Verdict:
+    """Interrupt a program at random times; the thread must be whole, and the program right."""
+    verdict = running.run(program)
+    if verdict.kind != OK:
+        return Verdict(SKIPPED, "not right alone")
+    whole = running.thread_state()
+    rng = random.Random(program.seed)
+    old_hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    old = signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        for _ in range(INTERRUPTS):
+            _interrupted(program, rng.random() ** 2 * 0.2 + 1e-5)
+            now = running.thread_state()
+            if now != whole:
+                return Verdict(BROKEN, "thread state after an interrupt", f"{whole} became {now}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+        sys.unraisablehook = old_hook
+    after = running.run(program)
+    if after.failed:
+        return Verdict(WRONG, "after an interrupt", f"{after.kind}: {after.detail}")
+    return Verdict(OK)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _interrupted(program: Program, after: float) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            signal.setitimer(signal.ITIMER_REAL, after)
+            running.results(program, tsfunc)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except (KeyboardInterrupt, Exception):
+        # Where the interrupt comes in a callback of C++, torch turns it into an error of its own.
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+MODES: dict[str, Callable[[Any], Verdict]] = {
+    "towers": running.run,
+    "sessions": run_session,
+    "threads": run_threads,
+    "interrupts": run_interrupted,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 import math
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 import tsfunc
 from tools.fuzz import reference
+from tools.fuzz.formulas import Formulas
 from tools.fuzz.program import Program, call_text, source
 from tools.fuzz.refusals import refused
 
@@ -56,12 +58,17 @@ def namespace_of(text: str, module: Any) -> dict[str, Any]:
     scope = {
         "__name__": "program", "torch": torch, "F": torch.nn.functional, "tsfunc": module,
     }  # fmt: skip
-    exec(compile(text, filename, "exec"), scope)
+    exec(compile(text, filename, "exec", dont_inherit=True), scope)
     return scope
 
 
 def results(program: Program, module: Any, shaken: float = 0.0) -> list[Any]:
-    """Return the result of each call, or the error in its place, after which no call is made."""
+    """Return the result of each call by tsfunc or by the reference."""
+    with Formulas() if module is reference else contextlib.nullcontext():
+        return _results(program, module, shaken)
+
+
+def _results(program: Program, module: Any, shaken: float) -> list[Any]:
     found: list[Any] = []
     scope = namespace_of(source(program), module)
     if shaken:
@@ -69,7 +76,7 @@ def results(program: Program, module: Any, shaken: float = 0.0) -> list[Any]:
             if leaf.kind == "float":
                 scope[name] = _shake(scope[name], shaken)
     for call in range(len(program.calls)):
-        taken = eval(call_text(program, call, "dict" if False else "_Arguments"), {
+        taken = eval(call_text(program, call, "_Arguments"), {
             **scope, "_Arguments": lambda *args, **kwargs: (args, kwargs),
         })  # fmt: skip
         args, kwargs = pytree.tree_map(lambda x: _shake(x, shaken), taken) if shaken else taken
@@ -100,13 +107,14 @@ def run(program: Program) -> Verdict:
             return Verdict(SKIPPED, "the reference refuses", f"{type(error).__name__}: {error}")
         if not all(_finite(value) for value in expected):
             return Verdict(SKIPPED, "not finite")
-        verdict = _ours(program, expected)
+        verdict = compared(program, expected)
         if verdict.kind == WRONG and not _well_conditioned(program, expected):
             return Verdict(SKIPPED, "ill conditioned", verdict.detail)
     return verdict
 
 
-def _ours(program: Program, expected: list[Any]) -> Verdict:
+def compared(program: Program, expected: list[Any]) -> Verdict:
+    """Run a program by tsfunc and compare with what is expected."""
     whole = thread_state()
     error: BaseException | None = None
     found: list[Any] = []
@@ -122,7 +130,7 @@ def _ours(program: Program, expected: list[Any]) -> Verdict:
             return Verdict(REFUSED, type(error).__name__, str(error))
         if isinstance(error, RecursionError):
             return Verdict(RAISES, "RecursionError", str(error))
-        return Verdict(RAISES, _cause(error), _text(error))
+        return Verdict(RAISES, cause_of(error), _text(error))
     for call, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         difference = different(ours, theirs)
         if difference:
@@ -142,7 +150,7 @@ def thread_state() -> tuple[Any, ...]:
     )
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """Return the class of an error and the last line of tsfunc's that it passed."""
     own = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "/tsfunc/" in frame.filename
