@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from tools.fuzz import running
+import tsfunc
+from tools.fuzz import reference, running
 from tools.fuzz.refusals import refused
 from tools.fuzz.running import OK, RAISES, REFUSED, SKIPPED, WRONG, Verdict
 
@@ -267,6 +268,10 @@ def source(session: Session) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _transforms() -> dict[str, Any]:
+    return {name: getattr(tsfunc, name) for name in ("checkpoint", "jvp", "vmap")}
+
+
 def _play(session: Session, specialized: bool) -> tuple[list[Any], BaseException | None]:
     """Return what the calls gave, an error in the place of one that raised, and what is left."""
     text = source(session)
@@ -276,9 +281,10 @@ def _play(session: Session, specialized: bool) -> tuple[list[Any], BaseException
     sys.modules["session"] = module  # where classes look for their own module
     scope = vars(module)
     exec(compile(text, filename, "exec", dont_inherit=True), scope)
-    plain = session.transform.replace("tsfunc.specialize(", "(")
-    made = session.transform if specialized else plain
-    function = eval(made.format(f="f"), scope)
+    plain = types.SimpleNamespace(**{**_transforms(), "specialize": reference.specialize})
+    function = eval(
+        session.transform.format(f="f"), scope, {} if specialized else {"tsfunc": plain}
+    )
     found: list[Any] = []
     error: BaseException | None = None
     for event in session.events:
@@ -394,6 +400,5 @@ def as_program(session: Session, verdict: Verdict) -> str:
     lines.append(f"g_ = {session.transform.format(f='f')}")
     for event in session.events:
         lines.append("print(g_(x, y))" if event == CALL else event)
-    plain = session.transform.replace("tsfunc.specialize(", "(").format(f="f")
-    lines.append(f"# Without specialize: g_ = {plain}")
+    lines.append("# Compare with the same where tsfunc.specialize returns its function.")
     return "\n".join(lines) + "\n"

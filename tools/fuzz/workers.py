@@ -12,7 +12,6 @@ import tempfile
 import time
 from typing import IO, Any
 
-from tools.fuzz.program import Program
 from tools.fuzz.running import CRASHES, HANGS, Verdict
 
 _MOST = 400  # programs of one process, whose caches grow
@@ -46,8 +45,8 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._ran = 0
 
-    def run(self, program: Program, mode: str = "towers") -> Verdict:
-        """Return what became of a program."""
+    def run(self, program: Any, mode: str = "towers") -> Verdict:
+        """Return what became of a program, or of what else the mode takes."""
         if self._process is None:
             self._start()
         process = self._process
