@@ -37,7 +37,15 @@ PRIVATE_NAMES_ROOM = "bridge"
 # The rooms within a room, in the same way.
 INNER_ROOMS = {
     "bridge": (
-        "compiled", "tracers", "sizes", "writing", "trace", "grad", "batch", "control", "mesh",
+        "compiled",
+        "tracers",
+        "sizes",
+        "writing",
+        "trace",
+        "grad",
+        "batch",
+        "control",
+        "mesh",
     ),  # fmt: skip
     "program": ("passes", "dims", "reading", "guarding", "graphs", "calling", "files"),
 }

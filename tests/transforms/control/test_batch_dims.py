@@ -387,17 +387,16 @@ class Case:
                 for s in self.shapes]  # fmt: skip
         return [x.to(torch.get_default_device()) for x in made]
 
-    def map(self, size: int) -> None:
-        drawn: list[int | None] = []
-        for shape in self.shapes:
-            last = len(shape)
-            drawn.append(self.rng.choice([*range(-last - 1, last + 1), None]))
-        if not any(dim is not None for dim in drawn):
-            drawn[0] = self.rng.choice((0, 1, -1))
-        in_dims = tuple(drawn)
+    def map(self, size: int, in_dims: Sequence[int | None] = ()) -> None:
+        if not in_dims:
+            last = [len(shape) for shape in self.shapes]
+            drawn = [self.rng.choice([*range(-n - 1, n + 1), None]) for n in last]
+            if not any(dim is not None for dim in drawn):
+                drawn[0] = self.rng.choice((0, 1, -1))
+            in_dims = tuple(drawn)
         out_dims = tuple(self.rng.choice(range(-rank - 1, rank + 1)) for rank in self.ranks)
         self.dims.append((in_dims, out_dims))
-        self.ours = vmap(self.ours, in_dims=in_dims, out_dims=out_dims)
+        self.ours = vmap(self.ours, in_dims=tuple(in_dims), out_dims=out_dims)
         self.plain = loop(self.plain, size, in_dims, out_dims)
         self.ranks = [rank + 1 for rank in self.ranks]
         for shape, dim in zip(self.shapes, in_dims, strict=True):
@@ -451,3 +450,12 @@ def test_a_program_over_any_dims_is_the_loop(row: str, word: str, seed: str) -> 
     case = Case(row, word, seed)
     inputs = case.inputs()
     same(specialize(case.ours)(*inputs), case.plain(*inputs), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("row", list(ROWS))
+def test_tangents_of_tensors_that_no_vmap_maps(row: str, seed: str) -> None:
+    case = Case(row, "", seed)
+    case.map(4, (None, None, 0, None))
+    ours, plain = _pushed(case.ours), _pushed(case.plain)
+    inputs = case.inputs()
+    same(ours(*inputs), plain(*inputs), rtol=1e-8, atol=1e-8)

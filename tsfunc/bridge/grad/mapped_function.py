@@ -8,6 +8,7 @@ what ``forward`` would record.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from tsfunc.bridge.grad.autograd import tangents_here
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.tracer import TracerLevel
-from tsfunc.dispatch.state import using
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.dispatch.state import outside_all_levels, using
 from tsfunc.ops.dims import batched_at
 
 _torch_setup_context = Function.setup_context
@@ -358,10 +359,16 @@ def differentiable(x: torch.Tensor) -> bool:
 # their own. The tangents of levels outside, which hang on the values inside of tracers, are to be
 # pushed: so for tracers forward mode is on.
 def on_primals(jvp: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``jvp`` method that sees no tangents but those that it is given."""
+    """Return a ``jvp`` method that sees no tangents but those that it is given.
+
+    For plain tensors it runs outside of all levels: its own transforms must not return tracers of
+    a vmap that the call only happens to be in.
+    """
 
     def run(ctx: Any, *tangents: Any) -> Any:
-        return jvp(_Primals(ctx), *tangents)
+        plain = not any(isinstance(t, Tracer) for t in tangents)
+        with outside_all_levels() if plain else nullcontext():
+            return jvp(_Primals(ctx), *tangents)
 
     run.on_primals = True  # type: ignore[attr-defined]
     return run
