@@ -56,7 +56,8 @@ ENTRANCES = {("tsfunc.program.graphs.program", "tsfunc.program.files.saving")}  
 CLOSING = {
     # In methods by which a user goes on from an object.
     ("tsfunc.types.meta", "tsfunc.types.text"),
-    ("tsfunc.types.meta", "tsfunc.types.descriptor_lattice"),
+    ("tsfunc.types.meta", "tsfunc.types.grammar"),
+    ("tsfunc.types.meta", "tsfunc.types.lattice"),
     ("tsfunc.types.meta", "tsfunc.types.descriptor_sets"),
     ("tsfunc.program.graphs.program", "tsfunc.program.graphs.exporting"),
     ("tsfunc.program.graphs.program", "tsfunc.program.files.saving"),

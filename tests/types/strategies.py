@@ -29,6 +29,7 @@ from tsfunc.types import (
     TSCustomClass,
     TSDict,
     TSEnum,
+    TSFields,
     TSFuture,
     TSList,
     TSMetaType,
@@ -36,10 +37,14 @@ from tsfunc.types import (
     TSNamedTuple,
     TSOptional,
     TSPrimitiveType,
+    TSPytree,
     TSRRef,
     TSTensor,
     TSTuple,
+    TSTupleOf,
     TSType,
+    TSUnion,
+    Value,
     is_subtype,
     optional,
 )
@@ -178,6 +183,19 @@ def values(type_: TSType) -> st.SearchStrategy[Any]:
             return st.just(Deep())
         case TSRRef(element):
             return values(element).map(PyRRef)
+        case Value(value):
+            return st.just(value)
+        case TSUnion(alternatives):
+            return st.one_of(*map(values, alternatives))
+        case TSTupleOf(element):
+            return st.lists(values(element), max_size=2).map(tuple)
+        case TSPytree(kind, entries, children):
+            parts = st.tuples(*map(values, children))
+            return parts.map(
+                lambda each: kind(zip(entries, each, strict=True) if kind is dict else each)
+            )
+        case TSFields(cls, names, children):
+            return st.builds(cls, **dict(zip(names, map(values, children), strict=True)))
         case _:
             assert_never(type_)
 
@@ -253,6 +271,27 @@ def types(
         )
 
     return st.recursive(leaves, grow, max_leaves=6)
+
+
+def call_types(names: bool = True) -> st.SearchStrategy[TSType]:
+    """Types that describe arguments, with literals, unions and containers of fixed children."""
+    literals = st.sampled_from([Value(1), Value(True), Value("a"), Value(1.5), Value(Color.RED)])
+
+    def grow(inner: st.SearchStrategy[TSType]) -> st.SearchStrategy[TSType]:
+        several = st.lists(inner, max_size=2).map(tuple)
+        return st.one_of(
+            st.builds(TSUnion, st.lists(inner, min_size=1, max_size=3).map(tuple)),
+            st.builds(TSTupleOf, inner),
+            st.builds(TSList, inner),
+            st.builds(TSTuple, several),
+            several.map(lambda each: TSPytree(list, tuple(range(len(each))), each)),
+            several.map(lambda each: TSPytree(dict, tuple("ab"[: len(each)]), each)),
+            st.builds(TSFields, st.just(Record), st.just(("width",)), st.tuples(inner)).map(
+                lambda each: TSFields(Record, ("width", "weight"), (*each.children, TENSOR))
+            ),
+        )
+
+    return st.recursive(literals | types(names, computed=False), grow, max_leaves=5)
 
 
 def below(type_: TSType) -> st.SearchStrategy[TSType]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 from typing import Any, NamedTuple, Optional, Protocol
 
 import pytest
@@ -12,17 +13,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.types.strategies import Base, Color, Deep, Encoder, Left, Level, below, types, values
+from tests.types.strategies import (
+    Base,
+    Color,
+    Deep,
+    Encoder,
+    Left,
+    Level,
+    below,
+    call_types,
+    types,
+    values,
+)
 from tsfunc.errors import AnnotationError
 from tsfunc.types import (
     MetaTensorType,
     TSCustomClass,
+    TSType,
+    as_descriptor,
     check,
+    compile_descriptors,
     is_subtype,
     of_value,
     parse,
 )
 from tsfunc.types.conformance import mismatches, predicate
+from tsfunc.types.lattice import is_below, join_pairs
 
 SCOPE = {"Base": Base, "Left": Left, "Color": Color, "Level": Level, "Encoder": Encoder}
 
@@ -70,6 +86,25 @@ class TestLaws:
         value = data.draw(values(narrower))
         if is_subtype(narrower, wider):
             assert check(value, wider) == []
+
+    @given(st.data())
+    @settings(max_examples=100)
+    def test_a_value_of_a_call_fits_its_type(self, data: st.DataObject) -> None:
+        """Names are left out: the first alternative of a union that fits binds them."""
+        type_ = data.draw(call_types(names=False))
+        value = data.draw(values(type_))
+        assert check(value, type_) == []
+        contract = compile_descriptors({"x": type_}, inspect.signature(lambda x: None))
+        contract.check({"x": value})
+        wider = data.draw(call_types(names=False))
+        if is_below([type_], [wider]):
+            assert check(value, wider) == []
+
+    @given(call_types(names=False), call_types(names=False))
+    @settings(max_examples=100)
+    def test_joins_of_calls_are_above_both(self, a: TSType, b: TSType) -> None:
+        (joined,) = join_pairs([(as_descriptor(a), as_descriptor(b))])
+        assert is_below([as_descriptor(a)], [joined]) and is_below([as_descriptor(b)], [joined])
 
     @given(st.data(), st.booleans())
     @settings(max_examples=50)

@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from tests.types.strategies import Base, Color, Leaf, Left, Right
 from tsfunc import Descriptors, Dim, MetaTensorType, infer_descriptors, specialize
 from tsfunc.errors import DescriptorError, DescriptorViolation
-from tsfunc.types import Value, as_descriptor, compile_descriptors
-from tsfunc.types.descriptors import Anything, Descriptor, DictOf, InstanceOf, ListOf, OneOf
+from tsfunc.types import (
+    ANY,
+    NONE,
+    STR,
+    Descriptor,
+    TSDict,
+    TSList,
+    TSUnion,
+    as_descriptor,
+    compile_descriptors,
+)
 
 
 class Pair(NamedTuple):
@@ -27,7 +36,7 @@ sizes = st.sampled_from([1, 2, 3, "n", "m", None])
 named = sizes | st.sampled_from([Dim("k", min=2), Dim("k", max=3), "n + m"])
 
 
-def metas(sizes: st.SearchStrategy[Any]) -> st.SearchStrategy[Descriptor]:
+def metas(sizes: st.SearchStrategy[Any]) -> st.SearchStrategy[MetaTensorType]:
     shapes = st.lists(sizes, max_size=2)
     return st.builds(
         MetaTensorType,
@@ -38,7 +47,7 @@ def metas(sizes: st.SearchStrategy[Any]) -> st.SearchStrategy[Descriptor]:
 
 
 leaves: st.SearchStrategy[Any] = st.sampled_from(
-    [Anything(), int, float, bool, str, Base, Left, Right, Leaf, Color, None, 1, 2, True, "a",
+    [ANY, int, float, bool, str, Base, Left, Right, Leaf, Color, None, 1, 2, True, "a",
      Color.RED, Color.BLUE, 1.5]
 )  # fmt: skip
 
@@ -49,16 +58,16 @@ def grow(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.lists(inner, max_size=2).map(tuple),
         st.builds(Pair, inner, inner),
         st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
-        inner.map(lambda each: ListOf(as_descriptor(each))),
-        inner.map(lambda each: DictOf(InstanceOf(str), as_descriptor(each))),
+        inner.map(lambda each: TSList(as_descriptor(each))),
+        inner.map(lambda each: TSDict(STR, as_descriptor(each))),
         inner.map(lambda each: _optional(as_descriptor(each))),
     )
 
 
 def _optional(each: Descriptor) -> Descriptor:
-    if isinstance(each, OneOf | Anything) or each == Value(None):
+    if isinstance(each, TSUnion) or each in (ANY, NONE):
         return each
-    return OneOf((each, Value(None)))
+    return TSUnion((each, NONE))
 
 
 descriptors = st.recursive(leaves | metas(sizes), grow, max_leaves=4).map(as_descriptor)

@@ -18,38 +18,41 @@ from hypothesis import given
 from tests.types.strategies import Color, Encoder, types
 from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.types import (
+    ANY,
+    FLOAT,
     INT,
+    NONE,
+    STR,
+    TENSOR,
     MetaTensorType,
+    TSBuiltinClass,
+    TSCustomClass,
+    TSDict,
+    TSEnum,
+    TSFields,
     TSFuture,
+    TSList,
     TSModuleInterface,
+    TSNamedTuple,
+    TSPytree,
     TSRRef,
     TSTensor,
+    TSTuple,
+    TSTupleOf,
     TSType,
+    TSUnion,
     Value,
     as_descriptor,
     parse,
     parse_descriptor,
 )
-from tsfunc.types.descriptors import (
-    Anything,
-    Attribute,
-    DictOf,
-    FieldsOf,
-    InstanceOf,
-    ListOf,
-    NamedOf,
-    Nested,
-    OfType,
-    OneOf,
-    TensorOf,
-    TupleOf,
-    governing,
-    tensor_leaves,
-)
+from tsfunc.types.descriptors import governing, tensor_leaves
+from tsfunc.types.values import Attribute
 
 State = namedtuple("State", ["weight", "step"])
 META = MetaTensorType(["n"], dtype=float)
 ANY_TENSOR = MetaTensorType()
+DESCRIBED = TSTensor(meta=META)
 
 
 @dataclass
@@ -76,70 +79,71 @@ class Sized(typing.Protocol):
 @pytest.mark.parametrize(
     ("written", "descriptor"),
     [
-        (META, META),
-        (torch.Tensor, ANY_TENSOR),
-        (MetaTensorType, ANY_TENSOR),
-        (int, InstanceOf(int)),
-        (torch.nn.Module, InstanceOf(torch.nn.Module)),
-        (type(None), Value(None)),
-        (None, Value(None)),
-        (Any, Anything()),
+        (META, DESCRIBED),
+        (torch.Tensor, TENSOR),
+        (MetaTensorType, TENSOR),
+        (int, INT),
+        (torch.nn.Module, TSCustomClass(torch.nn.Module)),
+        (type(None), NONE),
+        (None, NONE),
+        (Any, ANY),
         ("sum", Value("sum")),
         (torch.float32, Value(torch.float32)),
-        (List, ListOf(Anything())),
-        (List[int], ListOf(InstanceOf(int))),
-        (list[int], ListOf(InstanceOf(int))),
-        (List[META], ListOf(META)),  # type: ignore[valid-type]
-        (list[META], ListOf(META)),  # type: ignore[valid-type]
-        (List[MetaTensorType], ListOf(ANY_TENSOR)),
-        (Dict, DictOf(Anything(), Anything())),
-        (Dict[str, META], DictOf(InstanceOf(str), META)),  # type: ignore[valid-type]
-        (dict[str, int], DictOf(InstanceOf(str), InstanceOf(int))),
-        (Tuple, TupleOf(Anything())),
-        (Tuple[META, ...], TupleOf(META)),
-        (tuple[int, META], Nested(tuple, (0, 1), (InstanceOf(int), META))),  # type: ignore[valid-type]
-        (Tuple[()], Nested(tuple, (), ())),
-        (Optional[META], OneOf((META, Value(None)))),
-        (META | None, OneOf((META, Value(None)))),
-        (None | META, OneOf((Value(None), META))),
-        (int | META, OneOf((InstanceOf(int), META))),
-        (int | None, OneOf((InstanceOf(int), Value(None)))),
-        (Union[int, str], OneOf((InstanceOf(int), InstanceOf(str)))),
-        (Literal["sum", 3], OneOf((Value("sum"), Value(3)))),
-        (Annotated[int, "width"], InstanceOf(int)),
-        (Annotated[torch.Tensor, META], META),
-        (Annotated[torch.nn.Parameter, META], TensorOf(torch.nn.Parameter, META)),
-        (torch.nn.Parameter, InstanceOf(torch.nn.Parameter)),
-        (Fields, Nested(Fields, (0, 1, 2), (META, ListOf(META), Anything()))),
-        (State, Nested(State, (0, 1), (Anything(), Anything()))),
-        (Encoder, OfType(TSModuleInterface(Encoder))),
-        (torch.futures.Future[META], OfType(TSFuture(TSTensor(meta=META)))),  # type: ignore[valid-type]
+        (List, TSList(ANY)),
+        (List[int], TSList(INT)),
+        (list[int], TSList(INT)),
+        (List[META], TSList(DESCRIBED)),  # type: ignore[valid-type]
+        (list[META], TSList(DESCRIBED)),  # type: ignore[valid-type]
+        (List[MetaTensorType], TSList(TENSOR)),
+        (Dict, TSDict(ANY, ANY)),
+        (Dict[str, META], TSDict(STR, DESCRIBED)),  # type: ignore[valid-type]
+        (dict[str, int], TSDict(STR, INT)),
+        (Tuple, TSTupleOf(ANY)),
+        (Tuple[META, ...], TSTupleOf(DESCRIBED)),
+        (tuple[int, META], TSTuple((INT, DESCRIBED))),  # type: ignore[valid-type]
+        (Tuple[()], TSTuple(())),
+        (Optional[META], TSUnion((DESCRIBED, NONE))),
+        (META | None, TSUnion((DESCRIBED, NONE))),
+        (None | META, TSUnion((NONE, DESCRIBED))),
+        (int | META, TSUnion((INT, DESCRIBED))),
+        (int | None, TSUnion((INT, NONE))),
+        (Union[int, str], TSUnion((INT, STR))),
+        (Literal["sum", 3], TSUnion((Value("sum"), Value(3)))),
+        (Annotated[int, "width"], INT),
+        (Annotated[torch.Tensor, META], DESCRIBED),
+        (Annotated[torch.nn.Parameter, META], TSTensor(torch.nn.Parameter, META)),
+        (torch.nn.Parameter, TSTensor(torch.nn.Parameter)),
+        (Fields, TSPytree(Fields, (0, 1, 2), (DESCRIBED, TSList(DESCRIBED), ANY))),
+        (State, TSPytree(State, (0, 1), (ANY, ANY))),
+        (Encoder, TSModuleInterface(Encoder)),
+        (torch.futures.Future[META], TSFuture(TSTensor(meta=META))),  # type: ignore[valid-type]
         # types of the language
-        (parse("Any"), Anything()),
-        (parse("None"), Value(None)),
-        (parse("double"), InstanceOf(float)),
-        (parse("f64[n]"), META),
-        (parse("List[f64[n]]"), ListOf(META)),
-        (parse("Dict[str, f64[n]]"), DictOf(InstanceOf(str), META)),
-        (parse("Optional[f64[n]]"), OneOf((META, Value(None)))),
-        (parse("Tuple[f64[n], int]"), Nested(tuple, (0, 1), (META, InstanceOf(int)))),
-        (parse("namedtuple(a: f64[n])"), NamedOf(("a",), (META,))),
-        (parse("RRef[int]"), OfType(TSRRef(INT))),
-        (parse("torch.nn.Parameter"), InstanceOf(torch.nn.Parameter)),
-        (parse("torch.device"), InstanceOf(torch.device)),
-        (parse("tests.types.strategies.Color"), InstanceOf(Color)),
+        (parse("Any"), ANY),
+        (parse("None"), NONE),
+        (parse("double"), FLOAT),
+        (parse("f64[n]"), DESCRIBED),
+        (parse("List[f64[n]]"), TSList(DESCRIBED)),
+        (parse("Dict[str, f64[n]]"), TSDict(STR, DESCRIBED)),
+        (parse("Optional[f64[n]]"), TSUnion((DESCRIBED, NONE))),
+        (parse("Tuple[f64[n], int]"), TSTuple((DESCRIBED, INT))),
+        (parse("namedtuple(a: f64[n])"), TSNamedTuple(("a",), (DESCRIBED,))),
+        (parse("RRef[int]"), TSRRef(INT)),
+        (parse("torch.nn.Parameter"), TSTensor(torch.nn.Parameter)),
+        (parse("torch.device"), TSBuiltinClass(torch.device)),
+        (parse("tests.types.strategies.Color"), TSEnum(Color)),
         # instances of dataclasses
-        (Batch(META, 2.0), FieldsOf(Batch, ("x", "scale", "tail"),
-                                    (META, Value(2.0), Value(None)))),
-        (Batch(None, float), FieldsOf(Batch, ("x", "scale", "tail"),  # type: ignore[arg-type]
-                                      (Value(None), InstanceOf(float), Value(None)))),
-        ((META, 3), Nested(tuple, (0, 1), (META, Value(3)))),
-        ([int], Nested(list, (0,), (InstanceOf(int),))),
-        ({"w": META}, Nested(dict, ("w",), (META,))),
-        (OrderedDict(w=META), Nested(dict, ("w",), (META,))),
-        (State(META, int), Nested(State, (0, 1), (META, InstanceOf(int)))),
-        (deque([META]), Nested(deque, (0,), (META,))),
-        ([[META], {}], Nested(list, (0, 1), (Nested(list, (0,), (META,)), Nested(dict, (), ())))),
+        (Batch(META, 2.0), TSFields(Batch, ("x", "scale", "tail"),
+                                    (DESCRIBED, Value(2.0), NONE))),
+        (Batch(None, float), TSFields(Batch, ("x", "scale", "tail"),  # type: ignore[arg-type]
+                                      (NONE, FLOAT, NONE))),
+        ((META, 3), TSTuple((DESCRIBED, Value(3)))),
+        ([int], TSPytree(list, (0,), (INT,))),
+        ({"w": META}, TSPytree(dict, ("w",), (DESCRIBED,))),
+        (OrderedDict(w=META), TSPytree(dict, ("w",), (DESCRIBED,))),
+        (State(META, int), TSPytree(State, (0, 1), (DESCRIBED, INT))),
+        (deque([META]), TSPytree(deque, (0,), (DESCRIBED,))),
+        ([[META], {}], TSPytree(list, (0, 1), (TSPytree(list, (0,), (DESCRIBED,)),
+                                               TSPytree(dict, (), ())))),
     ],
 )  # fmt: skip
 def test_reads(written: object, descriptor: object) -> None:
@@ -236,8 +240,8 @@ def test_a_record_of_plain_values_is_a_value() -> None:
 
 
 def test_a_class_that_has_itself_for_an_attribute_is_described_once() -> None:
-    fields = FieldsOf(Batch, ("x", "scale", "tail"), (
-        META, InstanceOf(float), OneOf((InstanceOf(Batch), Value(None)))))  # fmt: skip
+    fields = TSFields(Batch, ("x", "scale", "tail"), (
+        DESCRIBED, FLOAT, TSUnion((TSFields(Batch, (), ()), NONE))))  # fmt: skip
     assert as_descriptor(Batch) == fields
 
 

@@ -1,33 +1,34 @@
-"""The types of the language, what is promised of a function's arguments, and the checks of both.
+"""The types of values and of calls, and their checks.
 
-The types, in the order in which they rest on each other:
-
-    grammar       the types: frozen dataclasses under one union
-    class_names   how a class is called in a text, and found by it
-    reader        reads texts, of types and of descriptors
-    text          a text read into a type
-    classes       nominal types: enums, interfaces, torch's own classes, any class
-    annotation    what typing objects, classes and strings stand for
-    lattice       which type is a subtype of which, and the least type above two
-    sizes         the same for the sizes of tensors, whose names hold across a type
-    inference     the types of values
-    conformance   whether a value is of a type, and every place where it is not
-    generated     whether, as generated code
-    interfaces    whether a class has what an interface asks for
-    signatures    the types of parameters and results, and the check of a call
-    attributes    what an attribute of a type is
-    control_flow  the types of branches, and of what loops carry
-
-Descriptors, in the order in which one passes through them:
+A descriptor of a function's parameter is a type. The modules, in the order in which they rest on
+each other:
 
     polynomials  expressions over sizes: when two are the same, and solved for a name
     dims         sizes: numbers, names with bounds, expressions
     meta         MetaTensorType: a tensor's dtype, shape, device, requires_grad, layout
-    values       Python values: when two are the same
-    reading      what users write, read into a descriptor
-    descriptors  descriptors: a union of frozen dataclasses; their text, and read back
-    descriptor_lattice  the order of descriptors, and their joins
-    descriptor_sets     the descriptors of all parameters: from examples, widened, split, as text
+    class_names  how a class is called in a text, and found by it
+    values       Python values as literals: when two are the same, and their text
+    grammar      the types: frozen dataclasses under one union
+    classes      nominal types: enums, interfaces, torch's own classes, any class
+    descriptors  what a type says of a value: its class, its tensors, its parts
+    sizes        the sizes of two types compared: names hold across a type
+    lattice      which type is below which, and the least type above two
+    inference    the types of values
+    reader       reads texts, of types and of descriptors
+    text         a text read into a type
+    annotation   what typing objects, classes and strings stand for
+    reading      what users write for a descriptor
+    conformance  whether a value is of a type, and every place where it is not
+    generated    the same as generated code, which is fast for values that are right
+    interfaces   whether a class has what an interface asks for
+    signatures   the types of parameters and results, and the check of a call
+    attributes   what an attribute of a type is
+    control_flow the types of branches, and of what loops carry
+
+The descriptors of a call:
+
+    descriptor_text  their text, and read back
+    descriptor_sets  the record of all parameters: from examples, widened, split, as text
     quick        descriptors as generated code, for calls that are right
     checks       a descriptor as a function that finds what a value breaks
     choosing     which of several sets of descriptors a call is checked by
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from tsfunc.types.control_flow import check_carry, differences, join_branches
     from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
     from tsfunc.types.descriptor_text import parse_descriptor
-    from tsfunc.types.descriptors import Descriptor, Value
     from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
     from tsfunc.types.grammar import (
         ANY,
@@ -60,11 +60,14 @@ if TYPE_CHECKING:
         NONE,
         STR,
         TENSOR,
+        Descriptor,
         TSAllType,
         TSBuiltinClass,
+        TSCallType,
         TSCustomClass,
         TSDict,
         TSEnum,
+        TSFields,
         TSFuture,
         TSInstanceClass,
         TSList,
@@ -75,11 +78,15 @@ if TYPE_CHECKING:
         TSNominalType,
         TSOptional,
         TSPrimitiveType,
+        TSPytree,
         TSRRef,
         TSStructuralType,
         TSTensor,
         TSTuple,
+        TSTupleOf,
         TSType,
+        TSUnion,
+        Value,
         optional,
     )
     from tsfunc.types.inference import of_value, schema_of
@@ -99,13 +106,13 @@ else:
             "control_flow": "check_carry differences join_branches",
             "descriptor_sets": "Descriptors infer_descriptors",
             "descriptor_text": "parse_descriptor",
-            "descriptors": "Descriptor Value",
             "dims": "Dim DimExpr DimForm DimSpec",
             "grammar": """
-                ANY BOOL DOUBLE FLOAT INT NONE STR TENSOR TSAllType TSBuiltinClass TSCustomClass
-                TSDict TSEnum TSFuture TSInstanceClass TSList TSMetaType TSModuleInterface
-                TSModuleType TSNamedTuple TSNominalType TSOptional TSPrimitiveType TSRRef
-                TSStructuralType TSTensor TSTuple TSType optional
+                ANY BOOL DOUBLE FLOAT INT NONE STR TENSOR Descriptor TSAllType TSBuiltinClass
+                TSCallType TSCustomClass TSDict TSEnum TSFields TSFuture TSInstanceClass TSList
+                TSMetaType TSModuleInterface TSModuleType TSNamedTuple TSNominalType TSOptional
+                TSPrimitiveType TSPytree TSRRef TSStructuralType TSTensor TSTuple TSTupleOf TSType
+                TSUnion Value optional
             """,
             "inference": "of_value schema_of",
             "lattice": "is_subtype join",
@@ -137,9 +144,11 @@ __all__ = [
     "Signature",
     "TSAllType",
     "TSBuiltinClass",
+    "TSCallType",
     "TSCustomClass",
     "TSDict",
     "TSEnum",
+    "TSFields",
     "TSFuture",
     "TSInstanceClass",
     "TSList",
@@ -150,11 +159,14 @@ __all__ = [
     "TSNominalType",
     "TSOptional",
     "TSPrimitiveType",
+    "TSPytree",
     "TSRRef",
     "TSStructuralType",
     "TSTensor",
     "TSTuple",
+    "TSTupleOf",
     "TSType",
+    "TSUnion",
     "Value",
     "as_descriptor",
     "attribute_type",

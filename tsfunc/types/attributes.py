@@ -17,6 +17,7 @@ import torch
 from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.types.annotation import attribute_types
 from tsfunc.types.classes import interface_methods
+from tsfunc.types.descriptors import PYTHON_CLASSES
 from tsfunc.types.grammar import (
     ANY,
     STR,
@@ -26,6 +27,7 @@ from tsfunc.types.grammar import (
     TSCustomClass,
     TSDict,
     TSEnum,
+    TSFields,
     TSFuture,
     TSList,
     TSMetaType,
@@ -34,10 +36,14 @@ from tsfunc.types.grammar import (
     TSNamedTuple,
     TSOptional,
     TSPrimitiveType,
+    TSPytree,
     TSRRef,
     TSTensor,
     TSTuple,
+    TSTupleOf,
     TSType,
+    TSUnion,
+    Value,
     assert_never,
     optional,
 )
@@ -46,15 +52,6 @@ from tsfunc.types.signatures import Signature, signature
 
 Resolved: TypeAlias = TSAllType | Signature
 """The type of a data attribute, or the signature of a method."""
-
-_PYTHON: dict[str, type] = {
-    "int": int,
-    "float": float,
-    "double": float,
-    "bool": bool,
-    "str": str,
-    "None": type(None),
-}
 
 
 def attribute_type(type_: TSAllType, name: str, *, of: str = "a value") -> Resolved:
@@ -108,11 +105,22 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
                 f"first, after which it is of type {element}."
             )
         case TSPrimitiveType(primitive):
-            return _of_class(_PYTHON[primitive], type_, name, of)
+            return _of_class(PYTHON_CLASSES[primitive], type_, name, of)
         case TSNamedTuple(names, elements):
             found = dict(zip(names, elements, strict=True)).get(name)
             return _of_class(tuple, type_, name, of) if found is None else found
-        case TSTuple():
+        case TSUnion():
+            raise TypeCheckError(
+                f"{of}.{name}: {of} is of type {type_}, one of several; test which one first."
+            )
+        case Value(value):
+            return _of_class(type(value), type_, name, of)
+        case TSFields(cls, names, children):
+            declared = dict(zip(names, children, strict=True)).get(name)
+            return _of_class(cls, type_, name, of) if declared is None else declared
+        case TSPytree(kind):
+            return _of_class(kind, type_, name, of)
+        case TSTuple() | TSTupleOf():
             return _of_class(tuple, type_, name, of)
         case TSList():
             return _of_class(list, type_, name, of)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from tsfunc.types.classes import primitive_of
 from tsfunc.types.conformance import mismatches
 from tsfunc.types.container_checks import (
     dict_check,
@@ -14,24 +17,34 @@ from tsfunc.types.container_checks import (
     one_of_check,
     sequence_check,
 )
-from tsfunc.types.descriptors import (
-    Anything,
-    Descriptor,
-    DictOf,
-    FieldsOf,
-    InstanceOf,
-    ListOf,
-    NamedOf,
-    Nested,
-    OfType,
-    OneOf,
-    TensorOf,
-    TupleOf,
-    Value,
-)
+from tsfunc.types.descriptors import PYTHON_CLASSES
 from tsfunc.types.dims import Dim
-from tsfunc.types.grammar import TSType, assert_never
-from tsfunc.types.inference import primitive_of
+from tsfunc.types.grammar import (
+    NONE,
+    Descriptor,
+    TSBuiltinClass,
+    TSCustomClass,
+    TSDict,
+    TSEnum,
+    TSFields,
+    TSFuture,
+    TSList,
+    TSMetaType,
+    TSModuleInterface,
+    TSNamedTuple,
+    TSOptional,
+    TSPrimitiveType,
+    TSPytree,
+    TSRRef,
+    TSTensor,
+    TSTuple,
+    TSTupleOf,
+    TSType,
+    TSUnion,
+    Value,
+    alternatives_of,
+    assert_never,
+)
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.runs import Check, Failure, Path, Run, place_text
 from tsfunc.types.tensor_checks import tensor_check
@@ -41,34 +54,45 @@ from tsfunc.types.values import describe, same_value
 def compile_check(descriptor: Descriptor, dims: Mapping[str, Dim]) -> Check | None:
     """The check of one descriptor; None if it promises nothing. `dims` has all the bounds."""
     match descriptor:
-        case MetaTensorType():
-            return tensor_check(descriptor, dims)
-        case TensorOf(cls, meta):
-            return _both(_class_check(cls), tensor_check(meta, dims))
-        case Anything():
+        case TSTensor(cls, meta):
+            if cls is torch.Tensor:
+                return tensor_check(meta, dims)
+            only_class = meta == MetaTensorType()
+            return (
+                _class_check(cls)
+                if only_class
+                else _both(_class_check(cls), tensor_check(meta, dims))
+            )
+        case TSMetaType():
             return None
-        case InstanceOf(cls):
+        case TSPrimitiveType("None"):
+            return _value_check(None)
+        case TSPrimitiveType(name):
+            return _class_check(PYTHON_CLASSES[name])
+        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
             return _class_check(cls)
-        case OfType(type_):
-            return _type_check(type_)
+        case TSFuture() | TSRRef() | TSModuleInterface():
+            return _type_check(descriptor)
         case Value(value):
             return _value_check(value)
-        case ListOf(element):
+        case TSList(element):
             return sequence_check(list, compile_check(element, dims))
-        case TupleOf(element):
+        case TSTupleOf(element):
             return sequence_check(tuple, compile_check(element, dims))
-        case DictOf(key, item):
+        case TSDict(key, item):
             return dict_check(compile_check(key, dims), compile_check(item, dims))
-        case OneOf(alternatives):
-            rest = [each for each in alternatives if each != Value(None)]
+        case TSUnion() | TSOptional():
+            rest = [each for each in alternatives_of(descriptor) if each != NONE]
             return one_of_check(descriptor, [compile_check(each, dims) for each in rest])
-        case Nested(kind, entries, children):
+        case TSTuple(children):
+            return nested_check(tuple, dict(enumerate(compile_check(x, dims) for x in children)))
+        case TSPytree(kind, entries, children):
             checks = [compile_check(child, dims) for child in children]
             return nested_check(kind, dict(zip(entries, checks, strict=True)))
-        case NamedOf(names, children):
+        case TSNamedTuple(names, children):
             checks = [compile_check(child, dims) for child in children]
             return named_check(names, checks)
-        case FieldsOf(cls, names, children):
+        case TSFields(cls, names, children):
             checks = [compile_check(child, dims) for child in children]
             fields = fields_check(cls, dict(zip(names, checks, strict=True)))
             return _both(_class_check(cls), fields)

@@ -12,16 +12,21 @@ from typing import Any
 
 from tsfunc.errors import DescriptorError
 from tsfunc.types.compiled import CompiledDescriptors
-from tsfunc.types.descriptor_facts import (
-    class_of,
-    elements_of,
-    fits_class,
-    items_of,
-    meta_of,
-)
 from tsfunc.types.descriptor_sets import Descriptors
-from tsfunc.types.descriptors import Anything, Descriptor, DictOf, FieldsOf, Nested, OneOf, Value
+from tsfunc.types.descriptors import class_of, elements_of, fits_class, items_of, meta_of
 from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.grammar import (
+    ANY,
+    Descriptor,
+    TSDict,
+    TSFields,
+    TSOptional,
+    TSPytree,
+    TSTuple,
+    TSUnion,
+    Value,
+    alternatives_of,
+)
 from tsfunc.types.meta import MetaTensorType, on_device
 
 Place = tuple[int, str]
@@ -75,11 +80,11 @@ def exclude_each_other(left: Mapping[str, Descriptor], right: Mapping[str, Descr
 
 def _apart(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]) -> bool:
     """Whether no value keeps both; adds the sizes that would have to be equal."""
-    if isinstance(left, Anything) or isinstance(right, Anything):
+    if ANY in (left, right):
         return False
-    if isinstance(left, OneOf) or isinstance(right, OneOf):
-        ones = left.alternatives if isinstance(left, OneOf) else (left,)
-        others = right.alternatives if isinstance(right, OneOf) else (right,)
+    unions = TSUnion | TSOptional
+    if isinstance(left, unions) or isinstance(right, unions):
+        ones, others = alternatives_of(left), alternatives_of(right)
         return all(_all_apart(one, other) for one in ones for other in others)
     one, other = meta_of(left), meta_of(right)
     if one is not None and other is not None:
@@ -104,13 +109,18 @@ def _classes_apart(left: Descriptor, right: Descriptor) -> bool:
 def _children_apart(
     left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]
 ) -> bool:
-    if isinstance(left, FieldsOf) and isinstance(right, FieldsOf):
+    if isinstance(left, TSFields) and isinstance(right, TSFields):
         others = dict(zip(right.names, right.children, strict=True))
         pairs = zip(left.names, left.children, strict=True)
         return any(_apart(each, others[name], sizes) for name, each in pairs if name in others)
-    if DictOf in (type(left), type(right)) and class_of(left) is class_of(right) is dict:
+    if TSDict in (type(left), type(right)) and class_of(left) is class_of(right) is dict:
         return _elements_apart(items_of(left), items_of(right))
-    if isinstance(left, Nested) and isinstance(right, Nested) and left.kind is right.kind:
+    if isinstance(left, TSTuple) and isinstance(right, TSTuple):
+        if len(left.elements) != len(right.elements):
+            return True
+        elements = zip(left.elements, right.elements, strict=True)
+        return any(_apart(*each, sizes) for each in elements)
+    if isinstance(left, TSPytree) and isinstance(right, TSPytree) and left.kind is right.kind:
         if set(left.entries) != set(right.entries):
             return True
         by_entry = dict(zip(right.entries, right.children, strict=True))

@@ -10,15 +10,22 @@ import typing
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import optree
 import torch
 
 from tsfunc.errors import AnnotationError
 from tsfunc.types.grammar import (
+    BOOL,
+    FLOAT,
+    INT,
+    NONE,
+    STR,
     TSBuiltinClass,
     TSCustomClass,
     TSEnum,
     TSModuleInterface,
     TSNominalType,
+    TSPrimitiveType,
     TSTensor,
 )
 
@@ -71,6 +78,43 @@ def is_future_class(cls: type) -> bool:
 def is_rref_class(cls: type) -> bool:
     """Whether it is torch's RRef; a torch that was built without RPC has none."""
     return any(base.__name__ == "PyRRef" for base in cls.__mro__)
+
+
+# --- the classes of single values, and of named tuples
+
+# In this order: a bool is an int to Python, and not to the language.
+_PRIMITIVES = (
+    (bool | torch.SymBool, BOOL),
+    (int | torch.SymInt, INT),
+    (float | torch.SymFloat, FLOAT),
+    (str, STR),
+)
+
+
+def primitive_of(value: Any) -> TSPrimitiveType | None:
+    """The primitive type of a single value, None included; None for a value of another type.
+
+    The members of an enum are no ints, even where Python has them for such.
+    """
+    if value is None:
+        return NONE
+    if isinstance(value, enum.Enum):
+        return None
+    return next((type_ for kind, type_ in _PRIMITIVES if isinstance(value, kind)), None)
+
+
+def field_names(value: object) -> tuple[str, ...] | None:
+    """The names of a named tuple's elements; None for any other value."""
+    return names_of_class(type(value))
+
+
+def names_of_class(cls: type) -> tuple[str, ...] | None:
+    """`field_names` of the instances of a class."""
+    if optree.is_namedtuple_class(cls):
+        return tuple(optree.namedtuple_fields(cls))
+    if optree.is_structseq_class(cls):  # torch.return_types
+        return tuple(optree.structseq_fields(cls))
+    return None
 
 
 # --- enums

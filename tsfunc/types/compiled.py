@@ -9,9 +9,9 @@ from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.types.checks import compile_check
-from tsfunc.types.descriptor_facts import class_of, entries_of
-from tsfunc.types.descriptors import Anything, Descriptor, OneOf, governing, tensor_leaves
+from tsfunc.types.descriptors import class_of, entries_of, governing, meta_of, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.grammar import Descriptor, TSMetaType, TSOptional, TSUnion
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.polynomials import most, solved_for
 from tsfunc.types.quick import Quick, generate_check
@@ -245,14 +245,14 @@ def _require_kind(
     signature: inspect.Signature, parameter: inspect.Parameter, descriptor: Descriptor
 ) -> None:
     """What stars gather is a tuple or a dict, and no argument of another parameter."""
-    if parameter.kind not in _STARRED or isinstance(descriptor, Anything | OneOf):
+    if parameter.kind not in _STARRED or isinstance(descriptor, TSMetaType | TSUnion | TSOptional):
         return
     stars, words, kind, spelling = _STARRED[parameter.kind]
     cls = class_of(descriptor)
     if cls is None or not (issubclass(cls, kind) or issubclass(kind, cls)):
         raise DescriptorError(
             f"{parameter.name}: {stars}{parameter.name} is {words} of what comes, got "
-            f"{descriptor}; describe all of it, for example by {spelling}"
+            f"{meta_of(descriptor) or descriptor}; describe all of it, for example by {spelling}"
         )
     by_name = {
         each.name

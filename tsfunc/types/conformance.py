@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from tsfunc.types.annotation import attribute_types, from_annotation
-from tsfunc.types.classes import is_rref_class
+from tsfunc.types.classes import field_names, is_rref_class, primitive_of
+from tsfunc.types.descriptors import children_of
 from tsfunc.types.dims import Dim, DimExpr
 from tsfunc.types.generated import Fits, generate
 from tsfunc.types.grammar import (
@@ -23,6 +24,7 @@ from tsfunc.types.grammar import (
     TSCustomClass,
     TSDict,
     TSEnum,
+    TSFields,
     TSFuture,
     TSList,
     TSMetaType,
@@ -31,15 +33,19 @@ from tsfunc.types.grammar import (
     TSNamedTuple,
     TSOptional,
     TSPrimitiveType,
+    TSPytree,
     TSRRef,
     TSTensor,
     TSTuple,
+    TSTupleOf,
+    TSUnion,
+    Value,
     assert_never,
 )
-from tsfunc.types.inference import field_names, module_type, primitive_of
+from tsfunc.types.inference import module_type
 from tsfunc.types.interfaces import missing_methods
 from tsfunc.types.meta import MetaTensorType, on_device, tensor_text
-from tsfunc.types.values import describe
+from tsfunc.types.values import describe, entry_text, same_keys, same_value
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,32 @@ class _Run:
                     return self.fail(path, expected, value)
                 if dataclasses.is_dataclass(cls):
                     self.fields(value, cls, path)
+            case Value(wanted):
+                if not same_value(wanted, value):
+                    self.fail(path, expected, value)
+            case TSUnion(alternatives):
+                self.union(value, alternatives, path, expected)
+            case TSTupleOf(element):
+                if not isinstance(value, tuple):
+                    return self.fail(path, expected, value)
+                for i, item in enumerate(value):
+                    self.visit(item, element, f"{path}[{i}]")
+            case TSPytree(kind, entries, children):
+                if not isinstance(value, kind) or (
+                    kind not in (list, dict) and type(value) is not kind
+                ):
+                    return self.fail(path, expected, value)
+                own_entries, items = children_of(value)
+                by_entry = dict(zip(own_entries, items, strict=True))
+                if not same_keys(entries, own_entries):
+                    return self.fail(path, expected, value)
+                for entry, child in zip(entries, children, strict=True):
+                    self.visit(by_entry[entry], child, path + entry_text(kind, entry))
+            case TSFields(cls, names, children):
+                if not is_instance(value, cls) or not all(hasattr(value, name) for name in names):
+                    return self.fail(path, expected, value)
+                for name, child in zip(names, children, strict=True):
+                    self.visit(getattr(value, name), child, f"{path}.{name}")
             case TSModuleInterface(cls):
                 for name, what in missing_methods(type(value), cls):
                     self.found.append(Mismatch(f"{path}.{name}", *what))
@@ -178,6 +210,19 @@ class _Run:
                 self.module(value, type_, path, expected)
             case _:
                 assert_never(type_)
+
+    def union(
+        self, value: Any, alternatives: Iterable[TSAllType], path: str, expected: object
+    ) -> None:
+        """Take the first alternative that the value fits."""
+        for alternative in alternatives:
+            trial = _Run()
+            trial.sizes, trial.pending = dict(self.sizes), list(self.pending)
+            trial.visit(value, alternative, path)
+            if not trial.found:
+                self.sizes, self.pending = trial.sizes, trial.pending
+                return
+        self.fail(path, expected, value)
 
     def fields(self, value: Any, cls: type, path: str) -> None:
         """The fields of a dataclass, which are what its constructor declares."""

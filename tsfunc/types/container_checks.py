@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tsfunc import pytrees
-from tsfunc.types.descriptors import Attribute, OneOf, children_of
-from tsfunc.types.inference import field_names
+from tsfunc.types.classes import field_names
+from tsfunc.types.descriptors import children_of
+from tsfunc.types.grammar import TSType, alternatives_of
 from tsfunc.types.runs import Check, Path, Run, place_text
-from tsfunc.types.values import describe, same_keys, same_value
+from tsfunc.types.values import Attribute, describe, same_keys, same_value
 
 
 def sequence_check(kind: type[list[Any]] | type[tuple[Any, ...]], element: Check | None) -> Check:
@@ -157,9 +158,9 @@ def _report_keys(
             run.fail(path, f"[{key!r}]", f"expected no such key, got {describe(value[key])}")
 
 
-def one_of_check(one_of: OneOf, checks: Sequence[Check | None]) -> Check | None:
+def one_of_check(one_of: TSType, checks: Sequence[Check | None]) -> Check | None:
     """For the first alternative that fits; `checks` are of those that are not None."""
-    optional = len(checks) < len(one_of.alternatives)
+    optional = len(checks) < len(alternatives_of(one_of))
     found = [check for check in checks if check is not None]
     if len(found) < len(checks):
         return None  # one of them promises nothing
@@ -172,7 +173,7 @@ def one_of_check(one_of: OneOf, checks: Sequence[Check | None]) -> Check | None:
     return check if optional else check_rest
 
 
-def _only_check(one_of: OneOf, check_rest: Check) -> Check:
+def _only_check(one_of: TSType, check_rest: Check) -> Check:
     """For ``Optional[X]``: X, but what fails as a whole is compared to the whole."""
 
     def check(value: Any, path: Path, run: Run) -> None:
@@ -185,7 +186,7 @@ def _only_check(one_of: OneOf, check_rest: Check) -> Check:
     return check
 
 
-def _first_check(one_of: OneOf, checks: list[Check]) -> Check:
+def _first_check(one_of: TSType, checks: list[Check]) -> Check:
     """The first alternative that fits what the call has bound so far; it is not revised."""
 
     def check(value: Any, path: Path, run: Run) -> None:

@@ -6,7 +6,6 @@ ones, printed, and read back.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,14 +15,14 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError
-from tsfunc.types.descriptor_facts import dims_in, map_metas
-from tsfunc.types.descriptor_lattice import common_order, is_below, join_pairs
 from tsfunc.types.descriptor_text import parse_descriptor
-from tsfunc.types.descriptors import Anything, Descriptor, InstanceOf, Value
+from tsfunc.types.descriptors import class_type, dims_in, is_plain_value, literal
 from tsfunc.types.dims import Dim, DimExpr, DimForm, parse_dim, spell_dim
+from tsfunc.types.grammar import ANY, Descriptor, TSTensor, map_tensors
+from tsfunc.types.lattice import common_order, is_below, join_pairs
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor
-from tsfunc.types.sizes import Instance, substituted
+from tsfunc.types.sizes import substituted
 
 
 class Descriptors(Mapping[str, Descriptor]):
@@ -96,8 +95,8 @@ class Descriptors(Mapping[str, Descriptor]):
             DescriptorError: the text says none, or names a parameter twice.
 
         Example:
-            >>> Descriptors.parse("x: f32[n, 64] cpu, y: List[f32[n]]")["y"]
-            ListOf(element=MetaTensorType(dtype=torch.float32, shape=('n',)))
+            >>> Descriptors.parse("x: f32[n, 64] cpu, y: List[int]")["y"]
+            TSList(element=TSPrimitiveType(name='int'))
         """
         found: dict[str, object] = {}
         for line in text.splitlines():
@@ -109,11 +108,7 @@ class Descriptors(Mapping[str, Descriptor]):
 
     def __le__(self, other: Mapping[str, object]) -> bool:
         wider = _as_set(other)
-        sizes = Instance(dim for each in self.values() for dim in dims_in(each))
-        return (
-            all(is_below(self.get(name, Anything()), each, sizes) for name, each in wider.items())
-            and sizes.settled()
-        )
+        return is_below([self.get(name, ANY) for name in wider], wider.values())
 
     def __lt__(self, other: Mapping[str, object]) -> bool:
         return self <= other and not _as_set(other) <= self
@@ -147,7 +142,7 @@ class Descriptors(Mapping[str, Descriptor]):
         names = common_order(self, right)
         joined = join_pairs([(self[name], right[name]) for name in names])
         pairs = zip(names, joined, strict=True)
-        return Descriptors({name: each for name, each in pairs if each != Anything()})
+        return Descriptors({name: each for name, each in pairs if each != ANY})
 
     def widen(self, example: Mapping[str, object]) -> Descriptors:
         """The least that is promised here and true of one more example.
@@ -209,7 +204,7 @@ class Descriptors(Mapping[str, Descriptor]):
         form = _size_of(name, size)
         return Descriptors(
             {
-                parameter: map_metas(each, lambda meta: substitute(meta, name, form))
+                parameter: map_tensors(each, lambda meta: substitute(meta, name, form))
                 for parameter, each in self.items()
             }
         )
@@ -334,12 +329,6 @@ def _of_example(example: Any) -> Descriptors:
     return Descriptors({name: descriptor_of(value) for name, value in example.items()})
 
 
-_PLAIN = (
-    int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
-    torch.memory_format, enum.Enum,
-)  # fmt: skip
-
-
 def descriptor_of(value: Any) -> Descriptor:
     """All that is true of a value: the descriptions of the tensors in it, and plain values.
 
@@ -348,8 +337,8 @@ def descriptor_of(value: Any) -> Descriptor:
 
     def leaf(each: Any) -> Any:
         if isinstance(each, torch.Tensor):
-            return MetaTensorType.of(each)
-        return Value(each) if isinstance(each, _PLAIN) else InstanceOf(type(each))
+            return TSTensor(meta=MetaTensorType.of(each))
+        return literal(each) if is_plain_value(each) else class_type(type(each))
 
     return as_descriptor(pytrees.tree_map(leaf, value))
 

@@ -18,26 +18,27 @@ import torch
 from tsfunc.errors import AnnotationError
 from tsfunc.types.annotation import from_annotation
 from tsfunc.types.class_names import NAME
-from tsfunc.types.classes import is_interface
-from tsfunc.types.descriptors import (
-    Attribute,
+from tsfunc.types.classes import is_interface, names_of_class
+from tsfunc.types.descriptors import class_type
+from tsfunc.types.grammar import (
+    NONE,
     Descriptor,
-    DictOf,
-    FieldsOf,
-    InstanceOf,
-    ListOf,
-    NamedOf,
-    Nested,
-    OneOf,
-    TensorOf,
-    TupleOf,
+    TSDict,
+    TSFields,
+    TSList,
+    TSNamedTuple,
+    TSPytree,
+    TSTensor,
+    TSTuple,
+    TSTupleOf,
+    TSUnion,
     Value,
 )
-from tsfunc.types.inference import names_of_class
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reader import Reader
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.text import WORDS, TypeReader
+from tsfunc.types.values import Attribute
 
 
 def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> Descriptor:
@@ -72,10 +73,10 @@ class _DescriptorReader(Reader[Descriptor]):
     def term(self) -> Descriptor:
         if self.take(r"\["):
             items = [] if self.take(r"\]") else self.items("]")
-            return Nested(list, tuple(range(len(items))), tuple(items))
+            return TSPytree(list, tuple(range(len(items))), tuple(items))
         if self.take(r"\{"):
             entries, children = self.pairs("}", self.literal)
-            return Nested(dict, entries, children)
+            return TSPytree(dict, entries, children)
         if self.take(r"Literal\["):
             value = self.literal()
             self.need("]", "after the value")
@@ -113,19 +114,19 @@ class _DescriptorReader(Reader[Descriptor]):
         if not isinstance(found, type) or is_interface(found):
             return as_descriptor(found)
         # What is said of its fields stands in the text.
-        return self.container(found) if self.take(r"\(") else InstanceOf(found)
+        return self.container(found) if self.take(r"\(") else class_type(found)
 
     def container(self, cls: type) -> Descriptor:
         """After ``module.Class(``: attributes of an object, fields or entries of a container."""
         entries, children = self.pairs(")", self.entry)
         if entries and all(isinstance(entry, Attribute) for entry in entries):
-            return FieldsOf(cls, tuple(map(str, entries)), children)
+            return TSFields(cls, tuple(map(str, entries)), children)
         names = names_of_class(cls)
         if names is None:
-            return Nested(cls, entries, children)
+            return TSPytree(cls, entries, children)
         if entries != names:
             raise self.error(f"{cls.__name__} has the fields {list(names)}, got {list(entries)}")
-        return Nested(cls, tuple(range(len(names))), children)
+        return TSPytree(cls, tuple(range(len(names))), children)
 
     def entry(self) -> Any:
         attribute = self.take(r"\.[^\W\d]\w*")
@@ -139,19 +140,19 @@ class _DescriptorReader(Reader[Descriptor]):
         return as_descriptor(WORDS[name]) if name in WORDS else None
 
     def described(self, meta: MetaTensorType) -> Descriptor:
-        return meta
+        return TSTensor(meta=meta)
 
     def unite(self, members: Sequence[Descriptor]) -> Descriptor:
-        return members[0] if len(members) == 1 else OneOf(tuple(members))
+        return members[0] if len(members) == 1 else TSUnion(tuple(members))
 
     def compose(self, name: str, items: Sequence[Descriptor]) -> Descriptor:
         count = len(items)
         if name in ("List", "list") and count == 1:
-            return ListOf(items[0])
+            return TSList(items[0])
         if name in ("Dict", "dict") and count == 2:
-            return DictOf(items[0], items[1])
+            return TSDict(items[0], items[1])
         if name == "Optional" and count == 1:
-            return OneOf((items[0], Value(None)))
+            return TSUnion((items[0], NONE))
         if name == "Union" and count:
             return self.unite(items)
         raise AnnotationError(f"{name} of {count} descriptor(s) is none")
@@ -162,7 +163,7 @@ class _DescriptorReader(Reader[Descriptor]):
             inner.at = self.at
             found = inner.composed(name)
             self.at = inner.at
-            return as_descriptor(found)
+            return found
         return self.tuple_of() if name in ("Tuple", "tuple") else super().composed(name)
 
     def tuple_of(self) -> Descriptor:
@@ -170,22 +171,22 @@ class _DescriptorReader(Reader[Descriptor]):
         self.need("[", "after Tuple")
         if self.take(r"\(\s*\)"):
             self.need("]", "after ()")
-            return Nested(tuple, (), ())
+            return TSTuple(())
         items = [self.union()]
         if self.take(r",\s*\.\.\."):
             self.need("]", "after ...")
-            return TupleOf(items[0])
+            return TSTupleOf(items[0])
         while self.take(","):
             items.append(self.union())
         self.need("]", "or ','")
-        return Nested(tuple, tuple(range(len(items))), tuple(items))
+        return TSTuple(tuple(items))
 
     def fields(self, names: tuple[str, ...], elements: tuple[Descriptor, ...]) -> Descriptor:
-        return NamedOf(names, elements)
+        return TSNamedTuple(names, elements)
 
     def annotated(self, base: Descriptor, more: Descriptor) -> Descriptor | None:
-        if isinstance(base, InstanceOf) and isinstance(more, MetaTensorType):
-            return TensorOf(base.cls, more)
+        if isinstance(base, TSTensor) and isinstance(more, TSTensor):
+            return TSTensor(base.cls, more.meta)
         return None
 
 

@@ -1,241 +1,83 @@
-"""Descriptors: what a parameter may be, in the form that is worked with.
+"""What a descriptor says of a value: its class, the tensors in it, what it contains.
 
-What a user writes is read (`reading.py`) into ``Descriptor``, a union of frozen dataclasses that
-every later stage matches exhaustively::
-
-    MetaTensorType(...)          a tensor with these attributes
-    TensorOf(cls, ...)           the same, of a class derived from Tensor
-    Anything()                   no promise
-    InstanceOf(cls)              an instance of a class
-    OfType(type)                 a value of a type that has no children: a future, an interface
-    Value(value)                 this value
-    ListOf(X), TupleOf(X)        any number of X
-    DictOf(K, V)                 any number of items
-    OneOf((X, Y))                either
-    Nested(kind, entries, ...)   a container with exactly these children
-    NamedOf(names, ...)          a named tuple of any class
-    FieldsOf(cls, names, ...)    an object with these attributes
+A descriptor is a type, see ``grammar``: one for each parameter of a call.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.types.class_names import class_name
-from tsfunc.types.grammar import TSFuture, TSModuleInterface, TSRRef, TSTensor, assert_never
-from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.values import describe, same_value
-
-
-@dataclass(frozen=True)
-class Anything:
-    """No promise: ``typing.Any``."""
-
-    def __str__(self) -> str:
-        return "Any"
-
-
-@dataclass(frozen=True)
-class InstanceOf:
-    """An instance of a class; a bool is no int."""
-
-    cls: type
-
-    def __str__(self) -> str:
-        return class_name(self.cls)
-
-
-@dataclass(frozen=True)
-class TensorOf:
-    """A tensor of a derived class: ``Annotated[Parameter, MetaTensorType(...)]``."""
-
-    cls: type[torch.Tensor]
-    meta: MetaTensorType
-
-    def __str__(self) -> str:
-        return str(TSTensor(self.cls, self.meta))
-
-
-@dataclass(frozen=True)
-class OfType:
-    """A value of a type."""
-
-    type: TSFuture | TSRRef | TSModuleInterface
-
-    def __str__(self) -> str:
-        return str(self.type)
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """One value, even where it would be read as something else (a class, a container).
-
-    Args:
-        value: what the argument must be; see `same_value`.
-
-    Example:
-        >>> from tsfunc.types import as_descriptor
-        >>> as_descriptor(int), as_descriptor(Value(int)), as_descriptor(3)
-        (InstanceOf(cls=<class 'int'>), Value(value=<class 'int'>), Value(value=3))
-
-    Source: value specialization of the TorchScript Input Descriptor proposal.
-    """
-
-    value: object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Value) and same_value(self.value, other.value)
-
-    def __hash__(self) -> int:
-        return hash((Value, type(self.value)))  # the value itself need not be hashable
-
-    def __str__(self) -> str:
-        text = literal_text(self.value)
-        return f"Value({describe(self.value)})" if text is None else text
-
-
-@dataclass(frozen=True)
-class ListOf:
-    """A list of any length."""
-
-    element: Descriptor
-
-    def __str__(self) -> str:
-        return f"List[{self.element}]"
-
-
-@dataclass(frozen=True)
-class TupleOf:
-    """A tuple of any length: ``Tuple[X, ...]``."""
-
-    element: Descriptor
-
-    def __str__(self) -> str:
-        return f"Tuple[{self.element}, ...]"
-
-
-@dataclass(frozen=True)
-class DictOf:
-    """A dict of any length."""
-
-    key: Descriptor
-    item: Descriptor
-
-    def __str__(self) -> str:
-        return f"Dict[{self.key}, {self.item}]"
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """The first of some descriptors that fits."""
-
-    alternatives: tuple[Descriptor, ...]
-
-    def __str__(self) -> str:
-        return " | ".join(map(str, self.alternatives))
-
-
-@dataclass(frozen=True, eq=False)
-class Nested:
-    """A container with exactly these children; `entries` are optree's names for them."""
-
-    kind: type
-    entries: tuple[Any, ...]
-    children: tuple[Descriptor, ...]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Nested)
-            and self.kind is other.kind
-            and same_value(self.entries, other.entries)
-            and self.children == other.children
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.kind, self.entries, self.children))
-
-    def __str__(self) -> str:
-        if self.kind is list:
-            return f"[{', '.join(map(str, self.children))}]"
-        if self.kind is tuple:
-            return f"Tuple[{', '.join(map(str, self.children)) or '()'}]"
-        if self.kind is dict:
-            return f"{{{self._items(key_text)}}}"
-        return f"{class_name(self.kind)}({self._items(lambda entry: field_text(self.kind, entry))})"
-
-    def _items(self, name: Callable[[Any], str]) -> str:
-        pairs = zip(self.entries, self.children, strict=True)
-        return ", ".join(f"{name(entry)}: {child}" for entry, child in pairs)
-
-
-@dataclass(frozen=True)
-class NamedOf:
-    """A named tuple of any class that has elements of these names."""
-
-    names: tuple[str, ...]
-    children: tuple[Descriptor, ...]
-
-    def __str__(self) -> str:
-        pairs = zip(self.names, self.children, strict=True)
-        return f"namedtuple({', '.join(f'{name}: {child}' for name, child in pairs)})"
-
-
-@dataclass(frozen=True)
-class FieldsOf:
-    """An instance of a class, and what some of its attributes are."""
-
-    cls: type
-    names: tuple[str, ...]
-    children: tuple[Descriptor, ...]
-
-    def __str__(self) -> str:
-        pairs = zip(self.names, self.children, strict=True)
-        items = ", ".join(f".{name}: {child}" for name, child in pairs)
-        return f"{class_name(self.cls)}({items})"
-
-
-@dataclass(frozen=True)
-class Attribute:
-    """The entry of a path that leads to an attribute of an object."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-Descriptor: TypeAlias = (
-    MetaTensorType
-    | TensorOf
-    | Anything
-    | InstanceOf
-    | OfType
-    | Value
-    | ListOf
-    | TupleOf
-    | DictOf
-    | OneOf
-    | Nested
-    | NamedOf
-    | FieldsOf
+from tsfunc.errors import AnnotationError
+from tsfunc.types.classes import names_of_class, nominal_type, primitive_of
+from tsfunc.types.dims import DimForm
+from tsfunc.types.grammar import (
+    BOOL,
+    FLOAT,
+    INT,
+    NONE,
+    STR,
+    Descriptor,
+    TSBuiltinClass,
+    TSCustomClass,
+    TSDict,
+    TSEnum,
+    TSFields,
+    TSFuture,
+    TSList,
+    TSMetaType,
+    TSModuleInterface,
+    TSNamedTuple,
+    TSOptional,
+    TSPrimitiveType,
+    TSPytree,
+    TSRRef,
+    TSTensor,
+    TSTuple,
+    TSTupleOf,
+    TSUnion,
+    Value,
+    assert_never,
+    children_of_type,
 )
+from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.values import entry_text
 
-DESCRIPTORS = (
-    MetaTensorType, TensorOf, Anything, InstanceOf, OfType, Value, ListOf, TupleOf, DictOf, OneOf,
-    Nested, NamedOf, FieldsOf,
-)  # fmt: skip
+PYTHON_CLASSES: dict[str, type] = {
+    "int": int,
+    "float": float,
+    "double": float,
+    "bool": bool,
+    "str": str,
+    "None": type(None),
+}
+"""The classes of the values of primitive types."""
+
+SINGLE = (int, float, str)
+
+
+def class_type(cls: type) -> Descriptor:
+    """Return the type of the instances of a class, nothing being said of their attributes."""
+    primitive = {int: INT, float: FLOAT, bool: BOOL, str: STR, type(None): NONE}.get(cls)
+    if primitive is not None:
+        return primitive
+    has_fields = dataclasses.is_dataclass(cls) and bool(dataclasses.fields(cls))
+    if has_fields or optree.is_namedtuple_class(cls):
+        return TSFields(cls, (), ())
+    try:
+        return nominal_type(cls)
+    except AnnotationError:  # an enum that breaks the rules: its members are just objects
+        return TSCustomClass(cls)
 
 
 def children_of(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The entries and children of a pytree node, dicts in their own order."""
+    """Return the entries and children of a pytree node, those of a dict in its own order."""
     if isinstance(container, dict):
         return tuple(container), tuple(container.values())
     pytrees.flatten(container)  # takes in classes that are unknown so far
@@ -243,109 +85,188 @@ def children_of(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(flat.entries), tuple(flat.children)
 
 
-def entry_text(kind: type, entry: object) -> str:
-    """How a child is reached: ``.field`` in a named tuple, ``['key']`` or ``[0]`` elsewhere."""
-    if isinstance(entry, Attribute):
-        return f".{entry.name}"
-    field = _field(kind, entry)
-    return f"[{entry!r}]" if field is None else f".{field}"
-
-
-def field_text(kind: type, entry: object) -> str:
-    """How a child is named in the text of a descriptor."""
-    return _field(kind, entry) or key_text(entry)
-
-
-def _field(kind: type, entry: object) -> str | None:
-    if isinstance(entry, str) and dataclasses.is_dataclass(kind):
-        return entry
-    if isinstance(entry, int) and optree.is_namedtuple_class(kind):
-        return str(optree.namedtuple_fields(kind)[entry])
-    if isinstance(entry, int) and optree.is_structseq_class(kind):
-        return str(optree.structseq_fields(kind)[entry])
+def meta_of(descriptor: Descriptor) -> MetaTensorType | None:
+    """Return what a descriptor says of a tensor; None if it describes none."""
+    if isinstance(descriptor, TSTensor):
+        return descriptor.meta
+    if isinstance(descriptor, Value) and isinstance(descriptor.value, torch.Tensor):
+        return MetaTensorType.of(descriptor.value)
     return None
 
 
-def key_text(key: object) -> str:
-    """The key of a dict as text; one that has none is described, and can't be read back."""
-    text = literal_text(key)
-    return describe(key) if text is None else text.removeprefix("Literal[").removesuffix("]")
+def class_of(descriptor: Descriptor) -> type | None:
+    """Return the class of all values that keep a descriptor; None if there is no one class."""
+    match descriptor:
+        case TSTensor(cls) | TSFields(cls) | TSPytree(kind=cls):
+            return cls
+        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
+            return cls
+        case Value(value):
+            return type(value)
+        case TSPrimitiveType(name):
+            return PYTHON_CLASSES[name]
+        case TSList():
+            return list
+        case TSTuple() | TSNamedTuple() | TSTupleOf():
+            return tuple
+        case TSDict():
+            return dict
+        case (
+            TSMetaType() | TSOptional() | TSUnion() | TSFuture() | TSRRef() | TSModuleInterface()
+        ):  # fmt: skip
+            return None
+        case _:
+            assert_never(descriptor)
 
 
-_LITERALS = (int, bool, float, complex, str, bytes)
+def fits_class(descriptor: Descriptor, cls: type) -> bool:
+    """True if each value that keeps a descriptor is of a class.
+
+    In the language a bool is not an int, and nor is the member of an enum.
+    """
+    own = class_of(descriptor)
+    if own is None or not issubclass(own, cls):
+        return False
+    if cls not in SINGLE or own is cls:
+        return True
+    primitive = primitive_of(descriptor.value) if isinstance(descriptor, Value) else None
+    return str(primitive) == cls.__name__
 
 
-def literal_text(value: object) -> str | None:
-    """A value as text that reads back; None if there is none."""
-    if value is None:
-        return "None"
-    if type(value) in _LITERALS or (
-        type(value) is tuple and value and all(type(each) in _LITERALS for each in value)
-    ):
-        return f"Literal[{value!r}]"
-    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
-        return f"Literal[{class_name(type(value))}.{value.name}]"
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-        return f"Literal[{value}]"
-    return None
+def elements_of(descriptor: Descriptor, kind: type) -> Sequence[Descriptor] | None:
+    """Return what the elements of a list or tuple are; None if the descriptor has none."""
+    match descriptor:
+        case TSList(element) if kind is list:
+            return (element,)
+        case TSTupleOf(element) if kind is tuple:
+            return (element,)
+        case TSTuple(elements) | TSNamedTuple(elements=elements) if kind is tuple:
+            return elements
+        case TSPytree(own, _, children) if issubclass(own, kind):
+            return children
+        case _:
+            return None
+
+
+def entries_of(descriptor: Descriptor, kind: type) -> Sequence[Any]:
+    """Return the entries of a container of a kind; nothing if it may have any."""
+    if isinstance(descriptor, TSTuple) and issubclass(tuple, kind):
+        return range(len(descriptor.elements))
+    fits = isinstance(descriptor, TSPytree) and issubclass(descriptor.kind, kind)
+    return descriptor.entries if isinstance(descriptor, TSPytree) and fits else ()
+
+
+def names_of(descriptor: Descriptor) -> tuple[str, ...] | None:
+    """Return the names of a named tuple's elements; None if it is not one."""
+    if isinstance(descriptor, TSNamedTuple):
+        return descriptor.names
+    return names_of_class(descriptor.kind) if isinstance(descriptor, TSPytree) else None
+
+
+def dims_in(descriptor: Descriptor) -> list[DimForm]:
+    """Return all sizes in a descriptor."""
+    if isinstance(descriptor, TSTensor):
+        return list(descriptor.meta.sizes)
+    return [dim for child in children_of_type(descriptor) for dim in dims_in(child)]
+
+
+def keys_of(descriptor: Descriptor) -> list[Descriptor]:
+    """Return what the keys of a dict are."""
+    if isinstance(descriptor, TSDict):
+        return [descriptor.key]
+    return [literal(entry) for entry in entries_of(descriptor, dict)]
+
+
+def items_of(descriptor: Descriptor) -> list[Descriptor]:
+    """Return what the values of a dict are."""
+    if isinstance(descriptor, TSDict):
+        return [descriptor.value]
+    return list(descriptor.children) if isinstance(descriptor, TSPytree) else []
+
+
+def literal(value: object) -> Descriptor:
+    """Return the type of one value; that of None has a name of its own."""
+    return NONE if value is None else Value(value)
+
+
+def is_plain_value(value: object) -> bool:
+    """True for what is neither a tensor nor an object with parts: a number, a word, an enum."""
+    return isinstance(value, _PLAIN)
+
+
+_PLAIN = (
+    int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, enum.Enum,
+)  # fmt: skip
 
 
 def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, MetaTensorType]]:
-    """Every `MetaTensorType` inside a descriptor, with the path of what it describes."""
+    """Yield the metadata of each tensor in a descriptor, with the path of the tensor."""
     match descriptor:
-        case MetaTensorType():
-            yield where, descriptor
-        case TensorOf(_, meta):
+        case TSTensor(_, meta):
             yield where, meta
-        case Anything() | InstanceOf() | OfType() | Value():
-            return
-        case ListOf(element) | TupleOf(element) | DictOf(item=element):
+        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
             yield from tensor_leaves(element, f"{where}[...]")
-        case OneOf(alternatives):
-            for alternative in alternatives:
+        case TSUnion() | TSOptional():
+            for alternative in children_of_type(descriptor):
                 yield from tensor_leaves(alternative, where)
-        case Nested(kind, entries, children):
+        case TSTuple(elements):
+            for i, element in enumerate(elements):
+                yield from tensor_leaves(element, f"{where}[{i}]")
+        case TSPytree(kind, entries, children):
             for entry, child in zip(entries, children, strict=True):
                 yield from tensor_leaves(child, where + entry_text(kind, entry))
-        case NamedOf(names, children) | FieldsOf(_, names, children):
+        case TSNamedTuple(names, children) | TSFields(_, names, children):
             for name, child in zip(names, children, strict=True):
                 yield from tensor_leaves(child, f"{where}.{name}")
+        case (
+            TSMetaType() | TSPrimitiveType() | TSBuiltinClass() | TSCustomClass() | TSEnum()
+            | TSModuleInterface() | TSFuture() | TSRRef() | Value()
+        ):  # fmt: skip
+            return
         case _:
             assert_never(descriptor)
 
 
 def governing(descriptor: Descriptor, path: tuple[Any, ...]) -> set[MetaTensorType | None]:
-    """What may govern a tensor at `path` inside a descriptor; None among it: nothing may."""
+    """Return what may describe a tensor at a path in a descriptor; None in it: nothing may."""
     match descriptor:
-        case MetaTensorType() | TensorOf(meta=MetaTensorType()):
-            meta = descriptor if isinstance(descriptor, MetaTensorType) else descriptor.meta
+        case TSTensor(cls, meta):
+            if cls is not torch.Tensor and meta == MetaTensorType():
+                return {None}
             return set() if path else {meta}
-        case Anything():
+        case TSMetaType():
             return {None}
-        case InstanceOf(cls):
-            is_tensor = issubclass(cls, torch.Tensor) or issubclass(torch.Tensor, cls)
-            return {None} if path or is_tensor else set()
+        case TSFields(names=()) | TSPrimitiveType():
+            return {None} if path else set()
+        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
+            return {None} if path or issubclass(torch.Tensor, cls) else set()
         case Value(value):
             return {None} if path or isinstance(value, torch.Tensor) else set()
-        case OfType():
+        case TSFuture() | TSRRef() | TSModuleInterface():
             return {None} if path else set()
-        case ListOf(element) | TupleOf(element) | DictOf(item=element):
+        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
             return governing(element, path[1:]) if path else set()
-        case OneOf(alternatives):
-            return {meta for each in alternatives for meta in governing(each, path)}
-        case Nested(_, entries, children):
-            return _governing_child(entries, children, path)
-        case NamedOf(names, children):
-            return _governing_child(tuple(range(len(names))), children, path)
-        case FieldsOf(_, names, children):
-            return _governing_child(names, children, (*map(str, path[:1]), *path[1:]))
+        case TSUnion() | TSOptional():
+            return {meta for x in children_of_type(descriptor) for meta in governing(x, path)}
+        case TSPytree() | TSTuple() | TSNamedTuple() | TSFields():
+            child = child_at(descriptor, path)
+            return set() if child is None else governing(child, path[1:])
         case _:
             assert_never(descriptor)
 
 
-def _governing_child(
-    entries: tuple[Any, ...], children: tuple[Descriptor, ...], path: tuple[Any, ...]
-) -> set[MetaTensorType | None]:
+def child_at(
+    descriptor: TSPytree | TSTuple | TSNamedTuple | TSFields, path: tuple[Any, ...]
+) -> Descriptor | None:
+    """Return the child at the first entry of a path; None if there is none."""
+    if isinstance(descriptor, TSFields):
+        entries: Sequence[Any] = descriptor.names
+        path = tuple(map(str, path[:1]))
+    elif isinstance(descriptor, TSPytree):
+        entries = descriptor.entries
+    else:
+        entries = range(len(descriptor.elements))
     if not path or path[0] not in entries:
-        return set()
-    return governing(children[entries.index(path[0])], path[1:])
+        return None
+    return children_of_type(descriptor)[entries.index(path[0])]

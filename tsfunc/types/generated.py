@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tsfunc.types.annotation import attribute_types
+from tsfunc.types.classes import names_of_class, primitive_of
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.grammar import (
     TSAllType,
@@ -25,6 +26,7 @@ from tsfunc.types.grammar import (
     TSCustomClass,
     TSDict,
     TSEnum,
+    TSFields,
     TSFuture,
     TSList,
     TSMetaType,
@@ -33,14 +35,17 @@ from tsfunc.types.grammar import (
     TSNamedTuple,
     TSOptional,
     TSPrimitiveType,
+    TSPytree,
     TSRRef,
     TSTensor,
     TSTuple,
+    TSTupleOf,
     TSType,
+    TSUnion,
+    Value,
     assert_never,
     children_of_type,
 )
-from tsfunc.types.inference import names_of_class, primitive_of
 from tsfunc.types.meta import MetaTensorType, on_device
 
 Fits = Callable[..., bool]
@@ -139,8 +144,9 @@ def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm,
             if dataclasses.is_dataclass(cls) and cls not in behind:
                 for child in attribute_types(cls).values():
                     yield from _dims(child, (*behind, cls))
-        case TSFuture(element) | TSRRef(element):
-            yield from _dims(element, (*behind, type(type_)))
+        case TSFuture() | TSRRef() | TSUnion() | TSTupleOf() | TSPytree() | TSFields():
+            for child in children_of_type(type_):
+                yield from _dims(child, (*behind, type(type_)))
         case TSModuleType():
             return
         case _:
@@ -270,7 +276,10 @@ class Source:
                 self.refuse(self.no_instance(at, cls), indent)
             case TSCustomClass(cls) if _is_plain(cls):
                 self.refuse(self.no_instance(at, cls), indent)
-            case TSCustomClass() | TSModuleInterface() | TSModuleType() | TSFuture() | TSRRef():
+            case (
+                TSCustomClass() | TSModuleInterface() | TSModuleType() | TSFuture() | TSRRef()
+                | Value() | TSUnion() | TSTupleOf() | TSPytree() | TSFields()
+            ):  # fmt: skip
                 self.refuse(f"not {self.new(self.decide(type_))}({at})", indent)
             case _:
                 assert_never(type_)

@@ -1,12 +1,17 @@
 """The types of the language, as frozen dataclasses under one union.
 
-The grammar is that of the TorchScript type system proposal, a class for each of its rules::
+The grammar is that of the TorchScript type system proposal, a class for each of its rules, and the
+types that descriptors of a call have beside these::
 
     TSAllType        = TSType | TSInstanceClass
-    TSType           = TSMetaType | TSPrimitiveType | TSStructuralType | TSNominalType
+    TSType           = TSMetaType | TSPrimitiveType | TSStructuralType | TSNominalType | TSCallType
     TSStructuralType = TSTuple | TSNamedTuple | TSList | TSDict | TSOptional | TSFuture | TSRRef
     TSNominalType    = TSBuiltinClass | TSTensor | TSCustomClass | TSEnum | TSModuleInterface
+    TSCallType       = Value | TSUnion | TSTupleOf | TSPytree | TSFields
     TSInstanceClass  = TSModuleType
+
+A descriptor is a type in the form that `as_descriptor` gives it: it has a `TSUnion` in place of
+``Optional``, and the classes of dataclasses and named tuples are written out.
 
 Functions over types match on the union and end in ``assert_never``, so that a member that one of
 them does not handle is an error of the type checker.
@@ -21,15 +26,17 @@ the exception: ``f32[n]`` and ``f32[m]`` alone say the same.)
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
 from tsfunc.errors import AnnotationError
 from tsfunc.types.class_names import class_name
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.values import describe, field_text, key_text, literal_text, same_value
 
 
 @dataclass(frozen=True)
@@ -110,11 +117,8 @@ class TSDict:
 
     def __post_init__(self) -> None:
         _require_types(self, (self.key, self.value))
-        if not is_key_type(self.key):
-            raise AnnotationError(
-                f"Dict[{self.key}, {self.value}]: the keys of a dict are str, int, float, bool, "
-                f"Tensor or Any, not {self.key}"
-            )
+        if not may_be_key(self.key):
+            raise key_error(self.key, self.value)
 
     def __str__(self) -> str:
         return f"Dict[{self.key}, {self.value}]"
@@ -219,6 +223,120 @@ class TSModuleInterface:
         return class_name(self.cls)
 
 
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One value, even where it would be read as something else (a class, a container).
+
+    Args:
+        value: the value that the argument must be; see `same_value`.
+
+    Two are equal if their values are the same, types included: 1, 1.0 and True differ. Tensors are
+    the same if their metadata and elements are, and neither requires grad.
+
+    Example:
+        >>> from tsfunc.types import as_descriptor
+        >>> as_descriptor(int), as_descriptor(Value(int)), as_descriptor(3)
+        (TSPrimitiveType(name='int'), Value(value=<class 'int'>), Value(value=3))
+
+    Source: value specialization of the TorchScript Input Descriptor proposal.
+    """
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Value) and same_value(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash((Value, type(self.value)))  # the value itself need not be hashable
+
+    def __str__(self) -> str:
+        text = literal_text(self.value)
+        return f"Value({describe(self.value)})" if text is None else text
+
+
+@dataclass(frozen=True)
+class TSUnion:
+    """``X | Y``: the first of some types that fits."""
+
+    alternatives: tuple[TSType, ...]
+
+    def __post_init__(self) -> None:
+        _require_types(self, self.alternatives)
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.alternatives))
+
+
+@dataclass(frozen=True)
+class TSTupleOf:
+    """``Tuple[X, ...]``: a tuple of any length."""
+
+    element: TSType
+
+    def __post_init__(self) -> None:
+        _require_types(self, (self.element,))
+
+    def __str__(self) -> str:
+        return f"Tuple[{self.element}, ...]"
+
+
+@dataclass(frozen=True, eq=False)
+class TSPytree:
+    """A container with exactly these children; a tuple is a `TSTuple` instead.
+
+    Args:
+        kind: ``list``, ``dict``, or another class that optree knows.
+        entries: optree's names for the children.
+        children: their types.
+    """
+
+    kind: type
+    entries: tuple[Any, ...]
+    children: tuple[TSType, ...]
+
+    def __post_init__(self) -> None:
+        _require_types(self, self.children)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, TSPytree)
+            and self.kind is other.kind
+            and same_value(self.entries, other.entries)
+            and self.children == other.children
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.entries, self.children))
+
+    def __str__(self) -> str:
+        if self.kind is list:
+            return f"[{', '.join(map(str, self.children))}]"
+        if self.kind is dict:
+            return f"{{{self._items(key_text)}}}"
+        return f"{class_name(self.kind)}({self._items(lambda entry: field_text(self.kind, entry))})"
+
+    def _items(self, name: Callable[[Any], str]) -> str:
+        pairs = zip(self.entries, self.children, strict=True)
+        return ", ".join(f"{name(entry)}: {child}" for entry, child in pairs)
+
+
+@dataclass(frozen=True)
+class TSFields:
+    """An instance of a class, and the types of some of its attributes, perhaps of none."""
+
+    cls: type
+    names: tuple[str, ...]
+    children: tuple[TSType, ...]
+
+    def __post_init__(self) -> None:
+        _require_types(self, self.children)
+
+    def __str__(self) -> str:
+        pairs = zip(self.names, self.children, strict=True)
+        items = ", ".join(f".{name}: {child}" for name, child in pairs)
+        return f"{class_name(self.cls)}({items})" if items else class_name(self.cls)
+
+
 @dataclass(frozen=True)
 class TSModuleType:
     """The type of one ``nn.Module``, read off the instance; two of one class may differ in it.
@@ -239,7 +357,9 @@ TSStructuralType: TypeAlias = (
     TSTuple | TSNamedTuple | TSList | TSDict | TSOptional | TSFuture | TSRRef
 )
 TSNominalType: TypeAlias = TSBuiltinClass | TSTensor | TSCustomClass | TSEnum | TSModuleInterface
-TSType: TypeAlias = TSMetaType | TSPrimitiveType | TSStructuralType | TSNominalType
+TSCallType: TypeAlias = Value | TSUnion | TSTupleOf | TSPytree | TSFields
+TSType: TypeAlias = TSMetaType | TSPrimitiveType | TSStructuralType | TSNominalType | TSCallType
+Descriptor: TypeAlias = TSType
 TSInstanceClass: TypeAlias = TSModuleType
 TSAllType: TypeAlias = TSType | TSInstanceClass
 
@@ -247,6 +367,7 @@ TSAllType: TypeAlias = TSType | TSInstanceClass
 TS_TYPES = (
     TSMetaType, TSPrimitiveType, TSTuple, TSNamedTuple, TSList, TSDict, TSOptional, TSFuture,
     TSRRef, TSTensor, TSBuiltinClass, TSCustomClass, TSEnum, TSModuleInterface,
+    Value, TSUnion, TSTupleOf, TSPytree, TSFields,
 )  # fmt: skip
 
 ANY = TSMetaType()
@@ -258,6 +379,14 @@ STR = TSPrimitiveType("str")
 NONE = TSPrimitiveType("None")
 TENSOR = TSTensor()
 PRIMITIVES = (INT, FLOAT, DOUBLE, BOOL, STR, NONE)
+
+
+def key_error(key: TSType, value: TSType) -> AnnotationError:
+    """Return the error of a dict whose keys may not be of a type."""
+    return AnnotationError(
+        f"Dict[{key}, {value}]: the keys of a dict are str, int, float, bool, Tensor or Any, "
+        f"not {key}"
+    )
 
 
 def assert_never(value: NoReturn) -> NoReturn:
@@ -280,22 +409,40 @@ def _holds_none(type_: TSType) -> bool:
 
 
 def is_key_type(key: TSAllType) -> bool:
-    """Whether dicts may have such keys."""
+    """True if annotations may have dicts with such keys."""
     return key in (STR, INT, FLOAT, BOOL, ANY) or isinstance(key, TSTensor)
 
 
+def may_be_key(key: TSType) -> bool:
+    """True if a dict may have such keys at all."""
+    return key != NONE and not isinstance(key, TSOptional | TSList | TSDict | TSFuture | TSRRef)
+
+
+def alternatives_of(type_: TSType) -> tuple[TSType, ...]:
+    """Return the types of which a value is to be one; the type itself, if it is not a union."""
+    if isinstance(type_, TSOptional):
+        return type_.element, NONE
+    return type_.alternatives if isinstance(type_, TSUnion) else (type_,)
+
+
 def children_of_type(type_: TSType) -> tuple[TSType, ...]:
-    """The types that a type is composed of."""
+    """Return the types that a type is composed of."""
     match type_:
         case TSTuple(elements) | TSNamedTuple(elements=elements):
             return elements
         case TSList(element) | TSOptional(element) | TSFuture(element) | TSRRef(element):
             return (element,)
+        case TSTupleOf(element):
+            return (element,)
         case TSDict(key, value):
             return key, value
+        case TSUnion(alternatives):
+            return alternatives
+        case TSPytree(children=children) | TSFields(children=children):
+            return children
         case (
             TSMetaType() | TSPrimitiveType() | TSTensor() | TSBuiltinClass() | TSCustomClass()
-            | TSEnum() | TSModuleInterface()
+            | TSEnum() | TSModuleInterface() | Value()
         ):  # fmt: skip
             return ()
         case _:
@@ -303,24 +450,40 @@ def children_of_type(type_: TSType) -> tuple[TSType, ...]:
 
 
 def with_children(type_: TSType, children: Iterable[TSType]) -> TSType:
-    """A type of the same kind that is composed of other types."""
+    """Return a type of the same kind that is composed of other types; itself, if of its own."""
+    new = tuple(children)
+    if all(map(operator.is_, new, children_of_type(type_))):
+        return type_
     match type_:
         case TSTuple():
-            return TSTuple(tuple(children))
+            return TSTuple(new)
         case TSNamedTuple(names):
-            return TSNamedTuple(names, tuple(children))
+            return TSNamedTuple(names, new)
         case TSOptional():
-            (element,) = children
-            return optional(element)
-        case TSList() | TSFuture() | TSRRef() | TSDict():
-            return type(type_)(*children)
+            return optional(*new)
+        case TSList() | TSFuture() | TSRRef() | TSDict() | TSTupleOf():
+            return type(type_)(*new)
+        case TSUnion():
+            return TSUnion(new)
+        case TSPytree(kind, entries):
+            return TSPytree(kind, entries, new)
+        case TSFields(cls, names):
+            return TSFields(cls, names, new)
         case (
             TSMetaType() | TSPrimitiveType() | TSTensor() | TSBuiltinClass() | TSCustomClass()
-            | TSEnum() | TSModuleInterface()
+            | TSEnum() | TSModuleInterface() | Value()
         ):  # fmt: skip
             return type_
         case _:
             assert_never(type_)
+
+
+def map_tensors(type_: TSType, func: Callable[[MetaTensorType], MetaTensorType]) -> TSType:
+    """Return a type with the metadata of each tensor in it replaced."""
+    if isinstance(type_, TSTensor):
+        return TSTensor(type_.cls, func(type_.meta))
+    children = children_of_type(type_)
+    return with_children(type_, [map_tensors(child, func) for child in children])
 
 
 def _require_types(composed: object, children: tuple[object, ...]) -> None:

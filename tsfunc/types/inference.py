@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import optree
 import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
-from tsfunc.types.classes import BUILTIN_CLASSES, is_rref_class, nominal_type
+from tsfunc.types.classes import (
+    BUILTIN_CLASSES,
+    field_names,
+    is_rref_class,
+    nominal_type,
+    primitive_of,
+)
 from tsfunc.types.grammar import (
     ANY,
-    BOOL,
-    FLOAT,
-    INT,
     NONE,
     STR,
     TENSOR,
@@ -28,7 +29,6 @@ from tsfunc.types.grammar import (
     TSList,
     TSModuleType,
     TSNamedTuple,
-    TSPrimitiveType,
     TSRRef,
     TSTensor,
     TSTuple,
@@ -39,13 +39,6 @@ from tsfunc.types.grammar import (
 from tsfunc.types.lattice import join_parts
 from tsfunc.types.meta import MetaTensorType
 
-# In this order: a bool is an int to Python, and not to the language.
-_PRIMITIVES = (
-    (bool | torch.SymBool, BOOL),
-    (int | torch.SymInt, INT),
-    (float | torch.SymFloat, FLOAT),
-    (str, STR),
-)
 _DESCRIBED: TypeAlias = Callable[[torch.Tensor], TSType]
 
 
@@ -114,20 +107,6 @@ def is_tuple(value: object) -> bool:
     return isinstance(value, tuple) and type(value) not in BUILTIN_CLASSES
 
 
-def field_names(value: object) -> tuple[str, ...] | None:
-    """The names of a named tuple's elements; None for any other value."""
-    return names_of_class(type(value))
-
-
-def names_of_class(cls: type) -> tuple[str, ...] | None:
-    """`field_names` of the instances of a class."""
-    if optree.is_namedtuple_class(cls):
-        return tuple(optree.namedtuple_fields(cls))
-    if optree.is_structseq_class(cls):  # torch.return_types
-        return tuple(optree.structseq_fields(cls))
-    return None
-
-
 def _single(value: Any, tensor: _DESCRIBED) -> TSType:
     if isinstance(value, torch.Tensor):
         return tensor(value)
@@ -148,18 +127,6 @@ def _single(value: Any, tensor: _DESCRIBED) -> TSType:
         return nominal_type(cls)
     except AnnotationError:  # an enum that breaks the rules: its members are just objects
         return TSCustomClass(cls)
-
-
-def primitive_of(value: Any) -> TSPrimitiveType | None:
-    """The primitive type of a single value, None included; None for a value of another type.
-
-    The members of an enum are no ints, even where Python has them for such.
-    """
-    if value is None:
-        return NONE
-    if isinstance(value, enum.Enum):
-        return None
-    return next((type_ for kind, type_ in _PRIMITIVES if isinstance(value, kind)), None)
 
 
 def _held(future: Any, tensor: _DESCRIBED) -> TSType:

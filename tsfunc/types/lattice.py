@@ -1,22 +1,47 @@
-"""The order of types: which is a subtype of which, and the least type above two.
+"""The order of types, of values and of calls: which type is below which, and least upper bounds.
 
 NOTE [the order of types]
-``a`` is a subtype of ``b`` if every value of type ``a`` may stand where a ``b`` is asked for.
+``a`` is a subtype of ``b`` if every value of type ``a`` may stand where a ``b`` is expected.
 
-- `Any` is above all. ``None`` and ``X`` are below ``Optional[X]``.
+- `Any` is above all. A union is above each of its alternatives; ``Optional[X]`` is ``X | None``.
 - Numbers do not convert: ``bool``, ``int`` and ``float`` are unrelated. ``float`` is below
   ``double``, which Python's floats are.
-- What can't be written to varies with its elements: tuples, named tuples, futures and remote
-  references. A named tuple is below the tuple of its elements.
-- Lists and dicts do not: who takes a ``List[int]`` for a ``List[Any]`` may write a string into it.
-  What is known of a tensor is no bar, because writing is no matter of it: ``List[f32[3]]`` is
-  below ``List[Tensor]``.
+- A value is below its class, and below a description of it if it is a tensor.
+- Containers that can't be written to vary with their elements: tuples, named tuples, futures and
+  remote references. A named tuple is below the tuple of its elements.
+- Lists and dicts do not: a function that takes a ``List[Any]`` may write a string into it. Tensor
+  metadata is an exception, because writing does not change it: ``List[f32[3]]`` is below
+  ``List[Tensor]``.
+- A container with exactly these children is below one of any number: ``[X, X]`` below ``List[X]``.
 - Classes are below those that they are derived from. So an interface is above the classes that
-  are derived from it; what merely has its methods may be passed as one (see `check`).
+  are derived from it; a class that merely has its methods may be passed as one (see `check`).
 - The type of a module is below its class.
 
 Two classes that have several bases in common, neither derived from the other, have no least type
 above both; their join is `Any`. In every other case `join` is the least upper bound.
+
+NOTE [the order of descriptors]
+``d <= e`` if every call that keeps the descriptors ``d`` keeps ``e``. This is the order of types,
+on the record of all parameters: a name of a size has one meaning in it (NOTE [names of sizes]).
+Lists and dicts vary with their elements here, since the order compares what a call passes.
+
+A join is above both, does not mind their order, and is the least that has no bounds which neither
+has: of the sizes 3 and 4 it is a name, not a name from 3 to 4. Two values of one class are joined
+by the class, ``3`` and ``4`` by ``int``. No join makes a new union, except with None. The join of
+two that mean the same is the one whose text sorts first; that of one below the other is the other.
+
+NOTE [joins of several]
+``a.join(b).join(c)`` and ``a.join(b.join(c))`` mean the same where they have no bounds,
+expressions and written unions; the names in them may differ. No useful join does more:
+
+- Names. ``[n, 3]`` with ``[7, 4]`` keeps its name, and the other dim has a new one: ``[n, m]``. To
+  join it with ``[7, n]`` too changes nothing, which is below. ``[7, 4]`` is itself below
+  ``[7, n]``, so that in the other order the join is that of ``[n, 3]`` and ``[7, n]`` alone: it has
+  ``n`` in the first dim. By the same with ``[8, 3]`` it has ``n`` in the second one.
+- Bounds. The sizes 3 and 4 keep ``n>=2``, so that ``n>=2`` is its join with either. Of the two of
+  them alone the join is any size, and that with ``n>=2`` as well.
+- Expressions. ``[2, 4]`` and ``[3, 9]`` are ``[n, n**2]``, and ``[n, 5*n-6]``: none is the least.
+- Unions. ``int | str`` is above 3 and ``"a"``, of which the join is `Any`.
 """
 
 from __future__ import annotations
@@ -24,14 +49,27 @@ from __future__ import annotations
 import abc
 import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import EllipsisType
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 
-from tsfunc.errors import AnnotationError
-from tsfunc.types.classes import nominal_type
+from tsfunc.errors import AnnotationError, DescriptorError
+from tsfunc.types.classes import nominal_type, primitive_of
+from tsfunc.types.descriptors import (
+    SINGLE,
+    class_of,
+    class_type,
+    dims_in,
+    elements_of,
+    fits_class,
+    items_of,
+    keys_of,
+    meta_of,
+    names_of,
+)
 from tsfunc.types.dims import DimExpr, DimForm, DimSpec, spell_dim
 from tsfunc.types.grammar import (
     ANY,
@@ -43,6 +81,7 @@ from tsfunc.types.grammar import (
     TSCustomClass,
     TSDict,
     TSEnum,
+    TSFields,
     TSFuture,
     TSList,
     TSMetaType,
@@ -51,21 +90,29 @@ from tsfunc.types.grammar import (
     TSNamedTuple,
     TSOptional,
     TSPrimitiveType,
+    TSPytree,
     TSRRef,
     TSTensor,
     TSTuple,
+    TSTupleOf,
     TSType,
+    TSUnion,
+    Value,
+    alternatives_of,
     assert_never,
     children_of_type,
+    map_tensors,
+    may_be_key,
     optional,
     with_children,
 )
 from tsfunc.types.meta import MetaTensorType, on_device
 from tsfunc.types.sizes import ABSENT, Absent, Generalization, Instance, SideForm
+from tsfunc.types.values import same_keys
 
 
 def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
-    """Whether values of one type may stand where another is asked for.
+    """Return True if values of one type may stand where another is expected.
 
     See NOTE [the order of types].
 
@@ -83,63 +130,135 @@ def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
     if isinstance(wider, TSModuleType):
         return False
     inner = nominal_view(narrower)
-    sizes = Instance(dims_of(inner))
-    return _below(inner, wider, sizes) and sizes.settled()
+    sizes = Instance(dims_in(inner))
+    return _below(inner, wider, sizes, of_call=False) and sizes.settled()
 
 
-def _below(narrower: TSType, wider: TSType, sizes: Instance) -> bool:
+def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
+    """Return True if each call of the narrower types is one of the wider types.
+
+    See NOTE [the order of descriptors].
+
+    Args:
+        narrower: the type of each parameter.
+        wider: the same of the other call; names of sizes hold in all of them.
+    """
+    ones = list(narrower)
+    sizes = Instance(dim for each in ones for dim in dims_in(each))
+    pairs = zip(ones, wider, strict=True)
+    return all(_below(*pair, sizes, of_call=True) for pair in pairs) and sizes.settled()
+
+
+def _below(narrower: TSType, wider: TSType, sizes: Instance, *, of_call: bool) -> bool:
+    """Return True if one type is below another, as far as names have a meaning so far."""
+
+    def below(one: TSType, other: TSType) -> bool:
+        return _below(one, other, sizes, of_call=of_call)
+
+    if isinstance(wider, TSMetaType):
+        return True
+    if isinstance(narrower, TSUnion | TSOptional):
+        return all(below(each, wider) for each in alternatives_of(narrower))
     match wider:
-        case TSMetaType():
-            return True
-        case TSOptional(element):
-            inner = _inner(narrower)
-            return inner == NONE or _below(inner, element, sizes)
+        case TSUnion() | TSOptional():
+            return any(_below_if(narrower, each, sizes, of_call) for each in alternatives_of(wider))
         case TSPrimitiveType():
-            return narrower == wider or (narrower == FLOAT and wider == DOUBLE)
-        case TSTuple():
-            return isinstance(narrower, _TUPLES) and _children_below(narrower, wider, sizes)
-        case TSNamedTuple(names):
-            return (
-                isinstance(narrower, TSNamedTuple)
-                and narrower.names == names
-                and _children_below(narrower, wider, sizes)
-            )
-        case TSList() | TSDict():
-            return plain(narrower) == plain(wider) and _children_below(narrower, wider, sizes)
-        case TSFuture() | TSRRef():
-            return type(narrower) is type(wider) and _children_below(narrower, wider, sizes)
+            own = primitive_of(narrower.value) if isinstance(narrower, Value) else narrower
+            return own == wider or (own == FLOAT and wider == DOUBLE)
+        case Value():
+            return narrower == wider
         case TSTensor(cls, meta):
-            return (
-                isinstance(narrower, TSTensor)
-                and cls in narrower.cls.__mro__
-                and describes_less(narrower.meta, meta, sizes)
+            known = meta_of(narrower)
+            described = known is not None and _describes_less(known, meta, sizes)
+            return described and cls in (class_of(narrower) or object).__mro__
+        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
+            return fits_class(narrower, cls)
+        case TSModuleInterface(cls):
+            return cls in (_class_of(narrower) or object).__mro__
+        case TSFuture() | TSRRef():
+            return type(narrower) is type(wider) and below(
+                *children_of_type(narrower), *children_of_type(wider)
             )
-        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls) | TSModuleInterface(cls):
-            return isinstance(narrower, _CLASSES) and cls in narrower.cls.__mro__
+        case TSList(element):
+            if isinstance(narrower, TSList) and not of_call and plain(narrower) != plain(wider):
+                return False
+            return _all(below, elements_of(narrower, list), element)
+        case TSTupleOf(element):
+            return _all(below, elements_of(narrower, tuple), element)
+        case TSDict(key, item):
+            if class_of(narrower) is not dict:
+                return False
+            if isinstance(narrower, TSDict) and not of_call and plain(narrower) != plain(wider):
+                return False
+            keys, items = keys_of(narrower), items_of(narrower)
+            return _all(below, keys, key) and _all(below, items, item)
+        case TSTuple(children):
+            fixed = not isinstance(narrower, TSTupleOf)
+            return fixed and _pairs(below, elements_of(narrower, tuple), children)
+        case TSNamedTuple(names, children):
+            same = names_of(narrower) == names
+            return same and _pairs(below, elements_of(narrower, tuple), children)
+        case TSPytree(kind, entries, children):
+            if not isinstance(narrower, TSPytree) or narrower.kind is not kind:
+                return False
+            if kind is not dict:
+                same = narrower.entries == tuple(entries)
+                return same and _pairs(below, narrower.children, children)
+            by_key = dict(zip(narrower.entries, narrower.children, strict=True))
+            same = same_keys(by_key, entries)
+            return same and _pairs(below, [by_key[entry] for entry in entries], children)
+        case TSFields(cls, names, children):
+            return fits_class(narrower, cls) and _pairs(
+                below, [_field(narrower, name) for name in names], children
+            )
         case _:
             assert_never(wider)
 
 
-_TUPLES = (TSTuple, TSNamedTuple)
-_CLASSES = (TSBuiltinClass, TSCustomClass, TSEnum, TSModuleInterface)
+_Below: TypeAlias = Callable[[TSType, TSType], bool]
 
 
-def _children_below(narrower: TSType, wider: TSType, sizes: Instance) -> bool:
-    ones, others = children_of_type(narrower), children_of_type(wider)
-    return len(ones) == len(others) and all(
-        _below(one, other, sizes) for one, other in zip(ones, others, strict=True)
-    )
+def _below_if(narrower: TSType, wider: TSType, sizes: Instance, of_call: bool) -> bool:
+    """`_below`, which gives names no meaning where it is False."""
+    trial = sizes.copy()
+    if not _below(narrower, wider, trial, of_call=of_call):
+        return False
+    sizes.adopt(trial)
+    return True
+
+
+def _all(below: _Below, narrower: Iterable[TSType] | None, wider: TSType) -> bool:
+    return narrower is not None and all(below(each, wider) for each in narrower)
+
+
+def _pairs(below: _Below, ones: Sequence[TSType] | None, others: Sequence[TSType]) -> bool:
+    return ones is not None and len(ones) == len(others) and all(map(below, ones, others))
+
+
+def _field(type_: TSType, name: str) -> TSType:
+    """Return what a type says of an attribute."""
+    if isinstance(type_, TSFields) and name in type_.names:
+        return type_.children[type_.names.index(name)]
+    return ANY
+
+
+def _class_of(type_: TSType) -> type | None:
+    """`class_of`, with the class of an interface."""
+    return type_.cls if isinstance(type_, TSModuleInterface) else class_of(type_)
+
+
+def nominal_view(type_: TSAllType) -> TSType:
+    """Return a type that composes: for the type of a module that of its class."""
+    return nominal_type(type_.cls) if isinstance(type_, TSModuleType) else type_
 
 
 def plain(type_: TSType) -> TSType:
-    """A type without the descriptions of its tensors."""
-    if isinstance(type_, TSTensor):
-        return TSTensor(type_.cls)
-    return with_children(type_, map(plain, children_of_type(type_)))
+    """Return a type without the metadata of its tensors."""
+    return map_tensors(type_, lambda meta: MetaTensorType())
 
 
-def describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
-    """Whether all that `wider` says of a tensor follows from what `narrower` says."""
+def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
+    """Return True if all that `wider` says of a tensor follows from what `narrower` says."""
     for name in _EXACT:
         known = getattr(wider, name)
         if known is not None and getattr(narrower, name) != known:
@@ -172,15 +291,6 @@ def _shapes_below(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instan
     )
 
 
-def dims_of(type_: TSType) -> Iterator[DimForm]:
-    """All sizes in a type."""
-    if isinstance(type_, TSTensor):
-        yield from type_.meta.sizes
-    else:
-        for child in children_of_type(type_):
-            yield from dims_of(child)
-
-
 # --- join
 
 
@@ -189,11 +299,11 @@ def join(left: TSType, right: TSType, /) -> TSType: ...
 @overload
 def join(left: TSAllType, right: TSAllType, /) -> TSAllType: ...
 def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
-    """The least type that two types are subtypes of.
+    """Return the least type that two types are subtypes of.
 
-    It is the type of what is one or the other, as after the branches of a condition. Where
-    nothing else is above both it is `Any`, with which nothing can be computed; `join_branches`
-    makes an error of that.
+    It is the type of a value of either, as after the branches of a condition. Where nothing else is
+    above both it is `Any`, with which nothing can be computed; `join_branches` makes an error of
+    that.
 
     Example:
         >>> from tsfunc.types import parse
@@ -210,31 +320,28 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
     if below or above:
         return right if below else left
     one, other = nominal_view(left), nominal_view(right)
-    sizes = Generalization(dims_of(one), dims_of(other))
-    _join(one, other, counting(sizes))
-    return _join(one, other, sizes.size)
+    return _generalized([(one, other)], of_call=False)[0]
 
 
-JoinSizes: TypeAlias = Callable[[SideForm, SideForm], DimForm]
-"""A function that joins two sizes, one of which may be `ABSENT`."""
+def join_pairs(pairs: Sequence[tuple[TSType, TSType]]) -> list[TSType]:
+    """Return the join of each pair of parameters' types; names of sizes hold in all of them."""
+    return _generalized(pairs, of_call=True)
 
 
-def counting(sizes: Generalization) -> JoinSizes:
-    """Return a function that counts the pairs of sizes, as a first pass over two types."""
-
-    def count(left: SideForm, right: SideForm) -> DimForm:
-        sizes.add(left, right)
-        return None
-
-    return count
-
-
-def same_size(left: SideForm, right: SideForm) -> DimForm:
-    """Join two sizes of one value: a name in both is one size, and no new name is made."""
-    if isinstance(left, Absent):
-        assert not isinstance(right, Absent)
-        return right
-    return left if isinstance(right, Absent) or left == right else None
+def join_metas(left: MetaTensorType, right: MetaTensorType) -> MetaTensorType:
+    """Return the join of the metadata of two tensors."""
+    if not isinstance(right, MetaTensorType):
+        raise DescriptorError(
+            f"join: expected a MetaTensorType, got {right!r} of type {type(right).__name__}"
+        )
+    below, above = left <= right, right <= left
+    if below and above:
+        return min(left, right, key=str)
+    if below or above:
+        return right if below else left
+    (joined,) = join_pairs([(TSTensor(meta=left), TSTensor(meta=right))])
+    assert isinstance(joined, TSTensor)
+    return joined.meta
 
 
 def join_parts(left: TSType, right: TSType) -> TSType:
@@ -248,68 +355,194 @@ def join_parts(left: TSType, right: TSType) -> TSType:
         >>> print(join_parts(parse("f32[1, 1]"), parse("f32[2, 2]")))
         f32[?, ?]
     """
-    return left if left == right else _join(left, right, same_size)
+    return left if left == right else _Join(_same_size, of_call=False).of(left, right)
 
 
-def nominal_view(type_: TSAllType) -> TSType:
-    """A type that composes: for the type of a module that of its class."""
-    return nominal_type(type_.cls) if isinstance(type_, TSModuleType) else type_
+def _generalized(pairs: Sequence[tuple[TSType, TSType]], *, of_call: bool) -> list[TSType]:
+    sizes = Generalization(
+        (dim for left, _ in pairs for dim in dims_in(left)),
+        (dim for _, right in pairs for dim in dims_in(right)),
+        always_named=of_call,
+    )
+    counting = _Join(sizes.count, of_call)
+    for pair in pairs:
+        counting.of(*pair)
+    naming = _Join(sizes.size, of_call)
+    return [naming.of(*pair) for pair in pairs]
 
 
-def _join(left: TSType, right: TSType, size: JoinSizes) -> TSType:
-    if left == NONE or right == NONE:
-        return optional(_one_sided(right if left == NONE else left, right == NONE, size))
-    if isinstance(left, TSOptional) or isinstance(right, TSOptional):
-        return optional(_join(_inner(left), _inner(right), size))
-    if isinstance(left, _TUPLES) and isinstance(right, _TUPLES):
-        return _join_tuples(left, right, size)
-    if isinstance(left, TSTensor) and isinstance(right, TSTensor):
-        cls = common_class(left.cls, right.cls) or torch.Tensor
-        return TSTensor(cls, join_descriptions(left.meta, right.meta, size))
-    if isinstance(left, _CLASSES) and isinstance(right, _CLASSES):
-        base = common_class(left.cls, right.cls)
-        return ANY if base is None else nominal_type(base)
-    if {left, right} == {FLOAT, DOUBLE}:
-        return DOUBLE
-    immutable = isinstance(left, TSFuture | TSRRef) and type(left) is type(right)
-    return _join_children(left, right, size) if immutable or plain(left) == plain(right) else ANY
+JoinSizes: TypeAlias = Callable[[SideForm, SideForm], DimForm]
+"""A function that joins two sizes, one of which may be `ABSENT`."""
 
 
-def _join_tuples(
-    left: TSTuple | TSNamedTuple, right: TSTuple | TSNamedTuple, size: JoinSizes
-) -> TSType:
-    if len(left.elements) != len(right.elements):
-        return ANY
-    joined = _join_children(TSTuple(left.elements), TSTuple(right.elements), size)
-    names = left.names if isinstance(left, TSNamedTuple) else None
-    if names is None or not isinstance(right, TSNamedTuple) or names != right.names:
-        return joined
-    return TSNamedTuple(names, children_of_type(joined))
+def _same_size(left: SideForm, right: SideForm) -> DimForm:
+    """Join two sizes of one value: a name in both is one size, and no new name is made."""
+    if isinstance(left, Absent):
+        assert not isinstance(right, Absent)
+        return right
+    return left if isinstance(right, Absent) or left == right else None
 
 
-def _join_children(left: TSType, right: TSType, size: JoinSizes) -> TSType:
-    pairs = zip(children_of_type(left), children_of_type(right), strict=True)
-    return with_children(left, [_join(one, other, size) for one, other in pairs])
+@dataclass(frozen=True)
+class _Join:
+    """The join of two types.
+
+    Attributes:
+        size: joins two sizes.
+        of_call: whether the types are those of a call's arguments, see NOTE [the order of
+            descriptors]; else they are types of the language.
+    """
+
+    size: JoinSizes
+    of_call: bool
+
+    def of(self, left: TSType, right: TSType) -> TSType:
+        """Return the join of two types of which neither need be below the other."""
+        if ANY in (left, right):
+            return ANY
+        unions = TSUnion | TSOptional
+        if NONE in (left, right) or isinstance(left, unions) or isinstance(right, unions):
+            return self.unions(left, right)
+        if left == right and not dims_in(left):
+            return left
+        one, other = meta_of(left), meta_of(right)
+        if one is not None and other is not None:
+            classes = (
+                torch.Tensor if isinstance(each, Value) else class_of(each) or torch.Tensor
+                for each in (left, right)
+            )
+            cls = common_class(*classes) or torch.Tensor
+            return TSTensor(cls, join_descriptions(one, other, self.size))
+        match left, right:
+            case TSPytree(kind, entries, ones), TSPytree(other_kind, other_entries, others) if (
+                kind is other_kind and _same_entries(kind, entries, other_entries)
+            ):
+                own = dict(zip(entries, ones, strict=True))
+                by_entry = dict(zip(other_entries, others, strict=True))
+                both = common_order(entries, other_entries)
+                return TSPytree(kind, both, tuple(self.of(own[x], by_entry[x]) for x in both))
+            case TSFields(cls, names, ones), TSFields(other_cls, other_names, others) if (
+                cls is other_cls and names == other_names
+            ):
+                return TSFields(cls, names, self.each(ones, others))
+            case (TSFuture(), TSFuture()) | (TSRRef(), TSRRef()):
+                return with_children(
+                    left, self.each(children_of_type(left), children_of_type(right))
+                )
+            case _ if {left, right} == {FLOAT, DOUBLE}:
+                return DOUBLE
+            case _:
+                return self.containers(left, right)
+
+    def each(self, ones: Sequence[TSType], others: Sequence[TSType]) -> tuple[TSType, ...]:
+        """Return the join of each pair of children."""
+        return tuple(self.of(*pair) for pair in zip(ones, others, strict=True))
+
+    # --- unions
+
+    def unions(self, left: TSType, right: TSType) -> TSType:
+        """Join unions: None beside one alternative is told apart, a written union stays one."""
+        ones, others = (
+            [each for each in alternatives_of(side) if each != NONE] for side in (left, right)
+        )
+        has_none = NONE in (*alternatives_of(left), *alternatives_of(right))
+        if len(ones) <= 1 and len(others) <= 1:
+            if ones and others:
+                rest = [self.of(ones[0], others[0])]
+            else:
+                rest = [self.one_sided(each, is_left=bool(ones)) for each in (*ones, *others)]
+        else:
+            rest = [map_tensors(each, _without_names) for each in (*ones, *others)]
+        if ANY in rest:
+            return ANY
+        least: list[TSType] = []
+        for each in rest:
+            if not any(is_below([each], [other]) for other in least):
+                least = [*(other for other in least if not is_below([other], [each])), each]
+        if has_none and len(least) == 1 and not self.of_call:
+            return optional(least[0])
+        found = (*sorted(least, key=str), *((NONE,) if has_none else ()))
+        return found[0] if len(found) == 1 else TSUnion(found)
+
+    def one_sided(self, type_: TSType, *, is_left: bool) -> TSType:
+        """Return the part of a join that only one of the two types has."""
+
+        def alone(one: SideForm, other: SideForm) -> DimForm:
+            return self.size(one, ABSENT) if is_left else self.size(ABSENT, one)
+
+        return map_tensors(type_, lambda meta: join_descriptions(meta, meta, alone))
+
+    # --- containers and classes
+
+    def containers(self, left: TSType, right: TSType) -> TSType:
+        """Join lists, tuples and dicts, or by the classes of the two types."""
+        ones, others = elements_of(left, tuple), elements_of(right, tuple)
+        if ones is not None and others is not None:
+            fixed = not isinstance(left, TSTupleOf) and not isinstance(right, TSTupleOf)
+            if not fixed or len(ones) != len(others):
+                return TSTupleOf(self.together(ones, others)) if self.of_call else ANY
+            joined, names = self.each(ones, others), names_of(left)
+            same = names is not None and names == names_of(right)
+            return TSNamedTuple(names, joined) if names is not None and same else TSTuple(joined)
+        lists = TSList | TSDict
+        written = not self.of_call and isinstance(left, lists) and isinstance(right, lists)
+        if written and plain(left) != plain(right):
+            return ANY
+        ones, others = elements_of(left, list), elements_of(right, list)
+        if ones is not None and others is not None:
+            return TSList(self.together(ones, others))
+        if class_of(left) is dict and class_of(right) is dict:
+            key = self.together(keys_of(left), keys_of(right))
+            item = self.together(items_of(left), items_of(right))
+            return TSDict(key if may_be_key(key) else ANY, item)
+        return self.classes(left, right)
+
+    def together(self, ones: Sequence[TSType], others: Sequence[TSType]) -> TSType:
+        """Return one type for all elements of two containers."""
+        parts = _Join(_same_size, self.of_call)
+        one = functools.reduce(parts.of, ones) if ones else None
+        other = functools.reduce(parts.of, others) if others else None
+        if one is not None and other is not None:
+            return self.of(one, other)
+        alone = one or other
+        return ANY if alone is None else self.one_sided(alone, is_left=one is not None)
+
+    def classes(self, left: TSType, right: TSType) -> TSType:
+        """Join by the classes of the values."""
+        for cls in SINGLE:
+            fits = fits_class(left, cls), fits_class(right, cls)
+            if any(fits):
+                return class_type(cls) if all(fits) else ANY
+        one, other = _class_of(left), _class_of(right)
+        if one is None or other is None:
+            return ANY
+        common = one if one is other else common_class(one, other)
+        if common is None:
+            return ANY
+        return class_type(common) if self.of_call or common is bool else nominal_type(common)
 
 
-def _inner(type_: TSType) -> TSType:
-    return type_.element if isinstance(type_, TSOptional) else type_
+def _without_names(meta: MetaTensorType) -> MetaTensorType:
+    """Open named sizes: in a union a name may mean a size of one alternative alone."""
+
+    def opened(size: SideForm, _: SideForm) -> DimForm:
+        return size if isinstance(size, int) else None
+
+    return join_descriptions(meta, meta, opened)
 
 
-def one_sided(meta: MetaTensorType, is_left: bool, size: JoinSizes) -> MetaTensorType:
-    """Return the description of a tensor that only one side of a join has."""
-
-    def alone(one: SideForm, other: SideForm) -> DimForm:
-        return size(one, ABSENT) if is_left else size(ABSENT, one)
-
-    return join_descriptions(meta, meta, alone)
+def common_order(ones: Iterable[Any], others: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what is in both, in the order that it has in both; sorted where they differ in it."""
+    one, other = list(ones), list(others)
+    left, right = [x for x in one if x in other], [x for x in other if x in one]
+    return tuple(left if left == right else sorted(left, key=lambda x: (type(x).__name__, repr(x))))
 
 
-def _one_sided(type_: TSType, is_left: bool, size: JoinSizes) -> TSType:
-    if isinstance(type_, TSTensor):
-        return TSTensor(type_.cls, one_sided(type_.meta, is_left, size))
-    children = [_one_sided(child, is_left, size) for child in children_of_type(type_)]
-    return with_children(type_, children)
+def _same_entries(kind: type, ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    return same_keys(ones, others) if kind is dict else tuple(ones) == tuple(others)
+
+
+# --- metadata of tensors
 
 
 def join_descriptions(

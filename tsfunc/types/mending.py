@@ -6,24 +6,21 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from tsfunc.types.class_names import class_name
-from tsfunc.types.descriptors import (
-    Anything,
-    Descriptor,
-    DictOf,
-    FieldsOf,
-    InstanceOf,
-    ListOf,
-    NamedOf,
-    Nested,
-    OfType,
-    OneOf,
-    TensorOf,
-    TupleOf,
-    Value,
-)
+import torch
+
 from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec, parse_dim, spell_dim
-from tsfunc.types.grammar import assert_never
+from tsfunc.types.grammar import (
+    Descriptor,
+    TSDict,
+    TSList,
+    TSPytree,
+    TSTensor,
+    TSTuple,
+    TSTupleOf,
+    TSUnion,
+    Value,
+    map_tensors,
+)
 from tsfunc.types.meta import MetaTensorType
 
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -39,41 +36,22 @@ def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor
 
     Example:
         >>> from tsfunc import Dim, MetaTensorType
-        >>> with_dims(MetaTensorType(["n", "2*n", 3]), {"n": Dim("n", min=5)})
-        MetaTensorType(shape=(Dim('n', min=5), '2 * n', 3))
-        >>> with_dims(MetaTensorType(["n", "n+1"]), {"n": "2*m"}).shape
-        ('2 * m', '2 * m + 1')
+        >>> from tsfunc.types import as_descriptor
+        >>> print(with_dims(as_descriptor(MetaTensorType(["n", "2*n", 3])), {"n": Dim("n", min=5)}))
+        tensor[n>=5, 2 * n, 3]
+        >>> print(with_dims(as_descriptor(MetaTensorType(["n", "n+1"])), {"n": "2*m"}))
+        tensor[2 * m, 2 * m + 1]
     """
 
-    def inside(each: Descriptor) -> Descriptor:
-        return with_dims(each, dims)
+    def named(meta: MetaTensorType) -> MetaTensorType:
+        if meta.shape is None:
+            return meta
+        shape = tuple(
+            each if each is ... else spell_dim(_size(parse_dim(each), dims)) for each in meta.shape
+        )
+        return dataclasses.replace(meta, shape=shape)
 
-    match descriptor:
-        case MetaTensorType(shape=None) | Anything() | InstanceOf() | OfType() | Value():
-            return descriptor
-        case MetaTensorType(shape=shape):
-            assert shape is not None
-            sizes = tuple(
-                each if each is ... else spell_dim(_size(parse_dim(each), dims)) for each in shape
-            )
-            return dataclasses.replace(descriptor, shape=sizes)
-        case TensorOf(cls, meta):
-            found = with_dims(meta, dims)
-            assert isinstance(found, MetaTensorType)
-            return TensorOf(cls, found)
-        case ListOf(element):
-            return ListOf(inside(element))
-        case TupleOf(element):
-            return TupleOf(inside(element))
-        case DictOf(key, item):
-            return DictOf(key, inside(item))
-        case OneOf(alternatives):
-            return OneOf(tuple(map(inside, alternatives)))
-        case Nested() | NamedOf() | FieldsOf():
-            children = tuple(map(inside, descriptor.children))
-            return dataclasses.replace(descriptor, children=children)
-        case _:
-            assert_never(descriptor)
+    return map_tensors(descriptor, named)
 
 
 def _size(form: DimForm, dims: Mapping[str, DimSpec]) -> DimForm:
@@ -104,33 +82,29 @@ def as_python(descriptor: Descriptor) -> str:
         "[MetaTensorType(shape=['n', 3]), int, 'relu']"
     """
     match descriptor:
-        case MetaTensorType():
-            text = repr(descriptor)
-            if descriptor.shape is None:
+        case TSTensor(torch.Tensor, meta):
+            text = repr(meta)
+            if meta.shape is None:
                 return text
             # A list reads better, and is what the documentation writes.
-            return text.replace(f"shape={descriptor.shape!r}", f"shape={[*descriptor.shape]!r}")
+            return text.replace(f"shape={meta.shape!r}", f"shape={[*meta.shape]!r}")
         case Value(value):
             return repr(value)
-        case ListOf(element):
+        case TSList(element):
             return f"List[{as_python(element)}]"
-        case TupleOf(element):
+        case TSTupleOf(element):
             return f"Tuple[{as_python(element)}, ...]"
-        case DictOf(key, item):
+        case TSDict(key, item):
             return f"Dict[{as_python(key)}, {as_python(item)}]"
-        case OneOf(alternatives):
+        case TSUnion(alternatives):
             return f"Union[{', '.join(map(as_python, alternatives))}]"
-        case InstanceOf(cls):
-            return class_name(cls)
-        case Nested(kind, entries, children) if kind is dict:
+        case TSTuple(elements):
+            items = ", ".join(map(as_python, elements))
+            return f"({items},)" if len(elements) == 1 else f"({items})"
+        case TSPytree(kind, entries, children) if kind is dict:
             pairs = zip(entries, children, strict=True)
             return f"{{{', '.join(f'{key!r}: {as_python(child)}' for key, child in pairs)}}}"
-        case Nested(kind, _, children) if kind in (list, tuple):
-            items = ", ".join(map(as_python, children))
-            if kind is list:
-                return f"[{items}]"
-            return f"({items},)" if len(children) == 1 else f"({items})"
-        case TensorOf() | Anything() | OfType() | Nested() | NamedOf() | FieldsOf():
-            return str(descriptor)
+        case TSPytree(kind, _, children) if kind is list:
+            return f"[{', '.join(map(as_python, children))}]"
         case _:
-            assert_never(descriptor)
+            return str(descriptor)

@@ -155,9 +155,10 @@ class MetaTensorType:
         """
         if not isinstance(other, MetaTensorType):
             return NotImplemented
-        from tsfunc.types.descriptor_lattice import is_below_alone
+        from tsfunc.types.grammar import TSTensor
+        from tsfunc.types.lattice import is_below  # they use what this file defines
 
-        return is_below_alone(self, other)
+        return is_below([TSTensor(meta=self)], [TSTensor(meta=other)])
 
     def __ge__(self, other: object) -> bool:
         return other <= self if isinstance(other, MetaTensorType) else NotImplemented
@@ -178,9 +179,9 @@ class MetaTensorType:
             >>> print(MetaTensorType([2, 64]).join(MetaTensorType([64])))
             tensor[..., 64]
         """
-        from tsfunc.types.descriptor_lattice import join_alone
+        from tsfunc.types.lattice import join_metas
 
-        return join_alone(self, other)
+        return join_metas(self, other)
 
     def widen(self, example: torch.Tensor) -> MetaTensorType:
         """The least that is promised here and true of one more tensor.

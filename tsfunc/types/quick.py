@@ -12,35 +12,33 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tsfunc.types.conformance import decide
-from tsfunc.types.descriptors import (
-    Anything,
-    Descriptor,
-    DictOf,
-    FieldsOf,
-    InstanceOf,
-    ListOf,
-    NamedOf,
-    Nested,
-    OfType,
-    OneOf,
-    TensorOf,
-    TupleOf,
-    Value,
-    tensor_leaves,
-)
+from tsfunc.types.descriptors import tensor_leaves
 from tsfunc.types.dims import DimExpr
 from tsfunc.types.generated import Source
 from tsfunc.types.grammar import (
-    BOOL,
-    FLOAT,
-    INT,
-    STR,
+    ANY,
+    Descriptor,
+    TSBuiltinClass,
     TSCustomClass,
+    TSDict,
+    TSEnum,
+    TSFields,
+    TSFuture,
+    TSList,
+    TSMetaType,
+    TSModuleInterface,
+    TSNamedTuple,
+    TSOptional,
+    TSPrimitiveType,
+    TSPytree,
+    TSRRef,
     TSTensor,
-    TSType,
+    TSTuple,
+    TSTupleOf,
+    TSUnion,
+    Value,
     assert_never,
 )
-from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.values import same_keys, same_value
 
 Quick = Callable[[Mapping[str, object]], "dict[str, int] | None"]
@@ -115,53 +113,63 @@ class _Lines(Source):
     def descriptor(self, at: str, descriptor: Descriptor, indent: str) -> None:
         """Lines that return False where the variable `at` does not keep the descriptor."""
         match descriptor:
-            case Anything():
+            case TSMetaType():
                 return
-            case MetaTensorType():
-                self.emit(at, TSTensor(meta=descriptor), indent)
-            case TensorOf(cls, meta):
-                self.emit(at, TSTensor(cls, meta), indent)
-            case InstanceOf(cls):
-                self.emit(at, _type_of(cls), indent)
+            case TSTensor() | TSPrimitiveType():
+                self.emit(at, descriptor, indent)
+            case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls) | TSFields(cls, names=()):
+                self.refuse(self.no_instance(at, cls), indent)
             case Value(value):
                 self.value(at, value, indent)
-            case ListOf(element):
+            case TSList(element):
                 self.refuse(self.no_instance(at, list), indent)
-                self.each(at, element, indent)
-            case TupleOf(element):
+                self.items(at, element, indent)
+            case TSTupleOf(element):
                 self.refuse(self.no_instance(at, tuple), indent)
-                self.each(at, element, indent)
-            case DictOf(key, item):
+                self.items(at, element, indent)
+            case TSDict(key, item):
                 self.refuse(self.no_instance(at, dict), indent)
-                self.each(at, key, indent)
-                self.each(f"{at}.values()", item, indent)
-            case OneOf((first, Value(None))):
+                self.items(at, key, indent)
+                self.items(f"{at}.values()", item, indent)
+            case TSOptional(first) | TSUnion((first, TSPrimitiveType("None"))):
                 self.lines.append(f"{indent}if {at} is not None:")
                 self.descriptor(at, first, f"{indent}    ")
                 self.lines.append(f"{indent}    pass")
-            case Nested(kind, entries, children) if kind in (list, tuple, dict):
+            case TSTuple(children):
+                self.refuse(self.no_instance(at, tuple), indent)
+                self.children(at, tuple(range(len(children))), children, indent)
+            case TSPytree(kind, entries, children) if kind in (list, dict):
                 self.refuse(self.no_instance(at, kind), indent)
-                self.refuse(f"{self.known[len]}({at}) != {len(children)}", indent)
                 if kind is dict and all(type(entry) is str for entry in entries) and entries:
                     keys = " or ".join(f"{entry!r} not in {at}" for entry in entries)
                     self.refuse(keys, indent)
                 elif kind is dict and entries:
                     self.refuse(f"not {self.new(same_keys)}({self.new(entries)}, {at})", indent)
-                for entry, child in zip(entries, children, strict=True):
-                    if child != Anything():
-                        part = self.new()
-                        self.lines.append(f"{indent}{part} = {at}[{self.key(entry)}]")
-                        self.descriptor(part, child, indent)
-            case OneOf() | Nested() | NamedOf() | FieldsOf() | OfType():
+                self.children(at, entries, children, indent)
+            case (
+                TSUnion() | TSPytree() | TSNamedTuple() | TSFields() | TSFuture() | TSRRef()
+                | TSModuleInterface()
+            ):  # fmt: skip
                 raise _SlowError
             case _:
                 assert_never(descriptor)
 
+    def children(
+        self, at: str, entries: tuple[Any, ...], children: tuple[Descriptor, ...], indent: str
+    ) -> None:
+        """Lines for the children of a container that has just these entries."""
+        self.refuse(f"{self.known[len]}({at}) != {len(children)}", indent)
+        for entry, child in zip(entries, children, strict=True):
+            if child != ANY:
+                part = self.new()
+                self.lines.append(f"{indent}{part} = {at}[{self.key(entry)}]")
+                self.descriptor(part, child, indent)
+
     def key(self, entry: Any) -> str:
         return repr(entry) if type(entry) in (int, str) else self.name_of(entry)
 
-    def each(self, over: str, element: Descriptor, indent: str) -> None:
-        if element == Anything():
+    def items(self, over: str, element: Descriptor, indent: str) -> None:
+        if element == ANY:
             return
         self.loops += 1
         self.lines.append(f"{indent}for {(item := self.new())} in {over}:")
@@ -175,7 +183,3 @@ class _Lines(Source):
         else:
             wanted, same = self.new(value), self.new(same_value)
             self.refuse(f"{at} is not {wanted} and not {same}({wanted}, {at})", indent)
-
-
-def _type_of(cls: type) -> TSType:
-    return {int: INT, float: FLOAT, bool: BOOL, str: STR}.get(cls) or TSCustomClass(cls)

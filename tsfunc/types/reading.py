@@ -10,56 +10,45 @@ from collections import abc
 from typing import Any, Union
 
 import optree
-import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.types.annotation import attribute_types, from_annotation
 from tsfunc.types.class_names import class_name
 from tsfunc.types.classes import check_interface, is_future_class, is_interface, is_rref_class
-from tsfunc.types.descriptors import (
-    DESCRIPTORS,
-    Anything,
-    Descriptor,
-    DictOf,
-    FieldsOf,
-    InstanceOf,
-    ListOf,
-    NamedOf,
-    Nested,
-    OfType,
-    OneOf,
-    TensorOf,
-    TupleOf,
-    Value,
-    children_of,
-    entry_text,
-    tensor_leaves,
-)
+from tsfunc.types.descriptors import children_of, class_type, literal, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr
 from tsfunc.types.grammar import (
     ANY,
+    FLOAT,
+    NONE,
+    TENSOR,
     TS_TYPES,
+    Descriptor,
     TSBuiltinClass,
     TSCustomClass,
     TSDict,
     TSEnum,
+    TSFields,
     TSFuture,
     TSList,
-    TSMetaType,
     TSModuleInterface,
     TSNamedTuple,
     TSOptional,
     TSPrimitiveType,
+    TSPytree,
     TSRRef,
     TSTensor,
     TSTuple,
+    TSTupleOf,
     TSType,
-    assert_never,
+    TSUnion,
+    Value,
     children_of_type,
+    with_children,
 )
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.values import describe
+from tsfunc.types.values import describe, entry_text
 
 _SUPPORTED = (
     "a MetaTensorType, a class, List[X], Tuple[X, ...], Dict[K, V], Optional[X], Union[X, Y], "
@@ -95,19 +84,19 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
 
 
 def _descriptor(written: Any, where: str) -> Descriptor:
-    if isinstance(written, DESCRIPTORS):
-        return written
+    if isinstance(written, TS_TYPES):
+        return _from_type(written)
+    if isinstance(written, MetaTensorType):
+        return TSTensor(meta=written)
     if isinstance(written, Dim | DimExpr):
         raise DescriptorError(
             f"{where}: {written!r} is a size in the shape of a tensor, and no descriptor; write "
             f"MetaTensorType([{written!r}]), or int for a number"
         )
-    if isinstance(written, TS_TYPES):
-        return _from_type(written)
     if typing.get_origin(written) is not None:
         return _from_generic(written, where)
     if written is typing.Any:
-        return Anything()
+        return ANY
     if isinstance(written, typing.NewType):
         return _descriptor(written.__supertype__, where)
     if isinstance(written, type):
@@ -125,7 +114,7 @@ def _descriptor(written: Any, where: str) -> Descriptor:
 _TENSOR_TEXT = re.compile(r"(?:tensor|[a-z]+\d+\w*|bool)\[.*\]")
 
 
-def _from_value(value: Any, where: str) -> Value:
+def _from_value(value: Any, where: str) -> Descriptor:
     """A value, which a call is compared with: it has to stay what it is."""
     if isinstance(value, str) and _TENSOR_TEXT.match(value):
         raise DescriptorError(
@@ -133,7 +122,7 @@ def _from_value(value: Any, where: str) -> Value:
             f"MetaTensorType.parse({value!r}), or Value({value!r}) if the argument is that string"
         )
     _require_hashable(value, where)
-    return Value(value)
+    return literal(value)
 
 
 def _require_hashable(value: Any, where: str) -> None:
@@ -148,44 +137,24 @@ def _require_hashable(value: Any, where: str) -> None:
 
 
 def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
-    """`inside` are the classes around it, which are described once."""
-    children = [_from_type(child, inside) for child in children_of_type(type_)]
+    """Return a type as a descriptor; `inside` are the classes around it, described once."""
     match type_:
-        case TSMetaType():
-            return Anything()
-        case TSPrimitiveType("None"):
-            return Value(None)
-        case TSPrimitiveType(name):
-            return InstanceOf(_PRIMITIVES[name])
-        case TSTuple():
-            return Nested(tuple, tuple(range(len(children))), tuple(children))
-        case TSNamedTuple(names):
-            return NamedOf(names, tuple(children))
-        case TSList():
-            return ListOf(*children)
-        case TSDict():
-            return DictOf(*children)
-        case TSOptional():
-            return OneOf((*children, Value(None)))
-        case TSTensor(cls, meta):
-            if cls is torch.Tensor:
-                return meta
-            return InstanceOf(cls) if meta == MetaTensorType() else TensorOf(cls, meta)
-        case TSFuture() | TSRRef() | TSModuleInterface():
-            return OfType(type_)
-        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
-            return InstanceOf(cls) if cls in inside else _from_class(cls, class_name(cls), inside)
+        case TSPrimitiveType("double"):
+            return FLOAT
+        case Value(None):
+            return NONE
+        case TSOptional(element):
+            return TSUnion((_from_type(element, inside), NONE))
+        case TSFuture() | TSRRef():
+            return type_
+        case TSCustomClass(cls) | TSEnum(cls) | TSBuiltinClass(cls):
+            if cls in inside:
+                return class_type(cls)
+            found = _from_class(cls, class_name(cls), inside)
+            return type_ if found == type_ else found
         case _:
-            assert_never(type_)
-
-
-_PRIMITIVES: dict[str, type] = {
-    "int": int,
-    "float": float,
-    "double": float,
-    "bool": bool,
-    "str": str,
-}
+            children = children_of_type(type_)
+            return with_children(type_, [_from_type(child, inside) for child in children])
 
 
 def _from_record(record: Any, where: str) -> Descriptor:
@@ -193,45 +162,39 @@ def _from_record(record: Any, where: str) -> Descriptor:
     values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     children = tuple(_descriptor(each, f"{where}.{name}") for name, each in values.items())
     if any(_describes(child) for child in children):
-        return FieldsOf(type(record), tuple(values), children)
+        return TSFields(type(record), tuple(values), children)
     return Value(record)
 
 
 def _describes(descriptor: Descriptor) -> bool:
-    """Whether a descriptor is more than the value that was written."""
-    match descriptor:
-        case Value():
-            return False
-        case Nested(_, _, children) | FieldsOf(_, _, children) | NamedOf(_, children):
-            return any(map(_describes, children))
-        case _:
-            return True
+    """True if a descriptor is more than the value that was written."""
+    if isinstance(descriptor, TSPytree | TSTuple | TSNamedTuple | TSFields):
+        return any(map(_describes, children_of_type(descriptor)))
+    return descriptor != NONE and not isinstance(descriptor, Value)
 
 
 def _from_class(cls: type, where: str, inside: tuple[type, ...] = ()) -> Descriptor:
-    if cls in (torch.Tensor, MetaTensorType):
-        return MetaTensorType()
-    if cls is type(None):
-        return Value(None)
+    if cls is MetaTensorType:
+        return TENSOR
     if optree.is_namedtuple_class(cls):
         children = _annotated(cls, optree.namedtuple_fields(cls), inside)
-        return Nested(cls, tuple(range(len(children))), children)
+        return TSPytree(cls, tuple(range(len(children))), children)
     if dataclasses.is_dataclass(cls) and dataclasses.fields(cls):
         names = tuple(field.name for field in dataclasses.fields(cls))
-        return FieldsOf(cls, names, _annotated(cls, names, inside))
+        return TSFields(cls, names, _annotated(cls, names, inside))
     if is_interface(cls):
         try:
             check_interface(cls)
         except AnnotationError as error:
             raise DescriptorError(f"{where}: {error}") from None
-        return OfType(TSModuleInterface(cls))
+        return TSModuleInterface(cls)
     try:
         isinstance(None, cls)
     except TypeError as error:
         raise DescriptorError(
             f"{where}: {cls.__name__} can't be checked at a call: {error}"
         ) from None
-    return InstanceOf(cls)
+    return class_type(cls)
 
 
 def _annotated(
@@ -250,15 +213,15 @@ def _from_generic(written: object, where: str) -> Descriptor:
     if origin is typing.Literal:
         for value in args:
             _require_hashable(value, where)
-        return OneOf(tuple(Value(value) for value in args))
+        return TSUnion(tuple(map(literal, args)))
     if origin in (Union, types.UnionType):
-        return OneOf(tuple(_descriptor(arg, where) for arg in args))
+        return TSUnion(tuple(_descriptor(arg, where) for arg in args))
     if origin is list:
-        return ListOf(_descriptor(args[0], f"{where}[...]") if args else Anything())
+        return TSList(_descriptor(args[0], f"{where}[...]") if args else ANY)
     if origin in (abc.Sequence, abc.MutableSequence):
-        element = _descriptor(args[0], f"{where}[...]") if args else Anything()
-        tuples = (TupleOf(element),) if origin is abc.Sequence else ()
-        return OneOf((ListOf(element), *tuples)) if tuples else ListOf(element)
+        element = _descriptor(args[0], f"{where}[...]") if args else ANY
+        is_list = origin is abc.MutableSequence
+        return TSList(element) if is_list else TSUnion((TSList(element), TSTupleOf(element)))
     if origin in (dict, abc.Mapping, abc.MutableMapping):
         key, item = args or (Any, Any)
         return _dict_of(_descriptor(key, where), _descriptor(item, f"{where}[...]"), where)
@@ -276,17 +239,17 @@ def _from_annotated(args: tuple[Any, ...], where: str) -> Descriptor:
     return _descriptor(args[0], where)
 
 
-def _dict_of(key: Descriptor, item: Descriptor, where: str) -> DictOf:
+def _dict_of(key: Descriptor, item: Descriptor, where: str) -> TSDict:
     if any(tensor_leaves(key, where)):
         raise DescriptorError(f"{where}: the keys of a dict are no tensors, got {key}")
-    return DictOf(key, item)
+    return TSDict(key, item)
 
 
 def _from_tuple(written: object, args: tuple[Any, ...], where: str) -> Descriptor:
     if written is typing.Tuple:  # noqa: UP006
-        return TupleOf(Anything())
+        return TSTupleOf(ANY)
     if len(args) == 2 and args[1] is Ellipsis:
-        return TupleOf(_descriptor(args[0], f"{where}[...]"))
+        return TSTupleOf(_descriptor(args[0], f"{where}[...]"))
     if args == ((),):  # Tuple[()] on Python 3.10
         args = ()
     if Ellipsis in args:
@@ -295,7 +258,7 @@ def _from_tuple(written: object, args: tuple[Any, ...], where: str) -> Descripto
             f"Tuple[X, ...]"
         )
     children = (_descriptor(arg, f"{where}[{i}]") for i, arg in enumerate(args))
-    return Nested(tuple, tuple(range(len(args))), tuple(children))
+    return TSTuple(tuple(children))
 
 
 def _from_container(written: object, where: str) -> Descriptor:
@@ -305,4 +268,6 @@ def _from_container(written: object, where: str) -> Descriptor:
         _descriptor(value, where + entry_text(kind, entry))
         for entry, value in zip(entries, values, strict=True)
     )
-    return Nested(dict if issubclass(kind, dict) else kind, entries, children)
+    if kind is tuple:
+        return TSTuple(children)
+    return TSPytree(dict if issubclass(kind, dict) else kind, entries, children)

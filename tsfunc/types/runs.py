@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from tsfunc.types.descriptors import Attribute, children_of, entry_text
+from tsfunc.types.descriptors import children_of
 from tsfunc.types.dims import DimExpr
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.values import Attribute, entry_text
 
 Path: TypeAlias = tuple[Any, ...]
 """The parameter's name, then optree's entries down to the leaf."""

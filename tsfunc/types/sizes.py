@@ -148,7 +148,7 @@ class Generalization:
     """The sizes that two types have in common: what is true of both is kept.
 
     A pair of sizes that stands in several places is one size there, and gets one name. All pairs
-    are first counted by `add`; `size` then says what each has become. A pair that stands once is
+    are first counted by `count`; `size` then says what each has become. A pair that stands once is
     open, or, with `always_named`, has a name too. An expression is kept where it is one of the
     pairs' names for both sides, and of bounds those that hold on both; none are made of numbers.
 
@@ -166,7 +166,7 @@ class Generalization:
         self._one_sided_names: set[tuple[int, str]] = set()
         self._names: dict[tuple[SideForm, SideForm], str] = {}
 
-    def add(self, left: SideForm, right: SideForm) -> None:
+    def count(self, left: SideForm, right: SideForm) -> None:
         """Count a pair; `ABSENT` stands for the size of a tensor that one side does not have."""
         if left is ABSENT or right is ABSENT:
             side = int(left is ABSENT)

@@ -21,6 +21,8 @@ from tsfunc.types.grammar import (
     TSTensor,
     TSTuple,
     TSType,
+    is_key_type,
+    key_error,
     optional,
 )
 from tsfunc.types.meta import MetaTensorType
@@ -125,6 +127,8 @@ def compose(name: str, items: Sequence[TSType]) -> TSType:
     if name in ("Dict", "dict"):
         if len(items) != 2:
             raise AnnotationError(f"{name} has a key and a value type, got {len(items)} type(s)")
+        if not is_key_type(items[0]):
+            raise key_error(items[0], items[1])
         return TSDict(items[0], items[1])
     if len(items) != 1:
         raise AnnotationError(f"{name} has one type, got {len(items)}")

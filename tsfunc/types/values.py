@@ -1,12 +1,17 @@
-"""Python values in descriptors: when two are the same, and how one is shown."""
+"""Python values as literals: when two are the same, and how they and their parts are written."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 
+from tsfunc.types.class_names import class_name
 from tsfunc.types.meta import tensor_text
 
 _LONGEST_REPR = 80
@@ -99,3 +104,63 @@ def describe(value: object) -> str:
     if len(text) > _LONGEST_REPR:
         text = f"{text[: _LONGEST_REPR - 3]}..."
     return f"{text} ({type(value).__name__})"
+
+
+# --- entries of containers, and literals, as text
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """The entry of a path that leads to an attribute of an object."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def entry_text(kind: type, entry: object) -> str:
+    """How a child is reached: ``.field`` in a named tuple, ``['key']`` or ``[0]`` elsewhere."""
+    if isinstance(entry, Attribute):
+        return f".{entry.name}"
+    field = _field(kind, entry)
+    return f"[{entry!r}]" if field is None else f".{field}"
+
+
+def field_text(kind: type, entry: object) -> str:
+    """How a child is named in the text of a descriptor."""
+    return _field(kind, entry) or key_text(entry)
+
+
+def _field(kind: type, entry: object) -> str | None:
+    if isinstance(entry, str) and dataclasses.is_dataclass(kind):
+        return entry
+    if isinstance(entry, int) and optree.is_namedtuple_class(kind):
+        return str(optree.namedtuple_fields(kind)[entry])
+    if isinstance(entry, int) and optree.is_structseq_class(kind):
+        return str(optree.structseq_fields(kind)[entry])
+    return None
+
+
+def key_text(key: object) -> str:
+    """The key of a dict as text; one that has none is described, and can't be read back."""
+    text = literal_text(key)
+    return describe(key) if text is None else text.removeprefix("Literal[").removesuffix("]")
+
+
+_LITERALS = (int, bool, float, complex, str, bytes)
+
+
+def literal_text(value: object) -> str | None:
+    """A value as text that reads back; None if there is none."""
+    if value is None:
+        return "None"
+    if type(value) in _LITERALS or (
+        type(value) is tuple and value and all(type(each) in _LITERALS for each in value)
+    ):
+        return f"Literal[{value!r}]"
+    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
+        return f"Literal[{class_name(type(value))}.{value.name}]"
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return f"Literal[{value}]"
+    return None

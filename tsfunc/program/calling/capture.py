@@ -48,7 +48,7 @@ from tsfunc.program.reading.refusals import (
 from tsfunc.program.reading.results import with_objects_apart
 from tsfunc.program.reading.updates import Update
 from tsfunc.types import Dim
-from tsfunc.types.descriptors import Descriptor
+from tsfunc.types.grammar import Descriptor
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,8 @@ from tsfunc.program.dims.solutions import (
     stepped,
 )
 from tsfunc.types import Dim
-from tsfunc.types.descriptors import Descriptor
 from tsfunc.types.dims import DimSpec
+from tsfunc.types.grammar import Descriptor
 from tsfunc.types.mending import as_python, with_dims
 
 

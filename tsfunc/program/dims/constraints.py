@@ -18,7 +18,7 @@ from tsfunc.program.dims.advice import advice, mended_dims
 from tsfunc.program.dims.edges import AtTheEdge, away_from, names_at_edge
 from tsfunc.program.dims.rewrites import rewrites_of
 from tsfunc.types import Dim
-from tsfunc.types.descriptors import Descriptor
+from tsfunc.types.grammar import Descriptor
 
 
 def check_needs(

@@ -25,7 +25,7 @@ from tsfunc.program.files.values import NoFileForm, Values, dtype_of, encode
 from tsfunc.program.guarding.forms import CallForm, Watched
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
-from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, parse_descriptor
+from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.facts import fact_code
 
@@ -271,7 +271,7 @@ def _position(field: Field, positions: Collection[int]) -> int:
 def read_dim(field: Field, name: str) -> Dim:
     try:
         described = parse_descriptor(field.line()[:200])
-        found = described.dims if isinstance(described, MetaTensorType) else None
+        found = described.meta.dims if isinstance(described, TSTensor) else None
     except DescriptorError as error:
         field.fail(str(error))
     dim = found[0] if found is not None and len(found) == 1 else None

@@ -37,7 +37,7 @@ from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import CallForm
 from tsfunc.types import parse_descriptor
-from tsfunc.types.descriptors import Descriptor
+from tsfunc.types.grammar import Descriptor
 
 KIND, VERSION = "tsfunc program", 5
 _KINDS = {

@@ -30,7 +30,7 @@ from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import CallForm
 from tsfunc.program.guarding.inputs import sizes_of_call
 from tsfunc.types import Dim
-from tsfunc.types.descriptors import Descriptor
+from tsfunc.types.grammar import Descriptor
 
 
 def encode_program(

@@ -12,7 +12,16 @@ import torch
 from tsfunc.errors import DescriptorError
 from tsfunc.program.guarding.forms import placeholder
 from tsfunc.types import CompiledDescriptors, Dim, DimExpr, MetaTensorType
-from tsfunc.types.descriptors import Descriptor, InstanceOf, Nested, TensorOf, Value, entry_text
+from tsfunc.types.grammar import (
+    NONE,
+    Descriptor,
+    TSPrimitiveType,
+    TSPytree,
+    TSTensor,
+    TSTuple,
+    Value,
+)
+from tsfunc.types.values import entry_text
 
 
 def arguments_for(
@@ -67,7 +76,7 @@ def sizes_for(dims: Mapping[str, Dim], wanted: Sequence[int] = ()) -> dict[str, 
 _TRIED = 256  # sizes that are tried for a named dim
 
 
-_NUMBERS: dict[type, Any] = {int: 1033, float: 0.625}  # sizes of nothing
+_NUMBERS = {"int": 1033, "float": 0.625}  # sizes of nothing
 
 
 class _Maker:
@@ -78,18 +87,20 @@ class _Maker:
     def value(self, descriptor: Descriptor, path: str) -> Any:
         """An argument that a descriptor describes."""
         match descriptor:
-            case MetaTensorType():
-                return self._tensor(descriptor, path)
-            case TensorOf(cls=torch.Tensor, meta=meta):
+            case TSTensor(cls=torch.Tensor, meta=meta):
                 return self._tensor(meta, path)
-            case TensorOf(cls=torch.nn.Parameter, meta=meta):
+            case TSTensor(cls=torch.nn.Parameter, meta=meta) if meta != MetaTensorType():
                 tensor = self._tensor(meta, path)
                 return torch.nn.Parameter(tensor, requires_grad=tensor.requires_grad)
             case Value(value):
                 return value
-            case InstanceOf(cls) if cls in _NUMBERS:
-                return _NUMBERS[cls]  # an input: NOTE [numbers by their types] in ``inputs``
-            case Nested(kind, entries, children):
+            case _ if descriptor == NONE:
+                return None
+            case TSPrimitiveType(name) if name in _NUMBERS:
+                return _NUMBERS[name]  # an input: NOTE [numbers by their types] in ``inputs``
+            case TSTuple(elements):
+                return tuple(self.value(c, f"{path}[{i}]") for i, c in enumerate(elements))
+            case TSPytree(kind, entries, children):
                 pairs = zip(entries, children, strict=True)
                 made = {e: self.value(c, path + entry_text(kind, e)) for e, c in pairs}
                 return _container(kind, made)

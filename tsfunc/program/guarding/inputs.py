@@ -26,24 +26,21 @@ from tsfunc.bridge.trace.asked import users_class
 from tsfunc.program.reading.holding import is_instance
 from tsfunc.program.reading.shown import has_contents
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
-from tsfunc.types.descriptors import (
-    Anything,
+from tsfunc.types.descriptors import child_at
+from tsfunc.types.dims import parse_dim
+from tsfunc.types.grammar import (
     Descriptor,
-    DictOf,
-    FieldsOf,
-    InstanceOf,
-    ListOf,
-    NamedOf,
-    Nested,
-    OfType,
-    OneOf,
-    TensorOf,
-    TupleOf,
+    TSDict,
+    TSFields,
+    TSList,
+    TSNamedTuple,
+    TSPrimitiveType,
+    TSPytree,
+    TSTuple,
+    TSTupleOf,
+    TSUnion,
     Value,
 )
-from tsfunc.types.dims import parse_dim
-from tsfunc.types.grammar import assert_never
-from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.polynomials import solved_for
 
 
@@ -142,35 +139,19 @@ def _is_tame(value: int | float) -> bool:
 def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | float) -> bool:
     """Whether a descriptor calls what lies at a path by the number's type."""
     match descriptor:
-        case InstanceOf(cls):
-            return not path and cls is type(value)
-        case OneOf(alternatives):
+        case TSPrimitiveType(name):
+            return not path and name == type(value).__name__
+        case TSUnion(alternatives):
             return Value(value) not in alternatives and any(
                 _is_by_type(each, path, value) for each in alternatives
             )
-        case ListOf(element) | TupleOf(element) | DictOf(item=element):
+        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
             return bool(path) and _is_by_type(element, path[1:], value)
-        case NamedOf(names, children):
-            return _is_by_type_at(tuple(range(len(names))), children, path, value)
-        case Nested(_, entries, children):
-            return _is_by_type_at(entries, children, path, value)
-        case FieldsOf(_, names, children):
-            return _is_by_type_at(names, children, (*map(str, path[:1]), *path[1:]), value)
-        case MetaTensorType() | TensorOf() | Anything() | OfType() | Value():
-            return False
+        case TSNamedTuple() | TSTuple() | TSPytree() | TSFields():
+            child = child_at(descriptor, path)
+            return child is not None and _is_by_type(child, path[1:], value)
         case _:
-            assert_never(descriptor)
-
-
-def _is_by_type_at(
-    entries: tuple[Any, ...],
-    children: tuple[Descriptor, ...],
-    path: tuple[Any, ...],
-    value: int | float,
-) -> bool:
-    if not path or path[0] not in entries:
-        return False
-    return _is_by_type(children[entries.index(path[0])], path[1:], value)
+            return False
 
 
 def short_text(spec: InputSpec) -> str:

@@ -11,23 +11,21 @@ import optree
 from tsfunc import pytrees
 from tsfunc.bridge.trace.untyped import AnyValue
 from tsfunc.types.annotation import says_any
-from tsfunc.types.descriptors import (
-    Anything,
+from tsfunc.types.descriptors import child_at
+from tsfunc.types.grammar import (
+    ANY,
     Descriptor,
-    DictOf,
-    FieldsOf,
-    InstanceOf,
-    ListOf,
-    NamedOf,
-    Nested,
-    OfType,
-    OneOf,
-    TensorOf,
-    TupleOf,
-    Value,
+    TSCustomClass,
+    TSDict,
+    TSFields,
+    TSList,
+    TSMetaType,
+    TSNamedTuple,
+    TSPytree,
+    TSTuple,
+    TSTupleOf,
+    TSUnion,
 )
-from tsfunc.types.grammar import assert_never
-from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.signatures import annotated_types
 
@@ -119,36 +117,22 @@ def _mend(func: Callable[..., Any], parameter: str, by: str) -> str:
 
 
 def _is_any(said: Descriptor, path: tuple[Any, ...]) -> bool:
-    """Whether a descriptor calls what lies at a path ``Any``, in so many words."""
+    """True if a descriptor says ``Any`` of the value at a path."""
     match said:
-        case Anything():
+        case TSMetaType():
             return True
-        case MetaTensorType() | TensorOf() | OfType() | Value():
-            return False
-        case InstanceOf(cls):
+        case TSFields(cls, names=()) | TSCustomClass(cls):
             return bool(path) and says_any(cls, str(path[0]))
-        case OneOf(alternatives):
+        case TSUnion(alternatives):
             return any(_is_any(each, path) for each in alternatives)
-        case ListOf(element) | TupleOf(element) | DictOf(item=element):
+        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
             return bool(path) and _is_any(element, path[1:])
-        case NamedOf(names, children):
-            return _is_any_at(tuple(range(len(names))), children, path)
-        case Nested(_, entries, children):
-            return _is_any_at(entries, children, path)
-        case FieldsOf(cls, names, children):
-            if not path or str(path[0]) not in names:
+        case TSNamedTuple() | TSTuple() | TSPytree() | TSFields():
+            child = child_at(said, path)
+            if child is None:
                 return False
-            child = children[names.index(str(path[0]))]
-            # Where an annotation is no type, nothing is said of the attribute, not even Any.
-            said_so = child != Anything() or says_any(cls, str(path[0]))
-            return said_so and _is_any(child, path[1:])
+            if child == ANY and isinstance(said, TSFields) and not says_any(said.cls, str(path[0])):
+                return False  # the annotation is not a type, and says nothing, not even Any
+            return _is_any(child, path[1:])
         case _:
-            assert_never(said)
-
-
-def _is_any_at(
-    entries: tuple[Any, ...], children: tuple[Descriptor, ...], path: tuple[Any, ...]
-) -> bool:
-    if not path or path[0] not in entries:
-        return False
-    return _is_any(children[entries.index(path[0])], path[1:])
+            return False

@@ -31,8 +31,8 @@ from tsfunc.transforms.control.functions import OperandType, PythonCallee
 from tsfunc.transforms.custom_rules import Call
 from tsfunc.transforms.equations import TENSOR
 from tsfunc.types import Dim, DimExpr, DimForm
-from tsfunc.types.descriptors import Descriptor
 from tsfunc.types.dims import parse_dim
+from tsfunc.types.grammar import Descriptor
 
 Values = Sequence[Any]
 _NUMBER = 1033  # the size of nothing
