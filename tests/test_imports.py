@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "late",
     "rage",
+    "config",
     "errors",
     "pytrees",
     "types",
@@ -46,7 +47,7 @@ INNER_ROOMS = {
         "batch",
         "control",
         "mesh",
-    ),  # fmt: skip
+    ),
     "program": ("passes", "dims", "reading", "guarding", "graphs", "calling", "files"),
 }
 # Imports against that order, inside of functions: methods by which a user goes on from an object.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tsfunc import dispatch, errors, ops
 from tsfunc import transforms as transforms  # with what it tells the bridge
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.config import config
 from tsfunc.late import late
 
 # What every transform needs is loaded above, each transform itself when it is asked for.
@@ -106,6 +107,7 @@ __all__ = [
     "checkpoint_policies",
     "closure_convert",
     "cond",
+    "config",
     "custom_derivatives",
     "custom_gradient",
     "custom_jvp",

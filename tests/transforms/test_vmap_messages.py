@@ -58,7 +58,8 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: vmap(torch.add, in_dims=(0,))(X, X),
         ValueError,
         "vmap(add, in_dims=(0,), ...)(<inputs>): in_dims is not compatible with the structure of "
-        "`inputs`. in_dims has structure",
+        "`inputs`. in_dims has structure (0,) but the inputs are (input 0, input 1): expected one "
+        "entry for each of them",
     ),
     (
         lambda: vmap(torch.sin, in_dims=([0],))(X),
@@ -93,7 +94,17 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: vmap(torch.add)(X, torch.ones(2, 4)),
         ValueError,
         "Expected all tensors to have the same size in the mapped dimension, got sizes [3, 2] "
-        "for the mapped dimension",
+        "for the mapped dimension: input 0 has 3 in dim 0, input 1 has 2 in dim 0",
+    ),
+    (
+        lambda: vmap(lambda a, b: a, in_dims=(0,))(X, X),
+        ValueError,
+        "in_dims has structure (0,) but the inputs are (a, b)",
+    ),
+    (
+        lambda: vmap(lambda params, x: x, (0, 1))({"w": X, "b": X}, torch.ones(2, 4)),
+        ValueError,
+        "params['b'] has 3 in dim 0, params['w'] has 3 in dim 0, x has 4 in dim 1",
     ),
     (
         lambda: vmap(torch.sin, in_dims=(None,))(X),

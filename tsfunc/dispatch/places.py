@@ -20,8 +20,8 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # What torch has deprecated it calls through a wrapper of one of these.
 _WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
-_GENERATED = "<tsfunc "  # the file of code that this package has written
-_LIBRARIES = (_OURS, _TORCH, _GENERATED, *(str(module.__file__) for module in _WRAPPERS))
+GENERATED = "<tsfunc "  # the file of code that this package has written
+LIBRARIES = (_OURS, _TORCH, GENERATED, *(str(module.__file__) for module in _WRAPPERS))
 
 
 class Place(NamedTuple):
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 def is_users(frame: FrameType) -> bool:
     """Whether a frame runs neither this package nor torch."""
-    return not frame.f_code.co_filename.startswith(_LIBRARIES)
+    return not frame.f_code.co_filename.startswith(LIBRARIES)
 
 
 def users_frame() -> FrameType:
@@ -91,7 +91,7 @@ def place_of(error: BaseException) -> Place:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if found is None or not code.co_filename.startswith(_LIBRARIES):
+        if found is None or not code.co_filename.startswith(LIBRARIES):
             found = Place(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     assert found is not None, "an error that was raised has a traceback"

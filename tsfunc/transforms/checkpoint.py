@@ -24,6 +24,7 @@ from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.grad.kept import KeptResults, Policy, policy_of
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, seen_here
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_places
@@ -77,7 +78,7 @@ def checkpoint(
     target = func
 
     @like(func)
-    @outside_dynamo
+    @boundary("checkpoint", func)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if keeps is everything_saveable:
             return target(*args, **kwargs)

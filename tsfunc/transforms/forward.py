@@ -18,10 +18,10 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.dtensors import is_dtensor
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, all_seen_here
 from tsfunc.transforms.arguments import (
     flatten_output,
@@ -33,7 +33,7 @@ from tsfunc.transforms.arguments import (
 from tsfunc.transforms.reverse import vjp
 
 
-@outside_dynamo
+@boundary("jvp")
 def jvp(
     func: Callable[..., Any],
     primals: tuple[Any, ...],

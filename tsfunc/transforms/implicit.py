@@ -18,7 +18,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import current_tracer_level, innermost_level, seen_here
 from tsfunc.transforms.arguments import flatten_tensors, split_aux
 from tsfunc.transforms.closures import Converted, converted
@@ -29,7 +29,7 @@ from tsfunc.transforms.vmap import vmap
 Solver = Callable[[Callable[[Any], Any], Any], Any]
 
 
-@outside_dynamo
+@boundary("linear_solve")
 def linear_solve(
     matvec: Callable[[Any], Any],
     b: Any,
@@ -93,7 +93,7 @@ def linear_solve(
     return unknown.result(Linear, functions)
 
 
-@outside_dynamo
+@boundary("implicit_root")
 def implicit_root(
     f: Callable[[Any], Any],
     initial_guess: Any,

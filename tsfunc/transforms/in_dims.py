@@ -42,9 +42,8 @@ def match_in_dims(spec: Spec, args: Any) -> Sequence[int | None]:
     except ValueError:
         raise ValueError(
             f"{spec.call()}: in_dims is not compatible with the structure of `inputs`. in_dims "
-            f"has structure {pytrees.structure_of(in_dims)} but inputs has structure "
-            f"{structure}. Give one entry for each positional input (it may hold for all that is "
-            f"in it)."
+            f"has structure {in_dims!r} but the inputs are ({', '.join(_parameters(spec, args))}): "
+            f"expected one entry for each of them (it may hold for all that is in it)."
         ) from None
     _check_entries(spec, dims)
     return dims
@@ -201,9 +200,16 @@ def is_nested(value: Any) -> bool:
 
 
 def mapped(
-    spec: Spec, flat: Sequence[Any], dims: Sequence[int | None]
+    spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], given: Any
 ) -> tuple[list[int | None], Any]:
-    """The dims counted from the front, and the size that the mapped dims share."""
+    """Return the dims counted from the front, and the size that the mapped dims share.
+
+    Args:
+        spec: of the vmap.
+        flat: the flattened inputs.
+        dims: an entry of ``in_dims`` for each of them.
+        given: the inputs before they were flattened, of which messages take names.
+    """
     at: list[int | None] = []
     size: Any = spec.axis_size
     for value, dim in zip(flat, dims, strict=True):
@@ -212,7 +218,7 @@ def mapped(
             continue
         if not isinstance(value, torch.Tensor):
             if value is not None:
-                _refuse_value(spec, value, dim)
+                _refuse_value(spec, value, dim, _name_at(spec, given, len(at)))
             at.append(None)  # an optional input that is left out has no dims
             continue
         if type(value) not in _DENSE and is_nested(value):
@@ -222,7 +228,8 @@ def mapped(
         if not -rank <= dim < rank:
             raise ValueError(
                 f"{spec.call()}: Got in_dim={dim} for some input, but that input is a Tensor of "
-                f"dimensionality {rank} so expected in_dim to satisfy -{rank} <= in_dim < {rank}."
+                f"dimensionality {rank} so expected in_dim to satisfy -{rank} <= in_dim < {rank}. "
+                f"The input is {_name_at(spec, given, len(at))}."
             )
         if dim < 0:
             dim += rank
@@ -230,7 +237,7 @@ def mapped(
         if size is None:
             size = shape[dim]
         elif size != shape[dim]:
-            _refuse_sizes(spec, flat, dims)
+            _refuse_sizes(spec, flat, dims, given)
     if size is None:
         raise ValueError(
             f"{spec.call()}: Expected at least one Tensor to vmap over: every in_dim is None, "
@@ -239,7 +246,39 @@ def mapped(
     return at, size
 
 
-def _refuse_value(spec: Spec, value: Any, dim: int) -> None:
+def _parameters(spec: Spec, args: Sequence[Any]) -> list[str]:
+    """The names of the parameters that positional inputs are given for."""
+    kinds = inspect.Parameter
+    try:
+        known = list(inspect.signature(spec.func).parameters.values())
+    except (TypeError, ValueError):
+        known = []
+    names = []
+    for i in range(len(args)):
+        by_position = i < len(known) and known[i].kind not in (
+            kinds.VAR_POSITIONAL, kinds.KEYWORD_ONLY, kinds.VAR_KEYWORD,
+        )  # fmt: skip
+        names.append(known[i].name if by_position else f"input {i}")
+    return names
+
+
+def _names(spec: Spec, given: Any) -> list[str]:
+    """How the user spells each flattened input: ``params['w']``."""
+    args, kwargs = given if spec.by_name else (given, {})
+    parameters = [*_parameters(spec, args), *kwargs]
+    values = [*args, *kwargs.values()]
+    names = []
+    for name, value in zip(parameters, values, strict=True):
+        accessors = pytrees.structure_of(value).accessors()
+        names += [accessor.codify(name) for accessor in accessors]
+    return names
+
+
+def _name_at(spec: Spec, given: Any, index: int) -> str:
+    return _names(spec, given)[index]
+
+
+def _refuse_value(spec: Spec, value: Any, dim: int, name: str) -> None:
     hint = ""
     if any(isinstance(held, torch.Tensor) for held in getattr(value, "__dict__", {}).values()):
         kind = type(value).__qualname__
@@ -250,14 +289,19 @@ def _refuse_value(spec: Spec, value: Any, dim: int) -> None:
     raise ValueError(
         f"{spec.call()}: Got in_dim={dim} for an input but the input is of type "
         f"{type(value)}. We cannot vmap over non-Tensor arguments, please use None as "
-        f"the respective in_dim{hint}"
+        f"the respective in_dim{hint}. The input is {name}."
     )
 
 
-def _refuse_sizes(spec: Spec, flat: Sequence[Any], dims: Sequence[int | None]) -> None:
+def _refuse_sizes(spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], given: Any) -> None:
     sizes = [value.shape[dim] for value, dim in zip(flat, dims, strict=True) if dim is not None]
+    named = [
+        f"{name} has {value.shape[dim]} in dim {dim}"
+        for name, value, dim in zip(_names(spec, given), flat, dims, strict=True)
+        if dim is not None
+    ]
     beside = f", and axis_size={spec.axis_size}" if spec.sized else ""
     raise ValueError(
         f"{spec.call()}: Expected all tensors to have the same size in the mapped dimension, "
-        f"got sizes {sizes} for the mapped dimension{beside}"
+        f"got sizes {sizes} for the mapped dimension{beside}: {', '.join(named)}"
     )

@@ -11,6 +11,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -123,7 +124,7 @@ def jacrev(
     chunks = check_chunks(chunk_size, memory_budget)
 
     @like(func)
-    @outside_dynamo
+    @boundary("jacrev", func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         flat, spec, of_leaves = _of_leaves("jacrev", func, argnums, args, kwargs)
         out, pull, *rest = vjp(of_leaves, *flat, has_aux=has_aux)
@@ -193,7 +194,7 @@ def jacfwd(
     """
 
     @like(func)
-    @outside_dynamo
+    @boundary("jacfwd", func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         flat, spec, of_leaves = _of_leaves("jacfwd", func, argnums, args, kwargs)
 

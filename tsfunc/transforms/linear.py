@@ -10,6 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
 from tsfunc.transforms.arguments import flatten_output
@@ -36,7 +37,7 @@ def stop_gradient(tree: Any) -> Any:
     return pytrees.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
-@outside_dynamo
+@boundary("hvp")
 def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
     """The product of a function's Hessian with a vector, without the Hessian.
 
@@ -106,7 +107,7 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
     recorded, (leaves, out_spec) = record(run, zeros, primals)
     _check_linear(what, recorded)
 
-    @outside_dynamo
+    @boundary("linear_transpose", func)
     def transposed(cotangents: Any) -> tuple[Any, ...]:
         given = match_cotangents(f"{what}(cotangents)", cotangents, leaves, out_spec)
         pulled = recorded.pull([_conjugate(ct) for ct in given], retain=True)

@@ -9,15 +9,15 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.functorch import delegate
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.arguments import flatten_output, flatten_tensors, split_aux
 from tsfunc.transforms.reverse import record, vjp
 
 API = "linearize(f, *primals)"
 
 
-@outside_dynamo
+@boundary("linearize")
 def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The value of a function, and its derivative there as a function of the direction.
 
@@ -79,7 +79,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
 
     _, push = vjp(pull_smooth, *[zeros[i] for i in smooth])
 
-    @outside_dynamo
+    @boundary("the pushforward of linearize", func)
     def jvp_fn(*tangents: Any) -> Any:
         given = _match(tangents, flat, spec)
         # Else nobody has a use for the graph of the pullback, which goes back to ``inputs``.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import stack_module_state
 
 from tsfunc.bridge.mesh.sharded_modules import refuse_fully_sharded
 from tsfunc.bridge.tracers.flat_weights import flat_weights_kept
+from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 
 __all__ = ["functional_call", "stack_module_state"]
 
@@ -58,7 +58,7 @@ def functional_call(
     """
     refuse_fully_sharded(module, "functional_call")
     with flat_weights_kept(module):
-        return torch.func.functional_call(
-            module, parameter_and_buffer_dicts, args, kwargs,  # type: ignore[arg-type]
+        return TORCH_FUNC["functional_call"](
+            module, parameter_and_buffer_dicts, args, kwargs,
             tie_weights=tie_weights, strict=strict,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from optree import PyTreeSpec
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import Apart, BodyLevel, current_trace, in_body
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.errors import DescriptorError
 from tsfunc.program import Program, capture
 from tsfunc.program.calling.capture import TraceRequest, outline
@@ -21,7 +22,7 @@ from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import MetaTensorType
 
 
-@outside_dynamo
+@boundary("eval_shape")
 def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The types of what a function returns, without computing it.
 
@@ -125,7 +126,7 @@ def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
     As ``jax.make_jaxpr`` and ``make_fx``.
     """
 
-    @outside_dynamo
+    @boundary("make_graph", func)
     def traced(*args: Any, **kwargs: Any) -> Program:
         name = name_of(func)
         flat, tree = pytrees.flatten((args, kwargs))

@@ -65,7 +65,7 @@ def nested_source(spec: Spec, value: torch.Tensor, dim: int) -> Nested:
 
 
 def match_sources(
-    spec: Spec, flat: Sequence[Any], dims: Sequence[int | None]
+    spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], given: Any
 ) -> tuple[list[Any], Any]:
     """The inputs of a call some of which are nested tensors, and how many examples there are."""
     sources: list[Any] = list(flat)
@@ -84,7 +84,7 @@ def match_sources(
                 f"dimension, got nested tensors of {size} and of {len(nested.examples)} examples"
             )
     if any(dim is not None for dim in rest):
-        at, other = mapped(spec, flat, rest)
+        at, other = mapped(spec, flat, rest, given)
         if other != size:
             raise ValueError(
                 f"{spec.call()}: Expected all tensors to have the same size in the mapped "

@@ -24,6 +24,7 @@ from tsfunc.bridge.trace.tracing import traces_dtensors
 from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.functorch import delegate
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import TracerLevel, all_seen_here
 from tsfunc.transforms.arguments import (
     Argnums,
@@ -111,7 +112,7 @@ def record(
     return Recorded(inputs, outputs, level, outer_grad, outer_inputs), rest
 
 
-@outside_dynamo
+@boundary("vjp")
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The value of a function, and the function that pulls cotangents back through it.
 
@@ -154,7 +155,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     recorded, (leaves, out_spec, aux) = record(run, flat, primals)
 
-    @outside_dynamo
+    @boundary("the pullback of vjp", func)
     def vjp_fn(
         cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
     ) -> tuple[Any, ...]:
@@ -267,7 +268,7 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
     """
 
     @like(func)
-    @outside_dynamo
+    @boundary("grad", func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
@@ -294,7 +295,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
     """
 
     @like(func)
-    @outside_dynamo
+    @boundary("grad_and_value", func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad_and_value")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
@@ -323,7 +324,7 @@ def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
     both = grad_and_value(func, argnums, has_aux)
 
     @functools.wraps(both)
-    @outside_dynamo
+    @boundary("value_and_grad", func)
     def swapped(*args: Any, **kwargs: Any) -> Any:
         gradient, value = both(*args, **kwargs)
         return value, gradient

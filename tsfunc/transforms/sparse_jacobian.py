@@ -17,6 +17,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.program.graphs.dependence import dependence
 from tsfunc.transforms.arguments import Argnums, like
 from tsfunc.transforms.closures import converted
@@ -87,7 +88,7 @@ def sparse_jacobian(
         )
 
     @like(func)
-    @outside_dynamo
+    @boundary("sparse_jacobian", func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         blocks = blocks_of(API, func, argnums, has_aux, args, kwargs)
         pairs, values = entries(blocks)
@@ -141,7 +142,7 @@ def jacobian_sparsity(
     """
 
     @like(func)
-    @outside_dynamo
+    @boundary("jacobian_sparsity", func)
     def pattern(*args: Any, **kwargs: Any) -> Any:
         blocks = blocks_of(API, func, argnums, has_aux, args, kwargs)
         pairs = pattern_of(blocks)

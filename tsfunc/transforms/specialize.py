@@ -22,6 +22,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
+from tsfunc.bridge.tracers.tracebacks import fold, is_boundary, spelled
 from tsfunc.errors import DescriptorError, UnboundAxisError
 from tsfunc.program import Program
 from tsfunc.program.calling.cache import Cache, CacheInfo, TracedAgain
@@ -84,28 +85,36 @@ class Specialized:
 
     @instead_in_dynamo(_inlined)
     @outside_dynamo
+    @is_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        entries = self.cache.entries
-        for entry in entries:
-            values = entry.enter(args, kwargs)
-            if values is not None:
-                entry.hits += 1
-                if entry is not entries[0]:
-                    self.cache.use(entry)
-                try:
-                    return entry.build(entry.run(values))
-                except TracedAgain:
-                    return self._traced_again(args, kwargs)
-                except RuntimeError as error:
-                    raise_own(self.func, args, kwargs, entry.program, error)
-                    raise
         try:
+            entries = self.cache.entries
+            for entry in entries:
+                values = entry.enter(args, kwargs)
+                if values is not None:
+                    entry.hits += 1
+                    if entry is not entries[0]:
+                        self.cache.use(entry)
+                    try:
+                        return entry.build(entry.run(values))
+                    except TracedAgain:
+                        return self._traced_again(args, kwargs)
+                    except RuntimeError as error:
+                        raise_own(self.func, args, kwargs, entry.program, error)
+                        raise
             return self._first_call(args, kwargs)
         except UnboundAxisError as error:
             if not is_bound(error.axis_name):
+                fold(error, self._label)
                 raise
-            # A program is made outside of all transforms, where the vmap that has the name is not.
-            return self.func(*args, **kwargs)
+        except Exception as error:
+            fold(error, self._label)
+            raise
+        # A program is made outside of all transforms, where the vmap that has the name is not.
+        return self.func(*args, **kwargs)
+
+    def _label(self) -> str:
+        return f"specialize({spelled(self.func)})"
 
     def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function itself, where a trace could not record what its program does."""

@@ -22,6 +22,7 @@ from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.hot_calls import HOT
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import MARKED, seen_here
 from tsfunc.bridge.writing.assigned import ASSIGNED, put_back_assigned, refuse_assigned
 from tsfunc.bridge.writing.marked import settle_all
@@ -145,7 +146,7 @@ def vmap(
     out_plans: dict[Any, Sequence[int | None]] = {}
     models: Models = {}
 
-    @outside_dynamo
+    @boundary("vmap", func)
     def vmapped(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("vmap")) is not None:
             _refuse_own_arguments(spec)
@@ -168,8 +169,9 @@ def vmap(
         if dims is None:
             matched = match_by_name(spec, args, kwargs) if by_name else match_in_dims(spec, args)
             dims = plans[tree] = matched
+        given = (args, kwargs) if by_name else args
         try:
-            at, size = mapped(spec, flat, dims)
+            at, size = mapped(spec, flat, dims, given)
         except RuntimeError:
             if not any(map(is_nested, flat)):
                 raise
@@ -177,7 +179,7 @@ def vmap(
                 _refuse_parts(spec, "a nested tensor among the inputs")
             run = functools.partial(_run_part, spec, None, tree, kwargs)
             sizes_of = functools.partial(sizes_of_group, spec, flat)
-            return run_parts(spec, *match_sources(spec, flat, dims), sizes_of, run)
+            return run_parts(spec, *match_sources(spec, flat, dims, given), sizes_of, run)
         if tls.state.levels:
             flat = _in_trace(flat, at)
         sizes = None

@@ -21,6 +21,7 @@ from torch._C import _dispatch_has_kernel_for_dispatch_key
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import results_of_rule
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap, wrap
+from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.bridge.tracers.operators import TorchOperator, vmap_rule
 from tsfunc.dispatch.recorder import name_of_rule
 from tsfunc.dispatch.recording import note
@@ -71,7 +72,7 @@ def _by_torch_vmap(
     op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     dims, values = _batched(args, level)
-    mapped = torch.func.vmap(
+    mapped = TORCH_FUNC["vmap"](
         lambda *inner: op.overload(*inner, **kwargs), tuple(dims), randomness=level.randomness
     )
     outs = mapped(*values)

@@ -12,14 +12,20 @@ torch.func's stack; ``is_functorch_wrapped_tensor``, ``is_batchedtensor``, ``get
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 import torch.func
 from torch._C import _functorch
 
 from tsfunc.bridge.tracers.tracer import current_tracer_level
+
+# torch.func's own transforms, also where its attributes have been replaced by ours.
+TORCH_FUNC: Final[Mapping[str, Callable[..., Any]]] = {
+    name: getattr(torch.func, name)
+    for name in ("functional_call", "grad", "grad_and_value", "jvp", "linearize", "vjp", "vmap")
+}
 
 
 def functorch_depth() -> int:
@@ -35,8 +41,7 @@ def delegate(name: str) -> Callable[..., Any] | None:
     level = current_tracer_level()
     if level is not None and level.functorch_depth >= functorch_depth():
         return None
-    found: Callable[..., Any] = getattr(torch.func, name)
-    return found
+    return TORCH_FUNC[name]
 
 
 def differs_in_functorch(value: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
+from tsfunc.bridge.tracers.tracebacks import PLACES
 from tsfunc.bridge.writing.assigned import note_assigned
 from tsfunc.program.reading.updates import Outside, Update, fill
 
@@ -212,9 +213,16 @@ def generate(
             _write_bodies(node.target)
     names = names_of(name, graph, lifted)
     called = function_name(name)
-    lines = [f"    {each.text}\n" for each in statements(graph, inputs, names, updates)]
+    found = list(statements(graph, inputs, names, updates))
+    lines = [f"    {each.text}\n" for each in found]
     source = f"def {called}(args):\n{''.join(lines)}"
-    scope = dict(names.scope)
+    # The user's line of each line, for tracebacks; the first line is the function's head.
+    places = {
+        line: each.node.meta["place"]
+        for line, each in enumerate(found, start=2)
+        if each.node is not None and each.node.meta.get("place") is not None
+    }
+    scope = {**names.scope, PLACES: places}
     exec(compile(source, f"<tsfunc program {called}>", "exec"), scope)
     function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
     return source, function

@@ -22,6 +22,7 @@ import torch
 import torch.fx
 
 from tsfunc import ops, pytrees
+from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.ops.registry import Category
 
@@ -233,7 +234,7 @@ class _Call:
             stop = min(start + _CHUNK, x.numel())
             units = torch.zeros(stop - start, x.numel(), dtype=torch.double)
             units.diagonal(start).fill_(1)
-            outs = torch.func.vmap(of_entries)(units.view(-1, *x.shape))
+            outs = TORCH_FUNC["vmap"](of_entries)(units.view(-1, *x.shape))
             at = (outs != zero).reshape(stop - start, -1).nonzero()
             found.append(torch.stack([at[:, 1], at[:, 0] + start]))
         return torch.cat(found, 1)

@@ -97,7 +97,8 @@ def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
                 f"(at {place}{source_of(place, ': ')})\nint(...) of it does, and ties the program "
                 f"to one number: describe the size as None, or the number by its value."
             )
-    if len(error.args) == 1 and isinstance(error.args[0], str) and text != error.args[0]:
+    # The text of a KeyError is the spelling of its key, which stays the key.
+    if len(error.args) == 1 and isinstance(error.args[0], str) and text != str(error):
         error.args = (text,)
 
 

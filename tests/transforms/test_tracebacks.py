@@ -1,0 +1,170 @@
+"""Errors that leave a transform show the user's frames alone, the user's line last."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tsfunc
+from tsfunc import (
+    MetaTensorType,
+    checkpoint,
+    config,
+    grad,
+    hessian,
+    jacfwd,
+    jvp,
+    scan,
+    specialize,
+    vjp,
+    vmap,
+)
+
+LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (tsfunc, torch))
+
+Function = Callable[..., Any]
+
+
+def wrong(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    hidden = x * 2
+    return (hidden @ w.T).sum()  # the line that fails
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.value
+
+
+def frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(error.__traceback__))
+
+
+@pytest.fixture
+def full() -> Iterator[None]:
+    config.traceback = "full"
+    yield
+    config.traceback = "filtered"
+
+
+X, W = torch.randn(5, 3), torch.randn(3, 2)
+TOWERS: dict[str, Function] = {
+    "grad": lambda: grad(wrong)(X[0], W),
+    "vmap": lambda: vmap(wrong, (0, None))(X, W),
+    "vmap(grad)": lambda: vmap(grad(wrong), (0, None))(X, W),
+    "vmap(vmap(grad))": lambda: vmap(vmap(grad(wrong), (0, None)), (0, None))(X[None], W),
+    "vjp": lambda: vjp(wrong, X, W),
+    "jvp": lambda: jvp(wrong, (X, W), (X, W)),
+    "jacfwd": lambda: jacfwd(wrong)(X, W),
+    "hessian": lambda: hessian(wrong)(X, W),
+    "checkpoint": lambda: checkpoint(wrong)(X, W),
+    "specialize": lambda: specialize(wrong)(X, W),
+    "specialize(vmap(grad))": lambda: specialize(vmap(grad(wrong), (0, None)))(X, W),
+    "vmap(specialize)": lambda: vmap(specialize(wrong), (0, None))(X, W),
+    "specialize(scan)": lambda: specialize(
+        lambda x: scan(lambda c, row: (c, wrong(row, W)), torch.zeros(()), x)[1]
+    )(X),
+}
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+def test_the_users_line_is_last(tower: str) -> None:
+    error = raised(TOWERS[tower])
+    found = frames(error)
+    assert not [frame for frame in found if frame.filename.startswith(LIBRARIES)]
+    assert (found[-1].name, found[-1].line) == (
+        "wrong", "return (hidden @ w.T).sum()  # the line that fails",
+    )  # fmt: skip
+    assert len("".join(traceback.format_exception(error)).splitlines()) <= 25
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")
+def test_a_note_says_what_ran() -> None:
+    error = raised(lambda: vmap(grad(wrong), (0, None))(X, W))
+    (note,) = vars(error)["__notes__"]
+    first, second = note.splitlines()
+    assert first == "raised in vmap(grad(wrong)), where wrong had x: float32[3], w: float32[3, 2]"
+    assert second.endswith("tsfunc.config.traceback = 'full' shows them.")
+
+
+def test_an_error_of_a_program_is_at_the_users_line() -> None:
+    table = torch.nn.Embedding(5, 3)
+
+    def model(i: torch.Tensor) -> torch.Tensor:
+        doubled = i * 2
+        return table(doubled).sum()  # type: ignore[no-any-return]
+
+    program = specialize(model, {"i": MetaTensorType(["n"], dtype=torch.int64)})
+    program(torch.tensor([1, 2]))
+    error = raised(lambda: program(torch.tensor([1, 9])))
+    assert isinstance(error, IndexError)
+    found = frames(error)
+    assert not [frame for frame in found if "<tsfunc" in frame.filename]
+    assert (found[-1].filename, found[-1].name) == (__file__, "model")
+    assert found[-1].line is not None and found[-1].line.startswith("return table(doubled)")
+
+
+def test_wrong_arguments_show_the_call_alone() -> None:
+    found = frames(raised(lambda: vmap(torch.add)(torch.ones(2), torch.ones(3))))
+    assert {frame.filename for frame in found} == {__file__}
+
+
+def test_all_frames_on_request(full: None) -> None:
+    error = raised(TOWERS["vmap(grad)"])
+    assert [frame for frame in frames(error) if frame.filename.startswith(LIBRARIES)]
+    assert not hasattr(error, "__notes__")
+
+
+def test_an_except_inside_of_a_transform_sees_the_error() -> None:
+    def careful(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.as_tensor(vmap(lambda row: row @ torch.ones(7))(x))
+        except RuntimeError as error:
+            assert not hasattr(error, "__notes__")
+            return x.sum()
+
+    assert grad(careful)(torch.ones(2, 3)).tolist() == [[1.0] * 3] * 2
+
+
+def test_a_defect_of_the_library_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tsfunc.transforms.vmap as module
+
+    def broken(*args: Any) -> Any:
+        return None.missing  # type: ignore[attr-defined]
+
+    broken.__code__ = broken.__code__.replace(co_filename=str(module.__file__))
+    monkeypatch.setattr(module, "mapped", broken)
+    found = frames(raised(lambda: vmap(torch.sin)(torch.ones(2))))
+    assert [frame for frame in found if frame.filename.startswith(LIBRARIES)]
+
+
+def test_causes_are_folded_too() -> None:
+    def chained(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.as_tensor(vmap(torch.add)(x, torch.ones(7)))
+        except ValueError as error:
+            raise KeyError("chained") from error
+
+    error = raised(lambda: grad(chained)(torch.ones(3)))
+    assert error.args == ("chained",) and error.__cause__ is not None
+    for each in (error, error.__cause__):
+        assert not [f for f in frames(each) if f.filename.startswith(LIBRARIES)]
+
+
+@pytest.mark.parametrize("key", ["momentum", 3, ("a", 1)])
+@pytest.mark.parametrize("transform", [vmap, specialize])
+def test_a_key_error_keeps_its_key(transform: Function, key: Any) -> None:
+    error = raised(lambda: transform(lambda x: x * {"lr": 1.0}[key])(torch.ones(2)))
+    assert isinstance(error, KeyError) and error.args == (key,)
+
+
+def test_only_known_settings() -> None:
+    with pytest.raises(ValueError, match="expected 'filtered' or 'full', got 'short'"):
+        config.traceback = "short"  # type: ignore[assignment]
+    assert repr(config) == "tsfunc.config(traceback='filtered')"
