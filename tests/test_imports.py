@@ -45,8 +45,8 @@ INNER_ROOMS = {
         "trace",
         "grad",
         "batch",
-        "control",
         "mesh",
+        "control",
     ),
     "program": ("passes", "dims", "reading", "guarding", "graphs", "calling", "files"),
 }

@@ -43,11 +43,14 @@ if TYPE_CHECKING:
     from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
     from tsfunc.transforms.linear import hvp, linear_transpose, stop_gradient
     from tsfunc.transforms.linearize import linearize
+    from tsfunc.transforms.mesh_specs import P
     from tsfunc.transforms.modules import functional_call, stack_module_state
     from tsfunc.transforms.outlines import eval_shape, make_graph
     from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
+    from tsfunc.transforms.shard_map import mesh_axes, shard_map
     from tsfunc.transforms.sparse_jacobian import jacobian_sparsity, sparse_jacobian
     from tsfunc.transforms.specialize import specialize
+    from tsfunc.transforms.virtual_mesh import VirtualMesh
     from tsfunc.transforms.vmap import vmap
     from tsfunc.types import Descriptors, Dim, MetaTensorType, infer_descriptors
 else:
@@ -73,11 +76,14 @@ else:
             "transforms.jacobians": "hessian jacfwd jacrev",
             "transforms.linear": "hvp linear_transpose stop_gradient",
             "transforms.linearize": "linearize",
+            "transforms.mesh_specs": "P",
             "transforms.modules": "functional_call stack_module_state",
             "transforms.outlines": "eval_shape make_graph",
             "transforms.reverse": "grad grad_and_value value_and_grad vjp",
+            "transforms.shard_map": "mesh_axes shard_map",
             "transforms.sparse_jacobian": "jacobian_sparsity sparse_jacobian",
             "transforms.specialize": "specialize",
+            "transforms.virtual_mesh": "VirtualMesh",
             "transforms.vmap": "vmap",
             "types": "Descriptors Dim MetaTensorType infer_descriptors",
         },
@@ -96,8 +102,10 @@ __all__ = [
     "Descriptors",
     "Dim",
     "MetaTensorType",
+    "P",
     "Tracer",
     "TracerLevel",
+    "VirtualMesh",
     "all_gather",
     "all_to_all",
     "associative_scan",
@@ -134,6 +142,7 @@ __all__ = [
     "linearize",
     "load",
     "make_graph",
+    "mesh_axes",
     "ops",
     "pmax",
     "pmean",
@@ -143,6 +152,7 @@ __all__ = [
     "psum_scatter",
     "scan",
     "sequential_vmap",
+    "shard_map",
     "sparse_jacobian",
     "specialize",
     "stack_module_state",

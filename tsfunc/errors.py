@@ -16,6 +16,8 @@
     ├── MalformedProgramError (RuntimeError)  a program's graph is not well formed
     ├── ExportError (RuntimeError)          a program can't be given to another of torch's tools
     ├── UnboundAxisError (NameError)          a collective names an axis that no vmap binds
+    ├── MeshError (ValueError)              a mesh of processes is not what a call or program needs
+    ├── RanksDisagree (RuntimeError)        ranks call other collectives, or have other values
     ├── RanksFailed (RuntimeError)          ranks of a distributed call raised, ended or hang
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
@@ -120,6 +122,14 @@ class UnboundAxisError(TsfuncError, NameError):
     def __init__(self, message: str, axis_name: object) -> None:
         super().__init__(message)
         self.axis_name = axis_name
+
+
+class MeshError(TsfuncError, ValueError):
+    """A mesh, or a spec of one, does not fit what it is used for."""
+
+
+class RanksDisagree(TsfuncError, RuntimeError):
+    """Ranks call other collectives than one another, or differ where they promise to be equal."""
 
 
 class RanksFailed(TsfuncError, RuntimeError):

@@ -13,9 +13,11 @@ from tsfunc.testing.ranks import stop
 Check = Callable[[int, int], None]
 
 
-def failures(checks: Mapping[str, Check], ranks: int = 2) -> dict[str, list[str]]:
+def failures(
+    checks: Mapping[str, Check], ranks: int = 2, timeout: float = 300.0
+) -> dict[str, list[str]]:
     """Run the checks on as many ranks; return, for each check, the errors of the ranks."""
-    by_rank = spawn(run_all, ranks, checks, timeout=120.0)
+    by_rank = spawn(run_all, ranks, checks, timeout=timeout)
     if any(any(found.values()) for found in by_rank):
         stop(ranks)
     return {name: [found[name] for found in by_rank if found[name]] for name in checks}

@@ -108,6 +108,21 @@ def shard_dim_alltoall(
     return op(front(x, dims[0]).contiguous(), gather, shard, *group, **kwargs), 0
 
 
+# The kinds of exchange along a mesh axis whose numbers are dims.
+_OF_DIMS = ("gather", "scatter", "all_to_all", "slice", "tile")
+
+
+@row("tsfunc_mesh::map")
+def exchange(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """An exchange among ranks: of the batch at once, whose dim goes first."""
+    x, kind, ints, *rest = args
+    if kind in _OF_DIMS:
+        ints = [number + 1 for number in ints]
+    return op(front(x, dims[0]), kind, ints, *rest, **kwargs), 0
+
+
 # The tangent of each of these is what it makes of the tangent, for reductions that are linear.
 LINEAR: Mapping[str, Callable[[Sequence[Any]], bool]] = {
     **{
@@ -133,4 +148,5 @@ LINEAR: Mapping[str, Callable[[Sequence[Any]], bool]] = {
         for name in names
     },
     "_dtensor::shard_dim_alltoall": lambda args: True,
+    "tsfunc_mesh::map": lambda args: True,
 }  # fmt: skip

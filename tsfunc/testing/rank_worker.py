@@ -61,7 +61,8 @@ def run_rank(socket: Path, folder: Path, rank: int, size: int) -> None:
         os.dup2(stderr, 2)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
         connection = Client(str(socket), "AF_UNIX")
-        connection.send(rank)
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
+        connection.send((rank, os.getpid()))
         dist.init_process_group(
             "gloo",
             store=FileStore(str(folder / "store"), size),
@@ -85,14 +86,11 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
     call = connection.recv_bytes()
     failed = False
     try:
-        fn, args, timeout = pickle.loads(call)
-        faulthandler.dump_traceback_later(max(timeout - 1.0, 0.5), exit=False)
+        fn, args = pickle.loads(call)
         reply = pickle.dumps((True, time.monotonic(), fn(rank, size, *args)))
     except BaseException:
         failed = True
         reply = pickle.dumps((False, time.monotonic(), traceback.format_exc()))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
     connection.send_bytes(reply)
     if failed and dist.is_initialized():
         dist.destroy_process_group()  # others that wait for this rank end at once

@@ -8,9 +8,11 @@ inside of it; the next call forks new ones.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,9 +65,10 @@ class _Forker:
         self.connection.send(("start", n, str(folder)))
         by_rank = {}
         for _ in range(n):
-            connection, rank = self.accept()
-            by_rank[rank] = connection
-        return _Ranks(self, folder, [by_rank[rank] for rank in range(n)])
+            connection, (rank, pid) = self.accept()
+            by_rank[rank] = connection, pid
+        connections, pids = zip(*(by_rank[rank] for rank in range(n)), strict=True)
+        return _Ranks(self, folder, list(connections), list(pids))
 
     def stop(self) -> None:
         """End the process; its ranks end with it."""
@@ -79,8 +82,11 @@ class _Forker:
 class _Ranks:
     """The processes of one process group, each of which runs one function at a time."""
 
-    def __init__(self, forker: _Forker, folder: Path, connections: list[Connection]) -> None:
-        self.forker, self.folder, self.connections = forker, folder, connections
+    def __init__(
+        self, forker: _Forker, folder: Path, connections: list[Connection], pids: list[int]
+    ) -> None:
+        self.forker, self.folder = forker, folder
+        self.connections, self.pids = connections, pids
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], timeout: float) -> list[Any]:
         """Run the function on every rank and return each rank's result.
@@ -88,7 +94,7 @@ class _Ranks:
         Raises:
             RanksFailed: a rank raised, ended, or did not finish in time.
         """
-        call = _pickled((fn, tuple(args), timeout))
+        call = _pickled((fn, tuple(args)))
         for connection in self.connections:
             connection.send_bytes(call)
         end = time.monotonic() + timeout
@@ -114,7 +120,7 @@ class _Ranks:
         lines = [f"rank {rank}: {text.rstrip()}" for _, rank, text in sorted(failures)]
         for rank in pending.values():
             said = "was ended" if failures else f"did not finish within {timeout:g} seconds"
-            lines.append(f"rank {rank}: {said}\n{self._last_lines(rank)}".rstrip())
+            lines.append(f"rank {rank}: {said}\n{self._stack(rank)}".rstrip())
         raise RanksFailed(
             f"spawn: {len(lines)} of {len(self.connections)} ranks failed, the first cause first.\n"
             + "\n".join(lines)
@@ -124,6 +130,16 @@ class _Ranks:
         """The last lines that a rank wrote to stderr."""
         written = (self.folder / f"stderr-{rank}").read_text(errors="replace")
         return "\n".join(written.splitlines()[-30:])
+
+    def _stack(self, rank: int) -> str:
+        """The calls that a rank is in, which it writes when it is sent a signal."""
+        before = self._last_lines(rank)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[rank], signal.SIGUSR1)
+        end = time.monotonic() + _GRACE
+        while (now := self._last_lines(rank)) == before and time.monotonic() < end:
+            time.sleep(0.05)
+        return now
 
     def stop(self) -> None:
         """End the processes."""
@@ -186,7 +202,7 @@ def stop(n: int) -> None:
     _Running.ranks.pop(n).stop()
 
 
-def _pickled(call: tuple[Callable[..., Any], Any, float]) -> bytes:
+def _pickled(call: tuple[Callable[..., Any], Any]) -> bytes:
     """The call as bytes: by reference where the function can be imported, else by value."""
     fn = call[0]
     if getattr(fn, "__module__", None) != "__main__" and "<" not in getattr(

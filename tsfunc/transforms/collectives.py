@@ -1,8 +1,9 @@
-"""Collectives: operations across the examples of a ``vmap`` that has a name.
+"""Collectives: operations across the examples of a named axis.
 
-Each takes pytrees, and the name of the axis: ``vmap(f, axis_name="i")`` binds it. The functions
-are those of ``jax.lax``, and so are their transposes: the gradient of a sum over an axis is a sum
-over the axis.
+Each takes pytrees and the name of the axis. ``vmap(f, axis_name="i")`` binds a name to the examples
+of a batch, ``shard_map`` and ``mesh_axes`` bind one to the ranks of a mesh. The functions are those
+of ``jax.lax``, and so are their transposes: the gradient of a sum over an axis is a sum over the
+axis.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control import collectives as physical
+from tsfunc.bridge.control.collectives import Axis
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 
 
@@ -42,7 +44,8 @@ def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     As ``jax.lax.psum``.
     """
     for level in _levels(axis_name, "psum"):
-        x = _each("psum", x, physical.Sum(level).of, functools.partial(mul, level.batch_size))
+        of = functools.partial(physical.total, level)
+        x = _each("psum", x, of, functools.partial(mul, level.batch_size))
     return x
 
 
@@ -104,8 +107,8 @@ def _extreme(what: str, of: Callable[..., Any], x: Any, axis_name: Any) -> Any:
     return x
 
 
-def _of_gathered(of: Callable[..., Any], level: BatchLevel, leaf: torch.Tensor) -> Any:
-    return of(physical.Gather(level, 0).of(leaf), 0)
+def _of_gathered(of: Callable[..., Any], level: Axis, leaf: torch.Tensor) -> Any:
+    return of(physical.gathered(level, leaf, 0), 0)
 
 
 def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = False) -> Any:
@@ -138,7 +141,7 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
         at = _axis("all_gather", leaf, axis, 0 if tiled else 1)
         merged = tiled
         for level in reversed(levels):
-            found: torch.Tensor = physical.Gather(level, at).of(leaf)
+            found = physical.gathered(level, leaf, at)
             leaf = found.flatten(at, at + 1) if merged else found
             merged = True
         return leaf
@@ -184,7 +187,7 @@ def psum_scatter(
         at = _axis("psum_scatter", leaf, scatter_dimension, 0)
         found = _split("psum_scatter", leaf, at, levels, tiled)
         for level in levels:
-            found = physical.SumScatter(level, at).of(found)
+            found = physical.scattered(level, found, at)
         return found
 
     return _each("psum_scatter", x, scattered)
@@ -235,7 +238,7 @@ def all_to_all(
         # What is sent by one axis after the other keeps its place at the front.
         found = found.movedim(list(range(split, split + len(levels))), list(range(len(levels))))
         for at, level in enumerate(levels):
-            found = physical.AllToAll(level, at, at).of(found)
+            found = physical.exchanged(level, found, at, at)
         found = found.flatten(0, len(levels) - 1).movedim(0, concat)
         # The slices' own dim is where it was; what comes in stands before the dim it is put along.
         return found.flatten(concat, concat + 1) if tiled else found
@@ -282,14 +285,12 @@ def ppermute(
     return _each("ppermute", x, permuted, _of_number(permuted))
 
 
-def _permuted(
-    levels: Sequence[BatchLevel], perm: Sequence[tuple[int, int]], leaf: torch.Tensor
-) -> Any:
+def _permuted(levels: Sequence[Axis], perm: Sequence[tuple[int, int]], leaf: torch.Tensor) -> Any:
     """What the examples send each other; by several axes, out of all examples' values."""
     if len(levels) == 1:
-        return physical.Permute(levels[0], perm).of(leaf)
+        return physical.permuted(levels[0], leaf, perm)
     for level in reversed(levels):
-        leaf = physical.Gather(level, 0).of(leaf)
+        leaf = physical.gathered(level, leaf, 0)
     senders = {receiver: sender for sender, receiver in perm}
     size = math.prod(level.batch_size for level in levels)
     found = leaf.flatten(0, len(levels) - 1)
@@ -318,14 +319,14 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
     As ``jax.lax.axis_index``.
     """
     on = None if device is None else torch.device(device)
-    levels = [physical.level_named(name, "axis_index", alone=True) for name in _names(axis_name)]
+    levels = _levels(axis_name, "axis_index", alone=True)
     return _index_along(levels, on)
 
 
-def _index_along(levels: Sequence[BatchLevel], device: torch.device | None) -> torch.Tensor:
-    """Each example's number among those of several axes."""
+def _index_along(levels: Sequence[Axis], device: torch.device | None) -> torch.Tensor:
+    """Return each example's index along several axes together."""
     first, *others = levels
-    found: torch.Tensor = physical.index(first, device)
+    found = physical.index(first, device)
     for level in others:
         found = found * physical.size(level) + physical.index(level, device)
     return found
@@ -348,16 +349,19 @@ def axis_size(axis_name: Hashable) -> int:
 
     As ``jax.lax.axis_size``.
     """
-    levels = [physical.level_named(name, "axis_size", alone=True) for name in _names(axis_name)]
+    levels = _levels(axis_name, "axis_size", alone=True)
     return math.prod(map(physical.size, levels))
 
 
-def _level(name: Hashable, what: str) -> BatchLevel:
-    return physical.level_named(name, what)
-
-
-def _levels(names: Any, what: str) -> list[BatchLevel]:
-    return [_level(name, what) for name in _names(names)]
+def _levels(names: Any, what: str, *, alone: bool = False) -> list[Axis]:
+    """The levels that bind the names; those of a batch that is spread over ranks come before it."""
+    levels: list[Axis] = []
+    for name in _names(names):
+        level = physical.level_named(name, what, alone=alone)
+        if isinstance(level, BatchLevel):
+            levels += level.spread_over
+        levels.append(level)
+    return levels
 
 
 def _names(names: Any) -> tuple[Any, ...]:
@@ -399,7 +403,7 @@ def _axis(what: str, leaf: torch.Tensor, axis: int, new: int) -> int:
 
 
 def _split(
-    what: str, leaf: torch.Tensor, at: int, levels: Sequence[BatchLevel], tiled: bool
+    what: str, leaf: torch.Tensor, at: int, levels: Sequence[Axis], tiled: bool
 ) -> torch.Tensor:
     """The tensor with dims of the axes' sizes at ``at``."""
     sizes = [level.batch_size for level in levels]

@@ -14,7 +14,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import differentiates_here, is_perturbed, outside_graph
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
+from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.tracing import SYMBOLIC
 from tsfunc.bridge.tracers.seen_as import seen_as
 from tsfunc.bridge.tracers.tracer import seen_here
@@ -52,6 +53,14 @@ class Result:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
+@contextmanager
+def _both(
+    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 @dataclass(eq=False)
 class Call:
     """A call of a function with a rule: what its operands stand among, and what it returned.
@@ -67,6 +76,7 @@ class Call:
             time.
         closed: the tensors that the rules close over, for which operands come after the others.
         perturbed: for each operand whether somebody differentiates by it.
+        axes: the mesh axes that the call is made in.
     """
 
     rule: Rule
@@ -81,6 +91,7 @@ class Call:
     out_places: tuple[int, ...] = ()
     out_leaves: tuple[Any, ...] = ()
     results: tuple[Result, ...] = ()
+    axes: MeshAxes = field(default_factory=MeshAxes)
 
     @property
     def hidden(self) -> Sequence[bool]:
@@ -110,9 +121,13 @@ class Call:
         return pytrees.unflatten(self.tree[0], leaves)
 
     def seeing(self, operands: Sequence[Any]) -> AbstractContextManager[None]:
-        """The rules see operands in the places of what they close over."""
+        """Context manager: the rules see operands in the places of what they close over.
+
+        The mesh axes of the call are bound, also in a backward pass that comes later.
+        """
         first = len(self.places)
-        return seen_as(self.closed, operands[first : first + len(self.closed)])
+        seen = seen_as(self.closed, operands[first : first + len(self.closed)])
+        return _both(self.axes.bound(), seen) if self.axes.levels else seen
 
     def watched(
         self, func: Callable[[Any, Any], Any], sizes: Sequence[Any], operands: Sequence[Any]

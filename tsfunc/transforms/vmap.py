@@ -17,6 +17,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.batch import hot
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import out_of_inference
+from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
@@ -57,6 +58,7 @@ def vmap(
     data_dependent: str = "error",
     ragged: str = "nested",
     axis_name: Hashable = None,
+    mesh_axis: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
     """Maps a function over a dim of its inputs, by batched operators instead of a loop.
 
@@ -96,6 +98,10 @@ def vmap(
             the inputs is mapped over its first dim.
         axis_name: a name by which collectives (``psum`` and others) exchange values among the
             examples.
+        mesh_axis: an axis of a mesh (``shard_map``, ``mesh_axes``), or several, whose ranks each
+            have as many examples of the batch: collectives over ``axis_name`` exchange values among
+            the examples of all ranks, and with randomness "split" an example's numbers follow from
+            its index among these. As ``spmd_axis_name`` of ``jax.vmap``.
 
     Returns:
         A function of the batch. It can be nested, and composed with every other transform.
@@ -138,8 +144,8 @@ def vmap(
     chunks = check_chunks(chunk_size, memory_budget)
     _check_axis_size(axis_size)
     spec = Spec(func, in_dims, out_dims, randomness, chunks, memory_budget, axis_size, strict,
-                data_dependent, ragged, axis_name)  # fmt: skip
-    if axis_name is not None and (chunks is not None or spec.splits):
+                data_dependent, ragged, axis_name, mesh_axis)  # fmt: skip
+    if (axis_name is not None or mesh_axis is not None) and (chunks is not None or spec.splits):
         _refuse_parts(spec, "chunk_size=" if chunks is not None else 'data_dependent="split"')
     by_name, splits = spec.by_name, spec.splits
     plans: dict[Any, Sequence[int | None]] = {}
@@ -175,7 +181,7 @@ def vmap(
         except RuntimeError:
             if not any(map(is_nested, flat)):
                 raise
-            if axis_name is not None:
+            if axis_name is not None or spec.mesh_axes:
                 _refuse_parts(spec, "a nested tensor among the inputs")
             run = functools.partial(_run_part, spec, None, tree, kwargs)
             sizes_of = functools.partial(sizes_of_group, spec, flat)
@@ -192,7 +198,10 @@ def vmap(
         if sizes is not None:
             run = functools.partial(_run_part, spec, at, tree, kwargs)
             return run_in_chunks(spec, flat, at, size, sizes, run)
-        level = BatchLevel(size, randomness, spec.label, strict)
+        if spec.mesh_axes:
+            level: BatchLevel = SpreadLevel(size, randomness, spec.label, strict, spec.mesh_axes)
+        else:
+            level = BatchLevel(size, randomness, spec.label, strict)
         return _run(spec, level, flat, at, tree, kwargs, out_plans)
 
     # ``wraps`` also of callables without a name or docstring, as modules and partials are.
@@ -212,7 +221,7 @@ def _refuse_parts(spec: Spec, why: str) -> None:
     """An axis has to have all of its examples at a time."""
     raise ValueError(
         f"{spec.call()}: {why} runs some examples at a time, but those of the named axis "
-        f"{spec.axis_name!r} are to exchange values. Leave one of the two out."
+        f"{spec.axis_name or spec.mesh_axes!r} are to exchange values. Leave one of the two out."
     )
 
 
@@ -226,6 +235,7 @@ def _refuse_own_arguments(spec: Spec) -> None:
         "data_dependent='split'": spec.splits,
         "randomness='split'": spec.randomness == "split",
         "axis_name=": spec.axis_name is not None,
+        "mesh_axis=": bool(spec.mesh_axes),
     }
     used = [name for name, given in own.items() if given]
     if used:

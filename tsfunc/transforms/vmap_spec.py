@@ -18,6 +18,7 @@ class Spec:
 
     Attributes:
         splits: whether examples may go different ways.
+        mesh_axes: the mesh axes whose ranks have further examples, the slowest first.
         by_name: whether ``in_dims`` names parameters.
         label: what errors call an active one.
     """
@@ -35,6 +36,7 @@ class Spec:
         data_dependent: str,
         ragged: str,
         axis_name: Hashable,
+        mesh_axis: Any = None,  # a name or a tuple of them
     ) -> None:
         self.func = func
         self.in_dims = in_dims
@@ -47,6 +49,9 @@ class Spec:
         self.data_dependent = data_dependent
         self.ragged = ragged
         self.axis_name = axis_name
+        self.mesh_axes = mesh_axis if isinstance(mesh_axis, tuple) else (mesh_axis,)
+        if mesh_axis is None:
+            self.mesh_axes = ()
         self.splits = data_dependent == "split"
         self.by_name = type(in_dims) is not int and isinstance(in_dims, Mapping)
         self.label = f"vmap({name_of(func)})"

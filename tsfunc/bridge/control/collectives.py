@@ -1,8 +1,9 @@
-"""Collectives over the examples of a vmap: what they do to physical values.
+"""Collectives over named axes: the examples of a vmap, or the ranks of a mesh.
 
-A collective is a linear map of a level's tensors, as NOTE [linear maps] in ``linear_maps`` has it:
-the sum over the examples sums the batch dim away, and what it gives is the same for each. Its
-transpose is a collective again.
+Over a vmap, a collective is a linear map of a level's tensors, as NOTE [linear maps] in
+``linear_maps`` has it: the sum over the examples sums the batch dim away, and its result is the
+same for each. Its transpose is a collective again. Over a mesh it is one operator: NOTE [exchanges]
+in ``bridge/mesh/operators``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from tsfunc.bridge.control.attempts import NeedsAll, NotApart
 from tsfunc.bridge.control.bodies import SetApart
 from tsfunc.bridge.control.lanes import LaneLevel
 from tsfunc.bridge.grad.linear_maps import LinearMap, at_level, batched_value, linear, rebuilt
+from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import UnboundAxisError
 
+Axis = BatchLevel | MeshLevel
 
-def level_named(name: Any, what: str, *, alone: bool = False) -> BatchLevel:
-    """The innermost active vmap of a name.
+
+def level_named(name: Any, what: str, *, alone: bool = False) -> Axis:
+    """Return the innermost active level that binds an axis.
 
     Args:
         name: the axis.
@@ -31,30 +35,53 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> BatchLevel:
         alone: whether an example can do without the others' values.
 
     Raises:
-        UnboundAxisError: there is none; the message lists those that there are.
+        UnboundAxisError: no active level binds it; the message lists those that are bound.
         NeedsAll: the code that runs is a branch or a loop's body, on the examples that take it.
     """
+    subset = None
     for level in reversed(tls.state.levels):
-        if isinstance(level, BatchLevel) and level.axis_name == name and name is not None:
-            if isinstance(level.origin, LaneLevel) and not alone:
-                raise NeedsAll(level.origin.whole)
-            return level
-        if isinstance(level, SetApart) and level.parent.axis_name == name and name is not None:
-            raise NotApart(level.parent.origin.whole)
-    bound = [level.axis_name for level in tls.state.levels if isinstance(level, BatchLevel)]
-    names = ", ".join(repr(known) for known in bound if known is not None) or "none"
-    raise UnboundAxisError(
+        if isinstance(level, MeshLevel):
+            if level.axis_name == name:
+                # The other ranks may take the branch with other examples.
+                if subset is not None and not alone:
+                    raise subset
+                return level
+        elif isinstance(level, BatchLevel):
+            if isinstance(level.origin, LaneLevel):
+                subset = NeedsAll(level.origin.whole)
+            if level.axis_name == name and name is not None:
+                if isinstance(level.origin, LaneLevel) and not alone:
+                    raise NeedsAll(level.origin.whole)
+                return level
+        elif isinstance(level, SetApart):
+            subset = NotApart(level.parent.origin.whole)
+            if level.parent.axis_name == name and name is not None:
+                raise subset
+    raise UnboundAxisError(_unbound(name, what), name)
+
+
+def _unbound(name: Any, what: str) -> str:
+    """The message for an axis that no active level binds."""
+    vmapped = [
+        repr(level.axis_name)
+        for level in tls.state.levels
+        if isinstance(level, BatchLevel) and level.axis_name is not None
+    ]
+    of_mesh = [repr(level.axis_name) for level in mesh_levels()]
+    names = ", ".join(vmapped) or "none"
+    if of_mesh:
+        names += f" of vmaps, and of a mesh: {', '.join(of_mesh)}"
+    return (
         f"{what}: unbound axis name: {name!r}. The axes that are bound here: {names}. Bind one "
-        f"with vmap(f, axis_name={name!r}).",
-        name,
+        f"with vmap(f, axis_name={name!r}), or by the mesh of shard_map or mesh_axes."
     )
 
 
 def is_bound(name: Any) -> bool:
-    """Whether an active vmap has that name."""
+    """True if an active level binds the axis."""
     for level in tls.state.levels:
-        vmapped = level.parent if isinstance(level, SetApart) else level
-        if isinstance(vmapped, BatchLevel) and vmapped.axis_name == name:
+        bound = level.parent if isinstance(level, SetApart) else level
+        if isinstance(bound, BatchLevel | MeshLevel) and bound.axis_name == name:
             return True
     return False
 
@@ -71,7 +98,7 @@ def named_axes(within: TracerLevel) -> list[BatchLevel]:
 
 
 class Collective(LinearMap):
-    """A collective at one level.
+    """A collective along the axis of one vmap.
 
     Attributes:
         level: the vmap.
@@ -182,8 +209,51 @@ class Permute(Collective):
         return Permute(self.level, [(receiver, sender) for sender, receiver in self.pairs])
 
 
-def index(level: BatchLevel, device: torch.device | None) -> torch.Tensor:
-    """Each example's number."""
+def total(level: Axis, value: torch.Tensor) -> torch.Tensor:
+    """Return the sum over an axis, the same for each of its indices."""
+    if isinstance(level, MeshLevel):
+        return level.exchanged("sum", (), value)
+    found: torch.Tensor = Sum(level).of(value)
+    return found
+
+
+def gathered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return all values of an axis along a new dim."""
+    if isinstance(level, MeshLevel):
+        return level.exchanged("gather", (dim,), value)
+    found: torch.Tensor = Gather(level, dim).of(value)
+    return found
+
+
+def scattered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the sum over an axis, of which each index has its own along a dim."""
+    if isinstance(level, MeshLevel):
+        return level.exchanged("scatter", (dim,), value)
+    found: torch.Tensor = SumScatter(level, dim).of(value)
+    return found
+
+
+def exchanged(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch.Tensor:
+    """Send each index its slice of a dim, and return those that come in along another."""
+    if isinstance(level, MeshLevel):
+        return level.exchanged("all_to_all", (split, concat), value)
+    found: torch.Tensor = AllToAll(level, split, concat).of(value)
+    return found
+
+
+def permuted(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Send values along an axis; return zeros where none comes in."""
+    if isinstance(level, MeshLevel):
+        ints = [source for source, _ in pairs] + [destination for _, destination in pairs]
+        return level.exchanged("permute", ints, value)
+    found: torch.Tensor = Permute(level, pairs).of(value)
+    return found
+
+
+def index(level: Axis, device: torch.device | None) -> torch.Tensor:
+    """Return each example's index along an axis."""
+    if isinstance(level, MeshLevel):
+        return level.index(device)
     lanes = level.origin
     if not isinstance(lanes, LaneLevel):
         return wrap(torch.arange(level.batch_size, device=device), 0, level)
@@ -191,7 +261,11 @@ def index(level: BatchLevel, device: torch.device | None) -> torch.Tensor:
     return wrap(numbers if device is None else numbers.to(device), 0, level)
 
 
-def size(level: BatchLevel) -> int:
-    """How many examples the axis has, of which some may be running by themselves."""
+def size(level: Axis) -> int:
+    """Return how many examples the axis has, of which some may be running by themselves."""
+    if isinstance(level, MeshLevel):
+        return level.batch_size
     lanes = level.origin
-    return lanes.whole.batch_size if isinstance(lanes, LaneLevel) else level.batch_size
+    whole = lanes.whole if isinstance(lanes, LaneLevel) else level
+    count: int = whole.batch_size
+    return count

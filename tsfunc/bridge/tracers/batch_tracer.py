@@ -51,10 +51,12 @@ class BatchLevel(TracerLevel):
         lifts_factories: more than 0 while C++ runs the parts of an operator: what they make to
             write into is the level's own from the start.
         splitter: what chooses between examples that answer differently; None refuses them.
+        spread_over: the levels of mesh axes over whose ranks the axis goes on, the slowest first.
     """
 
     __slots__ = ("axis_name", "batch_size", "bit", "courses", "first", "generators", "kind",
-                 "lifts_factories", "randomness", "splitter", "strict")  # fmt: skip
+                 "lifts_factories", "randomness", "splitter", "spread_over",
+                 "strict")  # fmt: skip
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class BatchLevel(TracerLevel):
         self.courses: Courses | None = None
         self.kind: type[BatchTracer] = BatchTracer.forms[1]
         self.splitter: Splitter | None = None
+        self.spread_over: tuple[Any, ...] = ()
         self.lifts_factories = 0
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
 
@@ -148,6 +151,7 @@ class _Twin(BatchLevel):
         self.generators = level.generators
         self.splitter = level.splitter
         self.axis_name = level.axis_name
+        self.spread_over = level.spread_over
         self.level = level
 
     @property

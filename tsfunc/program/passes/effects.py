@@ -46,3 +46,9 @@ def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:
 def is_pure(node: torch.fx.Node) -> bool:
     """Whether the node's result depends on its arguments alone, and nothing else happens."""
     return node.op == "call_function" and not (writes(node) or is_random(node) or checks(node))
+
+
+def communicates(node: torch.fx.Node) -> bool:
+    """Whether the node exchanges values with other processes, or asks for this one's place."""
+    namespace = getattr(node.target, "namespace", None)
+    return namespace in ("tsfunc_mesh", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")

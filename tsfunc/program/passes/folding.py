@@ -12,7 +12,7 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.dispatch import state
 from tsfunc.program.passes.aliases import Aliases
-from tsfunc.program.passes.effects import is_pure
+from tsfunc.program.passes.effects import communicates, is_pure
 
 MOST_ELEMENTS = 1 << 16  # of a constant that a program keeps
 
@@ -73,6 +73,7 @@ def _foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) 
     value = node.meta.get("val")
     return (
         is_computable(node)
+        and not communicates(node)
         and all(arg in values for arg in node.all_input_nodes)
         and isinstance(value, torch.Tensor)
         and all(isinstance(size, int) for size in value.shape)

@@ -1,0 +1,186 @@
+"""The laws of mesh axes: shard_map over ranks is vmap over a dim, under every transform.
+
+Each collective is run by each form of transforms, outside and inside of the body, over processes
+and over a VirtualMesh, and compared with ``vmap`` over an unflattened tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import tsfunc
+from tests.distributed.checks import Check, failures
+from tsfunc import P, VirtualMesh, shard_map
+
+close = torch.testing.assert_close
+CHECKS: dict[str, Check] = {}
+LENGTH = 2  # of a rank's shard, in parts of the number of ranks
+
+
+def index(x: Tensor) -> Tensor:
+    out: Tensor = x * (tsfunc.axis_index("i") + 1)
+    return out
+
+
+def ring(x: Tensor) -> Tensor:
+    n = tsfunc.axis_size("i")
+
+    def step(carry: tuple[Tensor, Tensor], _: Tensor) -> Any:
+        total, block = carry
+        block = tsfunc.ppermute(block, "i", [(k, (k + 1) % n) for k in range(n)])
+        return (total + x * block.sin(), block), None
+
+    out: Tensor = tsfunc.scan(step, (x, x), torch.zeros(n))[0][0]
+    return out
+
+
+def loop(x: Tensor) -> Tensor:
+    out: Tensor = tsfunc.fori_loop(0, 3, lambda _, x: x + tsfunc.psum(x.sin(), "i"), x)
+    return out
+
+
+@tsfunc.custom_vjp
+def scaled_psum(x: Tensor) -> Tensor:
+    out: Tensor = tsfunc.psum(x.sin(), "i")
+    return out
+
+
+scaled_psum.defvjp(
+    lambda x: (tsfunc.psum(x.sin(), "i"), x),
+    lambda x, ct: (3 * tsfunc.psum(ct, "i") * x.cos(),),
+)
+
+COLLECTIVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "psum": lambda x: x * tsfunc.psum(x.sin(), "i"),
+    "pmean": lambda x: x * tsfunc.pmean(x.sin(), "i"),
+    "pmax": lambda x: x * tsfunc.pmax(x.sin(), "i"),
+    "pmin": lambda x: x * tsfunc.pmin(x.sin(), "i"),
+    "all_gather": lambda x: x * tsfunc.all_gather(x.sin(), "i").pow(2).sum(0),
+    "all_gather along dim 1": lambda x: x * tsfunc.all_gather(x.sin(), "i", axis=1).sum(1),
+    "all_gather tiled": lambda x: x * tsfunc.all_gather(x.sin(), "i", tiled=True).square().sum(),
+    "psum_scatter": lambda x: x * tsfunc.psum_scatter(x.sin(), "i", tiled=True).sum(),
+    "psum_scatter of a dim": lambda x: (
+        x * tsfunc.psum_scatter(x.sin().unflatten(0, (tsfunc.axis_size("i"), LENGTH)), "i").sum()
+    ),
+    "all_to_all": lambda x: x * tsfunc.all_to_all(x.sin(), "i", 0, 0, tiled=True),
+    "all_to_all of a dim": lambda x: (
+        tsfunc.all_to_all(x.sin().unflatten(0, (tsfunc.axis_size("i"), LENGTH)), "i", 0, 1)
+        .flatten() * x
+    ),
+    "ppermute": lambda x: (
+        x * tsfunc.ppermute(x.sin(), "i", [(k, k + 1) for k in range(tsfunc.axis_size("i") - 1)])
+    ),
+    "axis_index": index,
+    "ring in scan": ring,
+    "psum in fori_loop": loop,
+    "psum in checkpoint": lambda x: tsfunc.checkpoint(lambda x: x * tsfunc.psum(x.sin(), "i"))(x),
+    "psum in custom_vjp": lambda x: x * scaled_psum(x),
+}  # fmt: skip
+NO_TANGENT = {"psum in custom_vjp"}  # which has no rule for forward mode over it
+
+Body = Callable[[Tensor], Tensor]
+Form = Callable[[Callable[[Body], Body], Body, Tensor], Any]
+
+
+def scalar(f: Body) -> Body:
+    return lambda x: f(x).square().sum()
+
+
+def hessian_product(f: Body, x: Tensor) -> Any:
+    return tsfunc.jvp(tsfunc.grad(scalar(f)), (x,), (x.cos(),))
+
+
+def backward(f: Body, x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    scalar(f)(leaf).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+# How a body is used, given what makes a function of whole tensors of it.
+FORMS: dict[str, Form] = {
+    "value": lambda over, f, x: over(f)(x),
+    "grad": lambda over, f, x: tsfunc.grad(scalar(over(f)))(x),
+    "jvp": lambda over, f, x: tsfunc.jvp(over(f), (x,), (x.cos(),)),
+    "hvp": lambda over, f, x: hessian_product(over(f), x),
+    "grad of grad": lambda over, f, x: tsfunc.grad(
+        lambda x: tsfunc.grad(scalar(over(f)))(x).cos().sum()
+    )(x),
+    "jacfwd": lambda over, f, x: tsfunc.jacfwd(over(f))(x),
+    "jacrev": lambda over, f, x: tsfunc.jacrev(over(f))(x),
+    "vmap": lambda over, f, x: tsfunc.vmap(over(f), 1, 1)(torch.stack([x, 2 * x, -x], 1)),
+    "specialize": lambda over, f, x: tsfunc.specialize(over(f))(x),
+    "specialize of grad": lambda over, f, x: tsfunc.specialize(tsfunc.grad(scalar(over(f))))(x),
+    "grad of specialize": lambda over, f, x: tsfunc.grad(scalar(tsfunc.specialize(over(f))))(x),
+    "backward": lambda over, f, x: backward(over(f), x),
+    "checkpoint": lambda over, f, x: tsfunc.grad(scalar(tsfunc.checkpoint(over(f))))(x),
+    "grad inside": lambda over, f, x: over(tsfunc.grad(scalar(f)))(x),
+    "jvp inside": lambda over, f, x: over(lambda x: tsfunc.jvp(f, (x,), (x.cos(),))[1])(x),
+    "vmap inside": lambda over, f, x: over(
+        lambda x: tsfunc.vmap(f)(torch.stack([x, x.cos()])).sum(0)
+    )(x),
+    "vmap of grad inside": lambda over, f, x: over(
+        lambda x: tsfunc.vmap(tsfunc.grad(scalar(f)))(torch.stack([x, x.cos()])).sum(0)
+    )(x),
+    "specialize inside": lambda over, f, x: over(tsfunc.specialize(f))(x),
+    "grad inside and outside": lambda over, f, x: tsfunc.grad(scalar(over(tsfunc.grad(scalar(f)))))(
+        x
+    ),
+}
+FORWARD = {"jvp", "hvp", "jacfwd", "jvp inside"}
+
+
+def by_vmap(size: int) -> Callable[[Body], Body]:
+    def over(f: Body) -> Body:
+        mapped = tsfunc.vmap(f, axis_name="i")
+        return lambda x: mapped(x.unflatten(0, (size, -1))).flatten(0, 1)
+
+    return over
+
+
+def law(collective: str, form: str) -> Check:
+    f, use = COLLECTIVES[collective], FORMS[form]
+
+    def run(rank: int, size: int) -> None:
+        x = torch.linspace(-1.0, 2.0, size * size * LENGTH, dtype=torch.float64)
+        want = use(by_vmap(size), f, x)
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+        close(use(lambda f: shard_map(f, mesh, P("i"), P("i")), f, x), want)
+        close(use(lambda f: shard_map(f, VirtualMesh(i=size), P("i"), P("i")), f, x), want)
+
+    return run
+
+
+for _collective in COLLECTIVES:
+    for _form in FORMS:
+        # Of a rule of the user's that exchanges values, vmap itself can't serve jacrev.
+        refused = {*FORWARD, "jacrev"} if _collective in NO_TANGENT else set()
+        if _form not in refused:
+            CHECKS[f"{_collective}: {_form}"] = law(_collective, _form)
+
+# A few of each kind in the quick tests; the whole matrix among the slow ones.
+QUICK = {name: check for i, (name, check) in enumerate(CHECKS.items()) if i % 7 == 0}
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[str]]:
+    return failures(QUICK)
+
+
+@pytest.mark.parametrize("name", list(QUICK))
+def test_law_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
+    assert not errors[name], "\n".join(errors[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_laws(ranks: int) -> None:
+    found = failures(CHECKS, ranks)
+    bad = {name: texts for name, texts in found.items() if texts}
+    assert not bad, "\n".join(f"{name}: {texts[0]}" for name, texts in bad.items())

@@ -1,0 +1,137 @@
+"""What a rank does for each kind of exchange: calls of its process group on plain tensors.
+
+Private names used here (torch 2.11 to 2.14): ``ProcessGroup._allgather_base`` and
+``ProcessGroup._reduce_scatter_base`` gather and scatter one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
+
+
+def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
+    """Return the result of a kind of exchange along an axis, a contiguous tensor of its own."""
+    found = mesh_named(mesh)
+    return _KINDS[kind](x.resolve_conj().resolve_neg(), ints, found, axis)
+
+
+def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a result: sums of integers are int64, as ``torch.sum`` has them."""
+    if kind in ("sum", "scatter") and not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64
+    return dtype
+
+
+def _in_reals(x: Tensor) -> Tensor:
+    """Return a tensor that every engine can add up."""
+    return torch.view_as_real(x) if x.is_complex() else x.to(result_dtype("sum", x.dtype))
+
+
+def _as_before(x: Tensor, like: Tensor) -> Tensor:
+    return torch.view_as_complex(x) if like.is_complex() else x
+
+
+def _in_bytes(x: Tensor) -> Tensor:
+    """Return a tensor that every engine can send; no sum is taken of it."""
+    if x.is_complex():
+        return torch.view_as_real(x)
+    return x.view(torch.uint8) if x.dtype is torch.bool else x
+
+
+def _from_bytes(x: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(x)
+    return x.view(torch.bool) if like.dtype is torch.bool else x
+
+
+def _sum(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    out = _in_reals(x).clone(memory_format=torch.contiguous_format)
+    mesh.groups[axis].allreduce([out]).wait()
+    return _as_before(out, x)
+
+
+def _gathered(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """Return the ranks' values along a first dim."""
+    sent = _in_bytes(x.contiguous())
+    size = mesh.sizes[axis]
+    out = sent.new_empty(size * sent.numel())
+    mesh.groups[axis]._allgather_base(out, sent.view(-1)).wait()
+    return _from_bytes(out.view(size, *sent.shape), x)
+
+
+def _gather(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    return _gathered(x, mesh, axis).movedim(0, ints[0]).contiguous()
+
+
+def _tile(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    dim = ints[0]
+    return _gathered(x, mesh, axis).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def _scatter(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    sent = _in_reals(x.movedim(ints[0], 0)).contiguous()
+    out = sent.new_empty(sent.shape[1:])
+    mesh.groups[axis]._reduce_scatter_base(out.view(-1), sent.view(-1)).wait()
+    return _as_before(out, x)
+
+
+def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    sent = _in_bytes(x.movedim(ints[0], 0).contiguous())
+    out = torch.empty_like(sent)
+    mesh.groups[axis].alltoall_base(out, sent, [], []).wait()
+    return _from_bytes(out, x).movedim(0, ints[1]).contiguous()
+
+
+def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    """Each rank sends to one rank at most, and receives of one at most."""
+    size, me = mesh.sizes[axis], mesh.index(axis)
+    sent = _in_bytes(x.contiguous()).reshape(-1)
+    elements = sent.numel()
+    half = len(ints) // 2
+    sends, receives = [0] * size, [0] * size
+    for source, destination in zip(ints[:half], ints[half:], strict=True):
+        if source == me:
+            sends[destination] = elements
+        if destination == me:
+            receives[source] = elements
+    out = sent.new_zeros(sum(receives))
+    mesh.groups[axis].alltoall_base(out, sent[: sum(sends)], receives, sends).wait()
+    if not any(receives):
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    shape = torch.view_as_real(x).shape if x.is_complex() else x.shape
+    return _from_bytes(out.view(shape), x)
+
+
+def _slice(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    length = x.shape[ints[0]] // mesh.sizes[axis]
+    own = x.narrow(ints[0], mesh.index(axis) * length, length)
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def _same(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _share(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    shared: Tensor = x / mesh.sizes[axis]
+    return shared.contiguous()
+
+
+_KINDS: dict[str, Callable[[Any, Sequence[int], Mesh, str], Tensor]] = {
+    "sum": _sum,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+    "slice": _slice,
+    "tile": _tile,
+    "enter": _same,
+    "leave": _same,
+    "share": _share,
+}

@@ -1,0 +1,99 @@
+"""Meshes: named axes whose indices are ranks, and the process group of each axis.
+
+NOTE [meshes by text]
+A program must be the same on every rank and may run in another process than it was made in, so it
+can't hold process groups, whose names are counters. It holds the axis and the mesh as texts
+(``"dp"``, ``"dp=2,tp=4"``). A process registers each mesh that it uses by its text; a second mesh
+of the same text over other ranks is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from tsfunc.errors import MeshError
+
+
+class Mesh:
+    """Named axes over the ranks of process groups.
+
+    Attributes:
+        sizes: how many ranks each axis has, by name, the outermost axis first.
+        groups: the process group of each axis that this rank is in.
+        text: the names and sizes, as programs have them.
+    """
+
+    def __init__(self, groups: Mapping[str, Any]) -> None:
+        self.groups = dict(groups)
+        self.sizes = {name: group.size() for name, group in groups.items()}
+        self.ranks = {
+            name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()
+        }
+        self.text = mesh_text(self.sizes)
+
+    def index(self, axis: str) -> int:
+        """Return this rank's index along an axis."""
+        index: int = self.groups[axis].rank()
+        return index
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Return names and sizes as programs have them."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+@functools.lru_cache(maxsize=256)
+def sizes_of(text: str) -> Mapping[str, int]:
+    """Return the sizes by name of a mesh's text."""
+    pairs = (part.rpartition("=") for part in text.split(","))
+    return {name: int(size) for name, _, size in pairs}
+
+
+_registered: dict[str, Mesh] = {}
+
+
+def registered(groups: Mapping[str, Any]) -> Mesh:
+    """Return the mesh of the groups, which programs can name from now on.
+
+    Raises:
+        MeshError: the names and sizes are those of another mesh over other ranks.
+    """
+    mesh = Mesh(groups)
+    known = _registered.get(mesh.text)
+    if known is not None and known.ranks != mesh.ranks and _in_use(known):
+        raise MeshError(
+            f"mesh ({mesh.text}): expected one mesh for these names and sizes in a process, got a "
+            f"second one over the ranks {mesh.ranks}; the first is over {known.ranks}. Programs "
+            f"name a mesh by its axes and sizes: give the axes of one of the two other names."
+        )
+    _registered[mesh.text] = mesh
+    return mesh
+
+
+def _in_use(mesh: Mesh) -> bool:
+    """True if the mesh's groups have not been destroyed."""
+    try:
+        return all(dist.get_rank(group) >= 0 for group in mesh.groups.values())
+    except (ValueError, RuntimeError):
+        return False
+
+
+def mesh_named(text: str) -> Mesh:
+    """Return the mesh of a text.
+
+    Raises:
+        MeshError: this process has no such mesh; the message lists those that it has.
+    """
+    mesh = _registered.get(text)
+    if mesh is None:
+        others = "; ".join(_registered) or "none"
+        raise MeshError(
+            f"this program runs over a mesh with the axes {text}, got a process whose meshes are: "
+            f"{others}. Make a mesh with these names and sizes and enter it with "
+            f"tsfunc.mesh_axes(mesh), or specialize the function again for the mesh you have."
+        )
+    return mesh

@@ -1,0 +1,150 @@
+"""The operators of mesh axes: one for every exchange, and one for a rank's index.
+
+NOTE [exchanges]
+``tsfunc_mesh::map(x, kind, ints, axis, mesh)`` is a linear map from the ranks' values to the ranks'
+values, and every transform knows it by this one operator: its transpose is a map again, its tangent
+is itself, under vmap its dims shift by one (``ops/collectives``), in a program it is a node. A node
+is the same on every rank: nothing that depends on the rank is an argument, so a permutation is
+given whole, and a rank's index is an operator and not a constant. The kinds:
+
+========== ======= ==================================================================
+sum                the sum over the ranks                              (its own transpose)
+gather     dim     the values along a new dim                          (scatter)
+scatter    dim     the sum, of which each rank has its index along dim (gather)
+all_to_all dim, to each rank is sent its index along dim               (reversed)
+permute    pairs   sources, then destinations; zeros for who gets none (reversed)
+slice      dim     a rank's own part of a value that all have          (tile)
+tile       dim     the parts put together, for all                     (slice)
+enter              a value that all have, as one for each              (sum)
+leave              one for each, all equal, as a value that all have   (share)
+share              a value that all have, by the number of ranks       (leave)
+========== ======= ==================================================================
+
+The last five are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
+``in_dims`` and ``out_dims`` are these specs, and not those of ``torch.chunk`` and the like, which
+know of one process only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.library
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tsfunc.bridge.mesh.engine import exchange, result_dtype
+from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
+from tsfunc.bridge.trace.tracing import TraceLevel
+from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
+from tsfunc.dispatch.state import tls
+
+_library = torch.library.Library("tsfunc_mesh", "DEF")
+_library.define(
+    "map(Tensor x, str kind, int[] ints, str axis, str mesh) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_library.define(
+    "index(str axis, str mesh, *, Device device) -> Tensor", tags=[torch.Tag.pt2_compliant_tag]
+)
+MAP: Any = torch.ops.tsfunc_mesh.map.default
+INDEX: Any = torch.ops.tsfunc_mesh.index.default
+
+
+def _run(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
+    return exchange(x, kind, ints, axis, mesh)
+
+
+def _run_index(axis: str, mesh: str, *, device: torch.device) -> Tensor:
+    return torch.tensor(mesh_named(mesh).index(axis), device=device)
+
+
+_library.impl("map", _run, "CompositeExplicitAutograd")
+_library.impl("index", _run_index, "CompositeExplicitAutograd")
+
+
+def _fake(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
+    size = sizes_of(mesh)[axis]
+    shape: list[Any] = list(x.shape)
+    if kind == "gather":
+        shape.insert(ints[0], size)
+    elif kind == "scatter":
+        del shape[ints[0]]
+    elif kind == "all_to_all":
+        del shape[ints[0]]
+        shape.insert(ints[1], size)
+    elif kind == "slice":
+        shape[ints[0]] = shape[ints[0]] // size
+    elif kind == "tile":
+        shape[ints[0]] = shape[ints[0]] * size
+    return x.new_empty(shape, dtype=result_dtype(kind, x.dtype))
+
+
+def _fake_index(axis: str, mesh: str, *, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+torch.library.register_fake("tsfunc_mesh::map", _fake, lib=_library)
+torch.library.register_fake("tsfunc_mesh::index", _fake_index, lib=_library)
+
+_TRANSPOSED = {
+    "sum": "sum",
+    "gather": "scatter",
+    "scatter": "gather",
+    "all_to_all": "all_to_all",
+    "permute": "permute",
+    "slice": "tile",
+    "tile": "slice",
+    "enter": "sum",
+    "leave": "share",
+    "share": "leave",
+}
+
+
+def transposed(kind: str, ints: Sequence[int]) -> tuple[str, list[int]]:
+    """Return the kind and the numbers of the transpose."""
+    ints = list(ints)
+    if kind == "all_to_all":
+        ints = ints[::-1]
+    elif kind == "permute":
+        half = len(ints) // 2
+        ints = ints[half:] + ints[:half]
+    return _TRANSPOSED[kind], ints
+
+
+def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.call = inputs[1:]
+
+
+def _pull(ctx: Any, cotangent: Tensor) -> Any:
+    kind, ints, axis, mesh = ctx.call
+    return (mapped(cotangent, *transposed(kind, ints), axis, mesh), None, None, None, None)
+
+
+torch.library.register_autograd("tsfunc_mesh::map", _pull, setup_context=_set_up, lib=_library)
+
+
+def mapped(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tensor:
+    """Return an exchange of a tensor of any level."""
+    if type(x) is Tensor and not _is_observed(x):
+        return exchange(x, kind, ints, axis, mesh)
+    out: Tensor = MAP(x, kind, ints, axis, mesh)
+    return out
+
+
+def _is_observed(x: Tensor) -> bool:
+    """True if autograd, a dual level or a mode may have a part in a call on a plain tensor."""
+    return x.requires_grad or forward_ad._current_level >= 0 or in_dispatch_modes()
+
+
+def axis_index(axis: str, mesh: str, device: torch.device | None) -> Tensor:
+    """Return this rank's index along an axis; in a trace, as a node of the program."""
+    on = torch.get_default_device() if device is None else device
+    for level in reversed(tls.state.levels):
+        if isinstance(level, TraceLevel):
+            traced: Tensor = operator_of(INDEX).run_at(level, (axis, mesh), {"device": on})
+            return traced
+    return _run_index(axis, mesh, device=on)

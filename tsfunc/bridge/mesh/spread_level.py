@@ -1,0 +1,48 @@
+"""The level of a ``vmap`` whose examples are spread over the ranks of mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.errors import UnboundAxisError
+
+
+class SpreadLevel(BatchLevel):
+    """Some examples of a batch, of which other ranks have the others.
+
+    Args:
+        axes: the mesh axes that the batch is spread over, the first counted slowest. They are
+            bound where the level is made.
+    """
+
+    __slots__ = ()
+
+    spread_over: tuple[MeshLevel, ...]
+
+    def __init__(
+        self, batch_size: int, randomness: str, name: str, strict: bool, axes: Sequence[str]
+    ) -> None:
+        super().__init__(batch_size, randomness, name, strict)
+        bound = {level.axis_name: level for level in mesh_levels()}
+        for axis in axes:
+            if axis not in bound:
+                raise UnboundAxisError(
+                    f"{name}: expected a mesh axis that is bound here ({list(bound)}), got "
+                    f"{axis!r}. Call it inside of shard_map or mesh_axes.",
+                    axis,
+                )
+        self.spread_over = tuple(bound[axis] for axis in axes)
+
+    def examples(self, device: torch.device) -> torch.Tensor:
+        """Return the index of each example in the batch of all ranks."""
+        index: Any = 0
+        for level in self.spread_over:
+            index = index * level.batch_size + level.index(device)
+        own = torch.arange(self.batch_size, device=device)
+        examples: torch.Tensor = index * self.batch_size + own
+        return examples

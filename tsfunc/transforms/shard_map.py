@@ -1,0 +1,278 @@
+"""``shard_map``: a function of one rank's shards, made one of whole tensors.
+
+The body runs once on each rank, on plain tensors. Levels bind the axes to their names for
+collectives, and the boundary consists of operators of the ranks too: NOTE [exchanges] in
+``bridge/mesh/operators``. Over a :class:`VirtualMesh` the same body runs as nested vmaps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tsfunc import pytrees
+from tsfunc.bridge.control.collectives import is_bound
+from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
+from tsfunc.bridge.mesh.meshes import Mesh, registered
+from tsfunc.bridge.tracers.dtensors import is_dtensor
+from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.errors import MeshError
+from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
+from tsfunc.transforms.spread import spread_once
+from tsfunc.transforms.virtual_mesh import VirtualMesh, run_nested
+
+AnyMesh = DeviceMesh | VirtualMesh | Mapping[str, Any]
+
+
+def shard_map(
+    func: Callable[..., Any],
+    mesh: AnyMesh,
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    axis_names: Sequence[str] | None = None,
+    randomness: str = "error",
+    inputs: Literal["global", "local"] = "global",
+    outputs: Literal["global", "local", "dtensor"] = "global",
+) -> Callable[..., Any]:
+    """Map a function of shards over the ranks of a mesh.
+
+    Args:
+        func: takes one rank's shards, with as many dims as the whole tensors have, and returns its
+            shards of the results. Collectives (:func:`tsfunc.psum` and others) exchange values
+            along the mesh's axes by their names.
+        mesh: a ``torch.distributed`` ``DeviceMesh`` with ``mesh_dim_names``, a
+            :class:`tsfunc.VirtualMesh`, or a dict from names to process groups.
+        in_specs: for each argument a :class:`tsfunc.P`, or a pytree prefix of such specs. An axis
+            that a spec does not name has the same shard at each of its indices.
+        out_specs: the same for the results. An axis that a spec does not name is a promise: the
+            ranks along it return equal tensors.
+        axis_names: the axes that the function sees; by default all of the mesh.
+        randomness: what random operators do: "error", "same" (equal numbers on every rank, given
+            equal seeds), "different", or "split" (the numbers that ``vmap`` would give each index).
+        inputs: "global" for tensors that are whole and equal on every rank, which are sliced
+            without communication, or "local" for tensors that are shards already. DTensors are
+            taken by their shards, and must be placed as their spec says.
+        outputs: "global" puts the shards together, for every rank; "local" returns this rank's
+            shards; "dtensor" returns DTensors.
+
+    Returns:
+        A function of the arguments of ``func``. Every transform applies to it, and inside of it.
+        Its derivatives are those of a ``vmap`` whose ``in_dims`` and ``out_dims`` are the specs:
+        the gradient of a ``psum`` is a ``psum``, and that by an input with ``P()`` is summed over
+        the ranks.
+
+    Raises:
+        MeshError: a spec does not fit the mesh or a tensor, a DTensor is placed otherwise, or the
+            mesh's axes have no names.
+        ValueError: an option has no such value, or an active ``vmap`` has the name of an axis.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import P, VirtualMesh, pmean, shard_map
+        >>> def centered(x):
+        ...     return x - pmean(x.mean(), "dp")
+        >>> shard_map(centered, VirtualMesh(dp=2), P("dp"), P("dp"))(torch.tensor([1., 2., 6., 7.]))
+        tensor([-3., -2.,  2.,  3.])
+
+    As ``jax.shard_map`` with ``check_vma=False``.
+    """
+    _check_option("randomness", randomness, ("error", "same", "different", "split"))
+    _check_option("inputs", inputs, ("global", "local"))
+    _check_option("outputs", outputs, ("global", "local", "dtensor"))
+
+    @outside_dynamo
+    def mapped(*args: Any) -> Any:
+        if isinstance(mesh, VirtualMesh):
+            if inputs != "global" or outputs != "global":
+                raise ValueError(
+                    "shard_map: expected inputs='global' and outputs='global' over a VirtualMesh, "
+                    f"which has all ranks in one process, got {inputs!r} and {outputs!r}."
+                )
+            axes = bound_axes(mesh.sizes, axis_names)
+            return run_nested(func, mesh, axes, in_specs, out_specs, randomness, args)
+        found = mesh_of(mesh)
+        axes = bound_axes(found.sizes, axis_names)
+        _refuse_hidden(axes)
+        with bound(found, axes) as levels:
+            shards = _shards(args, in_specs, levels, inputs, mesh)
+            body = func
+            if randomness == "split":
+                body = spread_once(func, axes)
+            out = body(*shards)
+            return _put_together(out, out_specs, levels, outputs, mesh)
+
+    return functools.wraps(func)(mapped) if hasattr(func, "__name__") else mapped
+
+
+@contextmanager
+def mesh_axes(mesh: AnyMesh) -> Iterator[None]:
+    """Context manager: bind a mesh's axes to their names, in code that runs once on every rank.
+
+    Tensors are this rank's own, and nothing is wrapped: collectives by the axes' names exchange
+    values, as those inside of :func:`tsfunc.shard_map` do.
+
+    Args:
+        mesh: a ``DeviceMesh`` with names, or a dict from names to process groups.
+
+    Raises:
+        MeshError: the mesh's axes have no names, or are those of another mesh in use.
+        ValueError: an active ``vmap`` has the name of an axis.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import mesh_axes, psum
+        >>> def on_every_rank(mesh, x):
+        ...     with mesh_axes(mesh):
+        ...         return psum(x, "dp")
+    """
+    if isinstance(mesh, VirtualMesh):
+        raise MeshError(
+            "mesh_axes: expected a mesh of processes, got a VirtualMesh, whose ranks are in one "
+            "process. Use shard_map(f, mesh, in_specs, out_specs)."
+        )
+    found = mesh_of(mesh)
+    axes = tuple(found.sizes)
+    _refuse_hidden(axes)
+    with bound(found, axes):
+        yield
+
+
+def mesh_of(mesh: Any) -> Mesh:
+    """Return the mesh of a ``DeviceMesh``, or of a dict of process groups."""
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise MeshError(
+                f"shard_map: expected a mesh whose axes have names, got {mesh}. Give it "
+                f"mesh_dim_names=."
+            )
+        return registered({name: mesh.get_group(name) for name in names})
+    if isinstance(mesh, Mapping):
+        return registered(mesh)
+    raise MeshError(
+        f"shard_map: expected a DeviceMesh, a VirtualMesh or a dict of process groups, got "
+        f"{type(mesh).__name__}."
+    )
+
+
+@contextmanager
+def bound(mesh: Mesh, axes: Sequence[str]) -> Iterator[dict[str, MeshLevel]]:
+    """Context manager: levels that bind the axes to their names."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(MeshLevel(mesh, name)) for name in axes}
+
+
+def _refuse_hidden(axes: Sequence[Hashable]) -> None:
+    meshes = {level.axis_name for level in mesh_levels()}
+    for name in axes:
+        if name not in meshes and is_bound(name):
+            raise ValueError(
+                f"shard_map: expected axes with other names than those of active vmaps, got "
+                f"{name!r} for both. Rename one of them."
+            )
+
+
+def _check_option(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(
+            f"shard_map: {name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}."
+        )
+
+
+def _shards(
+    args: tuple[Any, ...], in_specs: Any, levels: Mapping[str, MeshLevel], inputs: str, mesh: Any
+) -> Any:
+    """Return the arguments as the body takes them."""
+    sizes = {name: level.batch_size for name, level in levels.items()}
+    specs = match_specs("shard_map: in_specs", in_specs, args, sizes)
+    flat, tree = pytrees.flatten(args)
+    shards = []
+    for x, spec in zip(flat, specs, strict=True):
+        if isinstance(x, torch.Tensor):
+            if is_dtensor(x):
+                x = _local(x, spec, mesh)
+            elif inputs == "global":
+                check_divides("shard_map: in_specs", x, spec, sizes)
+                for dim, names in spec.dims():
+                    for name in names:
+                        x = levels[name].exchanged("slice", (dim,), x)
+            for name in levels:
+                if name not in spec.names:
+                    x = levels[name].exchanged("enter", (), x)
+        shards.append(x)
+    return pytrees.unflatten(tree, shards)
+
+
+def _put_together(
+    out: Any, out_specs: Any, levels: Mapping[str, MeshLevel], outputs: str, mesh: Any
+) -> Any:
+    """Return the results as the caller wants them."""
+    sizes = {name: level.batch_size for name, level in levels.items()}
+    specs = match_specs("shard_map: out_specs", out_specs, out, sizes)
+    flat, tree = pytrees.flatten(out)
+    results = []
+    for x, spec in zip(flat, specs, strict=True):
+        if isinstance(x, torch.Tensor):
+            for dim, _ in spec.dims():
+                if dim >= x.dim():
+                    raise MeshError(
+                        f"shard_map: out_specs: expected a result with a dim {dim} for {spec!r}, "
+                        f"got one of shape {tuple(x.shape)}."
+                    )
+            for name in levels:
+                if name not in spec.names:
+                    x = levels[name].exchanged("leave", (), x)
+            if outputs == "dtensor":
+                x = _distributed(x, spec, mesh)
+            elif outputs == "global":
+                for dim, names in reversed(list(spec.dims())):
+                    for name in reversed(names):
+                        x = levels[name].exchanged("tile", (dim,), x)
+        results.append(x)
+    return pytrees.unflatten(tree, results)
+
+
+def _placements(spec: P, mesh: Any) -> list[Any]:
+    """Return a spec as the placements of a DTensor."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"shard_map: expected a DeviceMesh for DTensors, got {mesh!r}.")
+    names = mesh.mesh_dim_names
+    assert names is not None
+    places: list[Any] = [Replicate() for _ in names]
+    for dim, along in spec.dims():
+        if [name for name in names if name in along] != list(along):
+            raise MeshError(
+                f"shard_map: expected the axes of a DTensor's dim in the mesh's order {names}, got "
+                f"{spec!r}."
+            )
+        for name in along:
+            places[names.index(name)] = Shard(dim)
+    return places
+
+
+def _local(x: Any, spec: P, mesh: Any) -> torch.Tensor:
+    """Return a DTensor's shard, where it is placed as the spec says."""
+    wanted = _placements(spec, mesh)
+    if x.device_mesh != mesh or list(x.placements) != wanted:
+        raise MeshError(
+            f"shard_map: in_specs: expected a DTensor on {mesh} placed as {wanted} for {spec!r}, "
+            f"got one on {x.device_mesh} placed as {list(x.placements)}. Redistribute it, or give "
+            f"the spec that it has."
+        )
+    local: torch.Tensor = x.to_local()
+    return local
+
+
+def _distributed(x: torch.Tensor, spec: P, mesh: Any) -> torch.Tensor:
+    """Return a shard as the DTensor of which it is one."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(x, mesh, _placements(spec, mesh), run_check=False)
