@@ -14,8 +14,7 @@ each other:
     sizes        the sizes of two types compared: names hold across a type
     lattice      which type is below which, and the least type above two
     inference    the types of values
-    reader       reads texts, of types and of descriptors
-    text         a text read into a type
+    text         a text read into a type, or a descriptor
     annotation   what typing objects, classes and strings stand for
     reading      what users write for a descriptor
     conformance  whether a value is of a type, and every place where it is not
@@ -27,8 +26,7 @@ each other:
 
 The descriptors of a call:
 
-    descriptor_text  their text, and read back
-    descriptor_sets  the record of all parameters: from examples, widened, split, as text
+    descriptor_sets the record of all parameters: from examples, widened, split, as text
     quick        descriptors as generated code, for calls that are right
     checks       a descriptor as a function that finds what a value breaks
     choosing     which of several sets of descriptors a call is checked by
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
     from tsfunc.types.conformance import Mismatch, check
     from tsfunc.types.control_flow import check_carry, differences, join_branches
     from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
-    from tsfunc.types.descriptor_text import parse_descriptor
     from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
     from tsfunc.types.grammar import (
         ANY,
@@ -92,7 +89,7 @@ if TYPE_CHECKING:
     from tsfunc.types.inference import of_value, schema_of
     from tsfunc.types.lattice import is_subtype, join
     from tsfunc.types.meta import MetaTensorType
-    from tsfunc.types.reading import as_descriptor
+    from tsfunc.types.reading import as_descriptor, parse_descriptor
     from tsfunc.types.signatures import Signature, signature
 else:
     __getattr__, __dir__ = late(
@@ -105,7 +102,6 @@ else:
             "conformance": "Mismatch check",
             "control_flow": "check_carry differences join_branches",
             "descriptor_sets": "Descriptors infer_descriptors",
-            "descriptor_text": "parse_descriptor",
             "dims": "Dim DimExpr DimForm DimSpec",
             "grammar": """
                 ANY BOOL DOUBLE FLOAT INT NONE STR TENSOR Descriptor TSAllType TSBuiltinClass
@@ -117,7 +113,7 @@ else:
             "inference": "of_value schema_of",
             "lattice": "is_subtype join",
             "meta": "MetaTensorType",
-            "reading": "as_descriptor",
+            "reading": "as_descriptor parse_descriptor",
             "signatures": "Signature signature",
         },
     )

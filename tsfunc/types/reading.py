@@ -7,6 +7,7 @@ import re
 import types
 import typing
 from collections import abc
+from collections.abc import Mapping
 from typing import Any, Union
 
 import optree
@@ -48,6 +49,7 @@ from tsfunc.types.grammar import (
     with_children,
 )
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.text import read_type
 from tsfunc.types.values import describe, entry_text
 
 _SUPPORTED = (
@@ -81,6 +83,32 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
             f"{where}: a {type(written).__name__} that contains itself, or is nested too deeply, "
             f"describes nothing; give a type such as Any for a part of it"
         ) from None
+
+
+def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> Descriptor:
+    """Return the descriptor that a text says; the inverse of ``str``.
+
+    Values that have no text of their own (a tensor, an object) can't be read back.
+
+    Args:
+        text: a descriptor as its ``str`` is.
+        scope: what the names of classes in the text stand for, see `parse`.
+
+    Raises:
+        AnnotationError: the text is not a descriptor.
+
+    Example:
+        >>> text = "{'w': List[f32[n, 64]], 'mode': Literal['sum'] | None}"
+        >>> str(parse_descriptor(text)) == text
+        True
+    """
+    return read_type(text, scope or {}, lambda found: from_annotation(found, scope), _named)
+
+
+def _named(found: Any) -> Descriptor:
+    """Return what the object of a name in a text is; its fields are those in the text."""
+    is_class = isinstance(found, type) and not is_interface(found)
+    return class_type(found) if is_class else as_descriptor(found)
 
 
 def _descriptor(written: Any, where: str) -> Descriptor:

@@ -1,32 +1,90 @@
-"""Types as text: reads what ``str`` of a type wrote, and what people write."""
+"""Types as text: reads what ``str`` of a type or descriptor wrote, and what people write.
+
+    type     = term ("|" term)*                       of unions, types have those with None
+    term     = NAME | NAME "[" type ("," type)* "]"   Any int List[X] Dict[K, V] Optional[X]
+             | "namedtuple" "(" field ("," field)* ")"
+             | tensor                                 f32[n, 64] cpu
+    field    = [NAME ":"] type
+    tensor   = DTYPE "[" dims "]" words               words: cpu requires_grad strided
+
+Descriptors have these terms too::
+
+    Tuple[X, ...]   Literal[3]   [X, Y]   {'key': X}   module.Class(field: X)
+
+A name that the grammar doesn't have is a class: see `tsfunc.types.class_names`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tsfunc.errors import AnnotationError
+from tsfunc.errors import AnnotationError, DescriptorError
+from tsfunc.types.class_names import NAME, find
+from tsfunc.types.classes import names_of_class
+from tsfunc.types.dims import Dim
 from tsfunc.types.grammar import (
     ANY,
+    DOUBLE,
+    FLOAT,
     NONE,
     PRIMITIVES,
     TENSOR,
     TSDict,
+    TSFields,
     TSFuture,
     TSList,
     TSNamedTuple,
+    TSPytree,
     TSRRef,
     TSTensor,
     TSTuple,
+    TSTupleOf,
     TSType,
+    TSUnion,
+    Value,
     is_key_type,
     key_error,
     optional,
 )
-from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.reader import TENSOR_NAMES, Reader
+from tsfunc.types.meta import SHORT_DTYPES, MetaTensorType
+from tsfunc.types.values import Attribute
+
+Resolve = Callable[[Any], TSType]
+"""Returns the type of an object that a name stands for."""
+
+TENSOR_NAMES = ("Tensor", "TensorType", "torch.Tensor", "torch.tensor")
+_COMPOSED = (
+    "List", "list", "Optional", "Future", "torch.futures.Future", "torch.jit.Future", "RRef",
+    "torch.distributed.rpc.RRef", "Tuple", "tuple", "Dict", "dict", "Union", "Annotated",
+)  # fmt: skip
+
+_DTYPES = {short: dtype for dtype, short in SHORT_DTYPES.items()} | {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype not in SHORT_DTYPES
+}
+_LAYOUTS = {
+    str(layout).removeprefix("torch."): layout
+    for layout in vars(torch).values()
+    if isinstance(layout, torch.layout)
+}
+_MEMORY_FORMATS = {
+    str(each).removeprefix("torch."): each
+    for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+}
+_TENSOR_WORD = re.compile(r"strides\[[^\[\]]*\]|[a-z_]\w*(?::\d+)?")
+_BOUNDED = re.compile(r"(?:(\d+)\s*<=)?\s*([^\W\d]\w*)\s*(?:([<>])=\s*(\d+))?")
+_STEPPED = re.compile(r"([^\W\d]\w*)\s*%\s*(\d+)\s*==\s*0")
+_CHOSEN = re.compile(r"([^\W\d]\w*)\s+in\s*\{([\d\s,]*)\}")
+
 
 WORDS: dict[str, TSType] = {
     **{type_.name: type_ for type_ in PRIMITIVES},
@@ -47,53 +105,369 @@ _SINGLE: dict[str, Callable[[TSType], TSType]] = {
 }
 
 
-def read_type(text: str, scope: Mapping[str, object], resolve: Callable[[Any], TSType]) -> TSType:
-    """The type that a text says.
+_LITERAL = re.compile(
+    r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|b'(?:[^'\\]|\\.)*'|b\"(?:[^\"\\]|\\.)*\""
+    r"|\([^()]*\)|[-+]?(?:inf|nan)\b|[-+]?\d[\w.+-]*"
+)
+
+
+def read_type(
+    text: str, scope: Mapping[str, object], resolve: Resolve, of_call: Resolve | None = None
+) -> TSType:
+    """Return the type that a text says.
 
     Args:
+        text: the type.
         scope: see `tsfunc.types.parse`.
-        resolve: what the object that a name was found to be means as a type.
+        resolve: returns the type that the object of a name is.
+        of_call: the same for a descriptor; with it the text is read as one.
+
+    Raises:
+        AnnotationError: the text is not a type, or not a descriptor.
     """
-    return TypeReader(text, scope, resolve).read()
-
-
-class TypeReader(Reader[TSType]):
-    def __init__(
-        self, text: str, scope: Mapping[str, object], resolve: Callable[[Any], TSType]
-    ) -> None:
-        super().__init__(text, scope)
-        self._resolve = resolve
-
-    def word(self, name: str) -> TSType | None:
-        return WORDS.get(name)
-
-    def resolve(self, found: Any) -> TSType:
-        return self._resolve(found)
-
-    def described(self, meta: MetaTensorType) -> TSType:
-        return TSTensor(meta=meta)
-
-    def unite(self, members: Sequence[TSType]) -> TSType:
-        return union_of(members)
-
-    def compose(self, name: str, items: Sequence[TSType]) -> TSType:
-        return compose(name, items)
-
-    def fields(self, names: tuple[str, ...], elements: tuple[TSType, ...]) -> TSType:
-        return TSNamedTuple(names, elements)
-
-    def annotated(self, base: TSType, more: TSType) -> TSType | None:
-        if isinstance(base, TSTensor) and isinstance(more, TSTensor):
-            return TSTensor(base.cls, more.meta)
-        return None
+    return _Reader(text, scope, resolve, of_call).read()
 
 
 def parse_tensor(text: str) -> MetaTensorType:
-    """The description that ``str`` of a `MetaTensorType` wrote."""
+    """Return the metadata that ``str`` of a `MetaTensorType` wrote."""
     found = read_type(text, {}, lambda found: ANY)
     if not isinstance(found, TSTensor) or found.cls is not torch.Tensor:
         raise AnnotationError(f"{text!r} describes no tensor; write for example f32[n, 64] cpu")
     return found.meta
+
+
+class _Reader:
+    """A text, and how far it has been read; see `read_type`."""
+
+    def __init__(
+        self, text: str, scope: Mapping[str, object], resolve: Resolve, of_call: Resolve | None
+    ) -> None:
+        if not isinstance(text, str):
+            raise AnnotationError(f"parse(text): expected a str, got {text!r}")
+        self.text = text
+        self.at = 0
+        self.scope = scope
+        self.resolve = resolve
+        self.of_call = of_call
+        self.what = "type" if of_call is None else "descriptor"
+
+    def read(self) -> TSType:
+        """Return what the whole text says."""
+        try:
+            found = self.union()
+        except RecursionError:
+            text = f"{self.text[:40]!r}..."
+            raise AnnotationError(f"{text}: nested too deeply for a {self.what}") from None
+        if self.rest():
+            raise self.error(f"expected the end of the {self.what}, got {self.rest()!r}")
+        return found
+
+    # --- characters
+
+    def rest(self) -> str:
+        return self.text[self.at :].strip()
+
+    def take(self, pattern: str | re.Pattern[str]) -> str | None:
+        """What stands next, if it matches; blanks before it are skipped."""
+        found = re.compile(rf"\s*({getattr(pattern, 'pattern', pattern)})").match(
+            self.text, self.at
+        )
+        if found is None:
+            return None
+        self.at = found.end()
+        return found[1]
+
+    def need(self, mark: str, what: str) -> None:
+        if self.take(re.escape(mark)) is None:
+            raise self.error(f"expected {mark!r} {what}, got {self.rest()[:20]!r}")
+
+    def error(self, what: str) -> AnnotationError:
+        return AnnotationError(f"{self.text!r} is no {self.what}: {what}")
+
+    # --- the grammar
+
+    def union(self) -> TSType:
+        members = [self.term()]
+        while self.take(r"\|"):
+            members.append(self.term())
+        with self.faults_here():
+            return self.unite(members)
+
+    def unite(self, members: Sequence[TSType]) -> TSType:
+        if self.of_call is None:
+            return union_of(members)
+        return members[0] if len(members) == 1 else TSUnion(tuple(members))
+
+    def term(self) -> TSType:
+        found = None if self.of_call is None else self.call_term()
+        if found is not None:
+            return found
+        name = self.take(NAME)
+        if name is None:
+            raise self.error(f"expected a {self.what}, got {self.rest()[:20] or 'the end'!r}")
+        if (name in _DTYPES or name == "tensor") and self.take(r"\["):
+            return TSTensor(meta=self.tensor(name))
+        name = name.removeprefix("typing.").removeprefix("typing_extensions.")
+        if name == "namedtuple":
+            return self.named_tuple()
+        if name in _COMPOSED and name not in self.scope:
+            return self.composed(name)
+        return self.named(name)
+
+    def named(self, name: str) -> TSType:
+        word = None if name in self.scope else WORDS.get(name)
+        if word is not None:
+            return FLOAT if word == DOUBLE and self.of_call is not None else word
+        found = self.look_up(name)
+        if self.of_call is None:
+            return self.resolve(found)
+        if isinstance(found, type) and self.take(r"\("):
+            return self.container(found)
+        return self.of_call(found)
+
+    def look_up(self, name: str) -> Any:
+        found = find(name, self.scope)
+        if found is None:
+            raise self.error(
+                f"{name} is neither a word of the grammar nor a class that can be found; give the "
+                f"class in the scope: parse(text, {{{name.split('.')[0]!r}: ...}})"
+            )
+        return found
+
+    def composed(self, name: str) -> TSType:
+        if self.take(r"\[") is None:
+            raise self.error(f"{name} says not what is in it: write {name}[...]")
+        if self.of_call is not None and name.split(".")[-1] in ("Future", "RRef"):
+            return self.of_types(name)
+        if self.of_call is not None and name in ("Tuple", "tuple"):
+            return self.tuple_of()
+        items = self.items("]")
+        if name == "Annotated":
+            base, meta = items if len(items) == 2 else (ANY, ANY)
+            if not isinstance(base, TSTensor) or not isinstance(meta, TSTensor):
+                raise self.error("Annotated has a tensor class and a description: f32[n, 64]")
+            return TSTensor(base.cls, meta.meta)
+        with self.faults_here():
+            return self.compose(name, items)
+
+    def compose(self, name: str, items: Sequence[TSType]) -> TSType:
+        if self.of_call is None:
+            return compose(name, items)
+        count = len(items)
+        if name in ("List", "list") and count == 1:
+            return TSList(items[0])
+        if name in ("Dict", "dict") and count == 2:
+            return TSDict(items[0], items[1])
+        if name == "Optional" and count == 1:
+            return TSUnion((items[0], NONE))
+        if name == "Union" and count:
+            return self.unite(items)
+        raise AnnotationError(f"{name} of {count} descriptor(s) is none")
+
+    def of_types(self, name: str) -> TSType:
+        """After ``Future[``: what a future or a remote reference holds is a type."""
+        of_call, self.of_call = self.of_call, None
+        try:
+            with self.faults_here():
+                return compose(name, self.items("]"))
+        finally:
+            self.of_call = of_call
+
+    def items(self, end: str) -> list[TSType]:
+        """Return what stands up to the closing mark; ``()`` alone is nothing."""
+        if self.take(r"\(\s*\)"):
+            self.need(end, "after ()")
+            return []
+        items = [self.union()]
+        while self.take(","):
+            if self.take(re.escape(end)):
+                return items
+            items.append(self.union())
+        self.need(end, "or ','")
+        return items
+
+    def named_tuple(self) -> TSType:
+        self.need("(", "after namedtuple")
+        names: list[str] = []
+        elements: list[TSType] = []
+        while self.take(r"\)") is None:
+            if elements:
+                self.need(",", "or ')'")
+                if self.take(r"\)"):
+                    break
+            name = self.take(r"[^\W\d]\w*(?=\s*:)")
+            if name is not None:
+                self.need(":", "after the name")
+            # What namedtuple(..., rename=True) calls a field that has no name.
+            names.append(name or f"_{len(names)}")
+            elements.append(self.union())
+        with self.faults_here():
+            return TSNamedTuple(tuple(names), tuple(elements))
+
+    @contextlib.contextmanager
+    def faults_here(self) -> Iterator[None]:
+        """Name the text in errors of what is made of it."""
+        try:
+            yield
+        except AnnotationError as error:
+            raise self.error(str(error)) from None
+
+    # --- terms of descriptors
+
+    def call_term(self) -> TSType | None:
+        """Return a term that only descriptors have; None if another stands here."""
+        if self.take(r"\["):
+            items = [] if self.take(r"\]") else self.items("]")
+            return TSPytree(list, tuple(range(len(items))), tuple(items))
+        if self.take(r"\{"):
+            entries, children = self.pairs("}", self.literal)
+            return TSPytree(dict, entries, children)
+        if self.take(r"Literal\["):
+            value = self.literal()
+            self.need("]", "after the value")
+            return Value(value)
+        return None
+
+    def literal(self) -> Any:
+        text = self.take(_LITERAL)
+        if text is not None:
+            return _literal(text)
+        name = self.take(NAME)
+        if name is None:
+            raise self.error(f"expected a value, got {self.rest()[:20]!r}")
+        if name in ("None", "True", "False"):
+            return ast.literal_eval(name)
+        *path, last = name.split(".")
+        home = self.look_up(".".join(path)) if path and path != ["torch"] else torch
+        members = getattr(home, "__members__", None)
+        return members[last] if members and last in members else self.look_up(name)
+
+    def pairs(
+        self, end: str, entry: Callable[[], Any]
+    ) -> tuple[tuple[Any, ...], tuple[TSType, ...]]:
+        """Return the entries and children up to a closing mark."""
+        entries: list[Any] = []
+        children: list[TSType] = []
+        while self.take(re.escape(end)) is None:
+            if entries:
+                self.need(",", f"or {end!r}")
+            entries.append(entry())
+            self.need(":", "after the key")
+            children.append(self.union())
+        return tuple(entries), tuple(children)
+
+    def container(self, cls: type) -> TSType:
+        """After ``module.Class(``: attributes of an object, fields or entries of a container."""
+        entries, children = self.pairs(")", self.entry)
+        if entries and all(isinstance(entry, Attribute) for entry in entries):
+            return TSFields(cls, tuple(map(str, entries)), children)
+        names = names_of_class(cls)
+        if names is None:
+            return TSPytree(cls, entries, children)
+        if entries != names:
+            raise self.error(f"{cls.__name__} has the fields {list(names)}, got {list(entries)}")
+        return TSPytree(cls, tuple(range(len(names))), children)
+
+    def entry(self) -> Any:
+        attribute = self.take(r"\.[^\W\d]\w*")
+        if attribute is not None:
+            return Attribute(attribute[1:])
+        return self.take(r"[^\W\d]\w*(?=\s*:)") or self.literal()
+
+    def tuple_of(self) -> TSType:
+        """After ``Tuple[``: a tuple of any length, or of these elements."""
+        if self.take(r"\(\s*\)"):
+            self.need("]", "after ()")
+            return TSTuple(())
+        items = [self.union()]
+        if self.take(r",\s*\.\.\."):
+            self.need("]", "after ...")
+            return TSTupleOf(items[0])
+        while self.take(","):
+            items.append(self.union())
+        self.need("]", "or ','")
+        return TSTuple(tuple(items))
+
+    # --- tensors
+
+    def tensor(self, name: str) -> MetaTensorType:
+        """After ``f32[``."""
+        dims = self.take(r"[^\[\]]*")
+        self.need("]", "after the dims")
+        known: dict[str, Any] = {"dtype": _DTYPES.get(name)}
+        try:
+            if dims is not None and dims.strip() != "...":
+                known["shape"] = [_dim(dim.strip()) for dim in _split(dims)]
+            while (word := self.take(_TENSOR_WORD)) is not None:
+                _add_word(word, known)
+            return MetaTensorType(**known)
+        except DescriptorError as error:
+            raise self.error(str(error)) from None
+
+
+def _split(dims: str) -> list[str]:
+    """The dims of a shape; a comma inside of braces is no end of one."""
+    return re.split(r",(?![^{]*\})", dims) if dims.strip() else []
+
+
+def _dim(text: str) -> Any:
+    if text in ("?", "..."):
+        return None if text == "?" else ...
+    if text.isdecimal():
+        return int(text)
+    said = [_said_of_dim(part.strip()) for part in text.split(" and ")]
+    if len(said) == 1 and said[0] is None:
+        return text  # a name or an expression, or neither
+    dims = [dim for dim in said if dim is not None]
+    if len(dims) < len(said) or len({dim.name for dim in dims}) > 1:
+        raise DescriptorError(f"{text!r} says nothing that can be said of one named size")
+    return functools.reduce(Dim.meet, dims)
+
+
+def _said_of_dim(text: str) -> Dim | None:
+    """``n``, ``2<=n<=8``, ``n % 4 == 0`` or ``n in {2, 4}``; None for anything else."""
+    stepped, chosen = _STEPPED.fullmatch(text), _CHOSEN.fullmatch(text)
+    if stepped is not None:
+        return Dim(stepped[1], multiple_of=int(stepped[2]))
+    if chosen is not None:
+        return Dim(chosen[1], one_of=tuple(int(size) for size in _split(chosen[2])))
+    bounded = _BOUNDED.fullmatch(text)
+    if bounded is None:
+        return None
+    low, name, sign, limit = bounded.groups()
+    least = limit if sign == ">" else low
+    most = limit if sign == "<" else None
+    return Dim(name, None if least is None else int(least), None if most is None else int(most))
+
+
+def _add_word(word: str, known: dict[str, Any]) -> None:
+    """A word after the dims: whether it requires grad, a layout, a memory format, or a device."""
+    key: str
+    value: object
+    if word in ("requires_grad", "no_grad"):
+        key, value = "requires_grad", word == "requires_grad"
+    elif word in _LAYOUTS:
+        key, value = "layout", _LAYOUTS[word]
+    elif word in _MEMORY_FORMATS:
+        key, value = "memory_format", _MEMORY_FORMATS[word]
+    elif word.startswith("strides["):
+        strides = word.removeprefix("strides[").removesuffix("]")
+        key, value = "strides", [_dim(each.strip()) for each in _split(strides)]
+    else:
+        key, value = "device", word
+    if key in known:
+        raise DescriptorError(f"{word} is the second {key} of one tensor")
+    known[key] = value
+
+
+def _literal(text: str) -> Any:
+    sign = -1 if text.startswith("-") else 1
+    if text.lstrip("+-") in ("inf", "nan"):
+        return sign * (math.inf if text.endswith("inf") else math.nan)
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        raise AnnotationError(f"{text!r} is no value") from None
 
 
 # --- composing, for annotations too
