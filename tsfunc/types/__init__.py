@@ -27,7 +27,6 @@ each other:
 The descriptors of a call:
 
     descriptor_sets the record of all parameters: from examples, widened, split, as text
-    quick        descriptors as generated code, for calls that are right
     checks       a descriptor as a function that finds what a value breaks
     choosing     which of several sets of descriptors a call is checked by
     compiled     the descriptors of a whole function, ready for its calls

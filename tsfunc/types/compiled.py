@@ -11,10 +11,10 @@ from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.types.checks import compile_check
 from tsfunc.types.descriptors import class_of, entries_of, governing, meta_of, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.generated import CallCheck, generate_check
 from tsfunc.types.grammar import Descriptor, TSMetaType, TSOptional, TSUnion
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.polynomials import most, solved_for
-from tsfunc.types.quick import Quick, generate_check
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.runs import Check, Path, Run
 from tsfunc.types.tensor_checks import check_expressions
@@ -83,7 +83,7 @@ class CompiledDescriptors:
     descriptors: Mapping[str, Descriptor]
     dims: Mapping[str, Dim]
     _checks: tuple[tuple[str, Path, object, Check], ...] = field(repr=False)
-    _quick: Quick | None = field(repr=False, default=None)
+    _quick: CallCheck | None = field(repr=False, default=None)
 
     def check(self, arguments: Mapping[str, object]) -> Bindings:
         """Check the arguments of a call.

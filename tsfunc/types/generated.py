@@ -1,8 +1,8 @@
-"""Types as straight-line Python: a function that says whether values are of their types.
+"""Types as straight-line Python: fast checks of values, of calls, and of descriptors.
 
-Most values are, and a call's arguments are checked at every call: so the question whether there is
-a mismatch is answered by generated code, and only where there is one does `check` look for all of
-them. The code may say no of a value that fits, never yes of one that does not.
+Most values fit their types, and a call's arguments are checked at every call. So generated code
+answers first, and gives up at the first mismatch; `check` and ``checks.py`` then look for all of
+them. The code may refuse a value that fits, but never takes one that does not.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tsfunc.types.annotation import attribute_types
 from tsfunc.types.classes import names_of_class, primitive_of
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.grammar import (
+    Descriptor,
     TSAllType,
     TSBuiltinClass,
     TSCustomClass,
@@ -47,6 +48,7 @@ from tsfunc.types.grammar import (
     children_of_type,
 )
 from tsfunc.types.meta import MetaTensorType, on_device
+from tsfunc.types.values import same_keys, same_value
 
 Fits = Callable[..., bool]
 
@@ -60,7 +62,7 @@ def generate(type_: TSAllType, decide: Callable[[TSAllType], Fits]) -> Fits:
     """
     if _leaves_names_open(type_):
         return _unsure
-    source = Source(decide, ())
+    source = _TypeSource(decide, ())
     source.emit("value", type_, "    ")
     return source.function("fits", "value")
 
@@ -79,7 +81,7 @@ def generate_call(
     """
     if any(map(_leaves_names_open, types.values())):
         return _unsure
-    source = Source(decide, signature.parameters)
+    source = _TypeSource(decide, signature.parameters)
     absent = source.new(_ABSENT)
     for parameter in signature.parameters.values():
         at, type_ = parameter.name, types[parameter.name]
@@ -144,7 +146,9 @@ def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm,
             if dataclasses.is_dataclass(cls) and cls not in behind:
                 for child in attribute_types(cls).values():
                     yield from _dims(child, (*behind, cls))
-        case TSFuture() | TSRRef() | TSUnion() | TSTupleOf() | TSPytree() | TSFields():
+        case TSUnion((element, TSPrimitiveType("None"))):
+            yield from _dims(element, behind)
+        case TSFuture() | TSRRef() | TSUnion() | TSPytree() | TSFields():
             for child in children_of_type(type_):
                 yield from _dims(child, (*behind, type(type_)))
         case TSModuleType():
@@ -191,11 +195,14 @@ def refused_sizes(dim: Dim, at: str) -> Iterator[str]:
         yield f"{at} % {dim.multiple_of}"
 
 
-class Source:
-    """The lines so far, the objects that they name, and a variable for each named size."""
+class _Source(abc.ABC):
+    """The lines so far, the objects that they name, and a variable for each named size.
 
-    def __init__(self, decide: Callable[[TSAllType], Fits], taken: Container[str]) -> None:
-        self.decide = decide
+    Args:
+        taken: names that the code has already.
+    """
+
+    def __init__(self, taken: Container[str]) -> None:
         self.taken = taken
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {}
@@ -246,10 +253,25 @@ class Source:
                 derived = self.new(functools.partial(_is_derived, cls.__name__))
                 exact = f"{self.known[type]}({at}) is not {self.known[cls]}"
                 self.refuse(f"{exact} and not {derived}({at})", indent)
-            case TSOptional(element):
+            case Value(value):
+                self.literal(at, value, indent)
+            case TSOptional(element) | TSUnion((element, TSPrimitiveType("None"))):
                 self.lines.append(f"{indent}if {at} is not None:")
                 self.emit(at, element, indent + "    ")
                 self.lines.append(f"{indent}    pass")
+            case TSTupleOf(element):
+                self.refuse(self.no_instance(at, tuple), indent)
+                item = self.new()
+                self.loop(item, at, ((item, element),), indent)
+            case TSPytree(kind, entries, children) if kind in (list, dict):
+                self.refuse(self.no_instance(at, kind), indent)
+                self.refuse(f"{self.known[len]}({at}) != {len(children)}", indent)
+                if kind is list:
+                    self.unpack(at, children, indent)
+                else:
+                    self.entries(at, entries, children, indent)
+            case TSFields(cls, names=()):
+                self.refuse(self.no_instance(at, cls), indent)
             case TSList(element):
                 self.refuse(self.no_instance(at, list), indent)
                 item = self.new()
@@ -278,11 +300,42 @@ class Source:
                 self.refuse(self.no_instance(at, cls), indent)
             case (
                 TSCustomClass() | TSModuleInterface() | TSModuleType() | TSFuture() | TSRRef()
-                | Value() | TSUnion() | TSTupleOf() | TSPytree() | TSFields()
+                | TSUnion() | TSPytree() | TSFields()
             ):  # fmt: skip
-                self.refuse(f"not {self.new(self.decide(type_))}({at})", indent)
+                self.undecided(at, type_, indent)
             case _:
                 assert_never(type_)
+
+    @abc.abstractmethod
+    def undecided(self, at: str, type_: TSAllType, indent: str) -> None:
+        """Add the lines for a type that generated code alone does not decide."""
+
+    def literal(self, at: str, value: object, indent: str) -> None:
+        if value is None or isinstance(value, bool):
+            self.refuse(f"{at} is not {value}", indent)
+        else:
+            wanted, same = self.new(value), self.new(same_value)
+            self.refuse(f"{at} is not {wanted} and not {same}({wanted}, {at})", indent)
+
+    def entries(
+        self, at: str, entries: tuple[Any, ...], children: tuple[TSType, ...], indent: str
+    ) -> None:
+        """Add the lines for a dict of as many entries, which is to have just these."""
+        names = [repr(x) if type(x) is str else self.name_of(x) for x in entries]
+        if all(type(entry) is str for entry in entries):
+            missing = " or ".join(f"{name} not in {at}" for name in names)
+            if missing:
+                self.refuse(missing, indent)
+        else:  # 1, 1.0 and True are one key to Python
+            self.refuse(f"not {self.new(same_keys)}({self.new(entries)}, {at})", indent)
+        for name, child in zip(names, children, strict=True):
+            part = self.new()
+            self.lines.append(f"{indent}{part} = {at}[{name}]")
+            self.emit(part, child, indent)
+
+    def name_of(self, value: object) -> str:
+        """Return a name for an object, None among them."""
+        return "None" if value is None else self.new(value)
 
     def loop(
         self, target: str, over: str, items: Iterable[tuple[str, TSType]], indent: str
@@ -342,3 +395,87 @@ class Source:
                 self.refuse(refused, indent)
             self.lines.append(f"{indent}if {variable} == -1: {variable} = {at}")
             self.lines.append(f"{indent}elif {variable} != {at}: return False")
+
+
+class _TypeSource(_Source):
+    """Code for types; `decide` gives a function for a type that code alone does not decide."""
+
+    def __init__(self, decide: Callable[[TSAllType], Fits], taken: Container[str]) -> None:
+        super().__init__(taken)
+        self.decide = decide
+
+    def undecided(self, at: str, type_: TSAllType, indent: str) -> None:
+        self.refuse(f"not {self.new(self.decide(type_))}({at})", indent)
+
+
+# --- descriptors of a call
+
+CallCheck = Callable[[Mapping[str, object]], "dict[str, int] | None"]
+"""Returns the sizes of named dims for the arguments of a call, or None where it can't tell."""
+
+
+class _SlowError(Exception):
+    """There is something among the descriptors that code is not generated for."""
+
+
+def generate_check(
+    descriptors: Mapping[str, Descriptor], signature: inspect.Signature
+) -> CallCheck | None:
+    """Return a function of a call's arguments that gives the sizes of named dims.
+
+    It returns None where it can't tell.
+
+    Args:
+        descriptors: by parameter name.
+        signature: the function's, which has the defaults.
+
+    Returns:
+        The function; None where descriptors are such that none is generated.
+    """
+    dims = (dim for each in descriptors.values() for dim, _ in _dims(each, ()))
+    if any(isinstance(dim, DimExpr) for dim in dims):
+        return None  # an expression is worked out, or solved, when all of its names are known
+    lines = _CallSource(("arguments",))
+    try:
+        for name, each in descriptors.items():
+            lines.argument(name, signature.parameters[name], each)
+    except _SlowError:
+        return None
+    return lines.finish()
+
+
+class _CallSource(_Source):
+    """Code for the descriptors of a call, which is refused by False instead of the sizes."""
+
+    def argument(self, name: str, parameter: inspect.Parameter, descriptor: Descriptor) -> None:
+        default = parameter.default
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            default = ()
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            default = {}
+        at = self.new()
+        if default is parameter.empty:
+            self.refuse(f"{name!r} not in arguments", "    ")
+            self.lines.append(f"    {at} = arguments[{name!r}]")
+        else:
+            self.lines.append(f"    {at} = arguments.get({name!r}, {self.name_of(default)})")
+        self.emit(at, descriptor, "    ")
+
+    def finish(self) -> CallCheck:
+        pairs = ", ".join(f"{name!r}: {variable}" for name, variable in self.sizes.items())
+        fits = self.function("fits", "arguments", f"{{{pairs}}}")
+
+        def quick(arguments: Mapping[str, object]) -> dict[str, int] | None:
+            sizes: Any = fits(arguments)
+            if sizes is False:
+                return None
+            if -1 in sizes.values():  # what would have given it a size did not come
+                return {name: size for name, size in sizes.items() if size != -1}
+            return dict(sizes)
+
+        return quick if self.sizes else lambda arguments: None if fits(arguments) is False else {}
+
+    def undecided(self, at: str, type_: TSAllType, indent: str) -> None:
+        if not isinstance(type_, TSCustomClass):
+            raise _SlowError
+        self.refuse(self.no_instance(at, type_.cls), indent)
