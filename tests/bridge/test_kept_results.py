@@ -215,6 +215,46 @@ def test_calls_with_symbolic_sizes(name: str) -> None:
     assert check(trace, op, made)
 
 
+def _making(trace: Trace, *args: Any) -> Callable[[], Any]:
+    return lambda: (trace.fake(args), {})
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_indexed_parts_share_one_kept_result(offset: int) -> None:
+    """Wherever the part begins, and wherever the tensor does."""
+    trace = Trace()
+    base = r(60)
+    calls: list[tuple[Any, Any, tuple[Any, ...]]] = []
+    for dim in (0, 1, -1):
+        calls += [(aten.select.int, base, (dim, i)) for i in (*range(4), -1, -4)]
+        for start, stop in ((0, 2), (1, 3), (2, 4), (3, 9), (1, None), (-2, None), (2, 2), (3, 1)):
+            calls.append((aten.slice.Tensor, base, (dim, start, stop)))
+            calls.append((aten.slice.Tensor, base, (dim, start, stop, 2)))
+    for op, memory, rest in calls:
+        view = memory.as_strided((4, 4), (1, 5), offset)
+        check(trace, op, _making(trace, view, *rest))
+    before = len(trace.kept._kept)
+    for i in (1, 2, 3):
+        check(trace, aten.select.int, _making(trace, r(9, 4), 0, i))
+    assert len(trace.kept._kept) == before + 1
+
+
+def test_a_part_of_a_conjugate_is_one() -> None:
+    trace = Trace()
+    for x in (r(4, 3, dtype=torch.complex64), r(4, 3, dtype=torch.complex64).conj()):
+        for i in (0, 1, 2):
+            check(trace, aten.select.int, _making(trace, x, 0, i))
+
+
+def test_writes_are_kept_wherever_they_go() -> None:
+    trace = Trace()
+    base = r(20)
+    for i in range(5):
+        view = base[4 * i : 4 * i + 4]
+        check(trace, aten.add_.Tensor, _making(trace, view, 1))
+    assert len(trace.kept._kept) == 1
+
+
 def test_every_result_has_a_memory_of_its_own() -> None:
     trace = Trace([7])
     for shape in ((7, 4), (5, 4)):

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize, vmap
+from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.program import Program
+from tsfunc.program.passes.aliases import Aliases, sources
 
 X = torch.arange(6.0).view(2, 3) - 2.5
 W = torch.arange(3.0)
@@ -371,3 +373,28 @@ def test_slices_to_the_end_say_so_by_none() -> None:
     """torch spells it by the largest of ints, unless there are symbols in the index."""
     program = program_of(lambda x: x[..., 0::2] + x[:, 0::2], X)
     assert "slice(x, 1, 0, None, 2)" in program.source
+
+
+def _squared(count: int) -> torch.fx.Graph:
+    """A chain of products of a value with itself, each of which may return its argument."""
+    graph = torch.fx.Graph()
+    value: Any = graph.placeholder("x")
+    for _ in range(count):
+        value = graph.call_function(torch.ops.aten.matmul.default, (value, value))
+        value.meta["op"] = operator_of(torch.ops.aten.matmul.default)
+    graph.output((value.args[0], value))
+    return graph
+
+
+def test_aliases_along_a_long_chain() -> None:
+    """Each value is looked at once: ways to a source are as many as two to the chain's length."""
+    graph = _squared(2000)
+    (x, *_, last, output) = graph.nodes
+    aliases = Aliases(graph)
+    assert sources(last) == {x}
+    assert aliases.memory(last) == aliases.memory(x) and not aliases.is_written(last)
+    output.args = ((),)
+    aliases = Aliases(graph)
+    assert not aliases.escapes(x)
+    aliases.leaves(last)
+    assert aliases.escapes(x)

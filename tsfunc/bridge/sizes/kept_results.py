@@ -94,7 +94,8 @@ class _Result(NamedTuple):
     Attributes:
         source: which of the tensors among the arguments it shares memory with.
         is_source: whether it is that tensor itself.
-        shape, strides, offset: as the tensor has them that was worked out.
+        shape, strides: as the tensor has them that was worked out.
+        offset: its own; of a view, how much further it is than the source's.
         elements: how many its own memory has, at the sizes of the call.
         symbolic: whether its sizes are.
     """
@@ -109,6 +110,12 @@ class _Result(NamedTuple):
     elements: int
     symbolic: bool
 
+
+# Operators whose results depend on the place of an argument in its memory.
+_OF_OFFSETS: Final = frozenset({
+    "aten::as_strided", "aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter",
+    "aten::_reshape_alias", "aten::storage_offset", "aten::sym_storage_offset",
+})  # fmt: skip
 
 _OWN_MEMORY, _ANOTHER_RESULT = -1, -2  # in the place of a source
 
@@ -176,6 +183,11 @@ class KeptResults:
             return self._of(op, args, kwargs)
 
     def _of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        moved = _from_start(op, args, kwargs)
+        if moved is not None and self._is_plain(moved[0][0]):
+            first, further = moved
+            result = self._of(op, first, kwargs)
+            return self._like(self._further(result, first[0], further), first[:1])
         tensors: list[Any] = []
         try:
             key = self._key(op, args, kwargs, tensors)
@@ -191,6 +203,22 @@ class KeptResults:
         except UnknownError:
             pass
         return results
+
+    def _is_plain(self, x: Any) -> bool:
+        """True if nothing but sizes, strides and type is to be known of a tensor's views."""
+        try:
+            look = self.looks.of(x)
+        except UnknownError:
+            return False
+        own = x.fake_mode is self.fake and not x.requires_grad
+        return own and not look.is_conj and not look.is_neg
+
+    def _further(self, view: Any, source: Any, further: int) -> _Result:
+        """A view that is made as another one of the same tensor is, and lies further in memory."""
+        offset = view.storage_offset() - source.storage_offset() + further
+        return _Result(
+            0, False, view.shape, view.stride(), offset, view.dtype, view.fake_device, 0, False
+        )
 
     def _worked_out(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
         return results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
@@ -214,27 +242,30 @@ class KeptResults:
         if op.writes and (op.reshapes or not op.inplace or torch.is_inference_mode_enabled()):
             raise UnknownError
         parts = [op, *settings(), *[allowed() for allowed in _LIBRARIES]]
-        self._take(args, parts, tensors)
+        self._take(op, args, parts, tensors)
         for name, value in kwargs.items():
             parts.append(name)
-            self._take((value,), parts, tensors)
+            self._take(op, (value,), parts, tensors)
         if not tensors:  # where a factory makes its tensor says more than there is here
             raise UnknownError
         return tuple(parts)
 
-    def _take(self, values: Any, parts: list[Any], tensors: list[Any]) -> None:
+    def _take(self, op: TorchOperator, values: Any, parts: list[Any], tensors: list[Any]) -> None:
         parts.append(len(values))
         for value in values:
             kind = type(value)
             if kind in _PLAIN:  # 1, 1.0 and True are equal, and not the same
                 parts += (kind, value)
             elif kind is FakeTensor and value.fake_mode is self.fake:
-                parts.append(self.looks.of(value))
+                look = self.looks.of(value)
+                # Where it lies in its memory matters for few.
+                known = type(look.offset) is not int or op.name in _OF_OFFSETS
+                parts.append(look if known else look._replace(offset=None))
                 # Whether two are one.
                 parts.append(next((i for i, x in enumerate(tensors) if x is value), -1))
                 tensors.append(value)
             elif isinstance(value, list | tuple):
-                self._take(value, parts, tensors)
+                self._take(op, value, parts, tensors)
             elif kind in _SYMBOLIC:
                 parts += (kind, self.looks.number(value))
             else:
@@ -271,6 +302,8 @@ class KeptResults:
             if given.dtype != look.dtype or given.is_conj or given.is_neg:
                 raise UnknownError
         shape, strides, offset = value.shape, value.stride(), value.storage_offset()
+        if source >= 0:
+            offset = offset - tensors[source].storage_offset()
         size = value.untyped_storage().nbytes()
         size = size if isinstance(size, int) else size.node.hint
         symbolic = any(type(x) is SymInt for x in (*shape, *strides, offset))
@@ -297,6 +330,32 @@ class KeptResults:
             return FakeTensor(self.fake, _over_memory(result, tensors), result.device)
 
 
+def _from_start(
+    op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], int] | None:
+    """An indexed part of a tensor as one that begins at 0: that call, and how far it is moved.
+
+    None where it begins at 0 already, or is not known to lie within the tensor.
+    """
+    if op.name not in ("aten::select.int", "aten::slice.Tensor") or kwargs or len(args) < 3:
+        return None
+    x, dim, start = args[:3]
+    if type(x) is not FakeTensor or type(dim) is not int or type(start) is not int:
+        return None
+    if not -x.dim() <= dim < x.dim() or x.layout is not torch.strided:
+        return None
+    size, stride = x.shape[dim], x.stride()[dim]
+    if not type(size) is type(stride) is int or not 0 < start < size:
+        return None
+    if op.name == "aten::select.int":
+        return (x, dim, 0), start * stride
+    stop = args[3] if len(args) > 3 else None
+    stop = size if stop is None else stop
+    if type(stop) is not int or not start <= stop <= size:
+        return None
+    return (x, dim, 0, stop - start, *args[4:]), start * stride
+
+
 def _over_memory(result: _Result, tensors: Sequence[Any]) -> torch.Tensor:
     """A meta tensor with the sizes and strides of a result.
 
@@ -304,7 +363,8 @@ def _over_memory(result: _Result, tensors: Sequence[Any]) -> torch.Tensor:
     """
     shape, strides, offset = result.shape, result.strides, result.offset
     if result.source >= 0:
-        return torch.as_strided(tensors[result.source], shape, strides, offset)
+        source = tensors[result.source]
+        return torch.as_strided(source, shape, strides, source.storage_offset() + offset)
     if not result.symbolic and not offset:
         return torch.empty_strided(shape, strides, dtype=result.dtype, device="meta")
     memory = torch.empty_strided((result.elements,), (1,), dtype=result.dtype, device="meta")

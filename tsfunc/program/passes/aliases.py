@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch.fx
@@ -39,10 +39,14 @@ class Aliases:
 
     def memory(self, node: Any) -> Any:
         """The same for values that may share memory."""
-        found = node
-        while found in self._parent:
-            found = self._parent[found]
-        return found
+        parent = self._parent
+        while (above := parent.get(node)) is not None:
+            further = parent.get(above)
+            if further is None:
+                return above
+            parent[node] = further  # ways get shorter each time, or long chains would be quadratic
+            node = further
+        return node
 
     def is_written(self, node: torch.fx.Node) -> bool:
         """Whether anything writes into what may be the value's memory."""
@@ -54,9 +58,7 @@ class Aliases:
 
     def leaves(self, node: torch.fx.Node) -> None:
         """Takes note that the caller will get a value, and what it may share memory with."""
-        self._escaping.add(node)
-        for source in aliased(node):
-            self.leaves(source)
+        self._escaping.update(_reached(node, self._escaping))
 
     def _join(self, one: Any, other: Any) -> None:
         left, right = self.memory(one), self.memory(other)
@@ -88,9 +90,23 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 def sources(node: torch.fx.Node) -> set[torch.fx.Node]:
     """What comes from outside of the graph and may share memory with a value."""
-    if node.op in ("placeholder", "get_attr"):
-        return {node}
-    return {found for each in aliased(node) for found in sources(each)}
+    return {each for each in _reached(node, ()) if each.op in ("placeholder", "get_attr")}
+
+
+def _reached(node: torch.fx.Node, known: Container[torch.fx.Node]) -> set[torch.fx.Node]:
+    """A value and all that it may share memory with by what it is computed from.
+
+    Args:
+        node: the value.
+        known: values that are not looked behind again.
+    """
+    reached, waiting = {node}, [node]
+    while waiting:
+        for source in aliased(waiting.pop()):
+            if source not in reached and source not in known:
+                reached.add(source)
+                waiting.append(source)
+    return reached
 
 
 def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
