@@ -17,6 +17,10 @@ Nothing is kept
   new ones, and what is asserted of them may hold in a part of the trace alone;
 - where a result is no tensor, or has looks or memory that can't be given to a new one.
 
+An argument's place in its memory is left out of its looks, and the place of a view is kept by how
+far it is from there; ``x[i]`` is kept as ``x[0]``, further on. A loop over the rows of a tensor
+asks torch once.
+
 What is kept lives as long as the trace: kernels that are registered, and settings that are none of
 ``settings``, change nothing in between.
 
@@ -260,7 +264,7 @@ class KeptResults:
                 look = self.looks.of(value)
                 # Where it lies in its memory matters for few.
                 known = type(look.offset) is not int or op.name in _OF_OFFSETS
-                parts.append(look if known else look._replace(offset=None))
+                parts.append(look if known else Look(*look[:2], None, *look[3:]))
                 # Whether two are one.
                 parts.append(next((i for i, x in enumerate(tensors) if x is value), -1))
                 tensors.append(value)
