@@ -67,8 +67,8 @@ CLOSING = {
     ("tsfunc.bridge.tracers.operators", "tsfunc.bridge.tracers.schemas"),
     # In annotations.
     ("tsfunc.bridge.tracers.courses", "tsfunc.bridge.tracers.batch_tracer"),
-    ("tsfunc.bridge.control.gathering", "tsfunc.bridge.control.lanes"),
-    ("tsfunc.bridge.control.taking_over", "tsfunc.bridge.control.lanes"),
+    ("tsfunc.bridge.control.gathering", "tsfunc.bridge.control.subsets"),
+    ("tsfunc.bridge.control.remap_args", "tsfunc.bridge.control.subsets"),
 }
 
 # Installed packages that `import tsfunc` may load where `import torch` has not.
@@ -302,11 +302,11 @@ def test_a_circle_of_imports_is_found() -> None:
 def test_an_import_against_the_order_within_a_room_is_found() -> None:
     source = "from tsfunc.bridge.batch import hot"
     assert "comes later" in inner_import_violations("tsfunc.bridge.tracers.tracer", source)[0]
-    assert inner_import_violations("tsfunc.bridge.control.lanes", source) == []
+    assert inner_import_violations("tsfunc.bridge.control.subsets", source) == []
     assert (
         "not in a room"
         in inner_import_violations(
-            "tsfunc.bridge.control.lanes", "from tsfunc.bridge import lanes"
+            "tsfunc.bridge.control.subsets", "from tsfunc.bridge import subsets"
         )[0]
     )
     assert "no place in" in inner_import_violations("tsfunc.bridge.attic", source)[0]

@@ -31,15 +31,15 @@ _BACKEND_SELECT: Final = 1 << DispatchKey.BackendSelect.priority
 _PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
 
 
-class TakingOver(Protocol):
-    """What the first door asks about a call before it goes on (``bridge/control/lanes``)."""
+class RemapArgs(Protocol):
+    """Remaps the arguments of a call in the function handler (``bridge/control/subsets``)."""
 
     def __call__(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
         """The arguments that the callable is to be called with instead; None: those that it has."""
 
-    def anew(self) -> TakingOver:
+    def anew(self) -> RemapArgs:
         """One that remembers nothing of the calls that this one has seen."""
 
 
@@ -52,8 +52,19 @@ class State:
     backend kernel runs: redispatching that operator has reached its end.
     """
 
-    __slots__ = ("_below", "_ends", "excluded", "include", "levels", "mask", "plain", "recorder",
-                 "running", "served", "taking_over")  # fmt: skip
+    __slots__ = (
+        "_below",
+        "_ends",
+        "excluded",
+        "include",
+        "levels",
+        "mask",
+        "plain",
+        "recorder",
+        "remap_args",
+        "running",
+        "served",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -63,7 +74,7 @@ class State:
         running: Level | None = None,
         excluded: int = 0,
         recorder: Recorder | None = None,
-        taking_over: TakingOver | None = None,
+        remap_args: RemapArgs | None = None,
     ) -> None:
         self.include = include
         self.mask = mask
@@ -71,7 +82,7 @@ class State:
         self.running = running
         self.excluded = excluded
         self.recorder = recorder
-        self.taking_over = taking_over
+        self.remap_args = remap_args
         self.plain = not (include or excluded or recorder)
         self.served: object = None
         self._below: dict[int, State] | None = None
@@ -92,7 +103,7 @@ class State:
             mask = self.mask & ((1 << bit) - 1) | BACKEND_BITS & ~self.excluded
             state = known[bit] = State(
                 self.include, mask, self.levels, None, self.excluded, self.recorder,
-                self.taking_over,
+                self.remap_args,
             )  # fmt: skip
         return state
 
@@ -120,28 +131,24 @@ class State:
 
     def changed(self, include: int, mask: int, excluded: int, recorder: Recorder | None) -> State:
         """Return this state with other sets and another recorder."""
-        state = State(
-            include, mask, self.levels, self.running, excluded, recorder, self.taking_over
-        )
+        state = State(include, mask, self.levels, self.running, excluded, recorder, self.remap_args)
         state.served = self.served
         return state
 
     def _copy(self, include: int, mask: int, excluded: int) -> State:
-        return State(include, mask, self.levels, None, excluded, self.recorder, self.taking_over)
+        return State(include, mask, self.levels, None, excluded, self.recorder, self.remap_args)
 
     def forgetful(self) -> State:
         """This state, in which nothing is taken over yet: for what is to run twice alike."""
-        if self.taking_over is None:
+        if self.remap_args is None:
             return self
-        return self.with_levels(self.levels, self.taking_over.anew())
+        return self.with_levels(self.levels, self.remap_args.anew())
 
-    def with_levels(
-        self, levels: tuple[Level, ...], taking_over: TakingOver | None = None
-    ) -> State:
+    def with_levels(self, levels: tuple[Level, ...], remap_args: RemapArgs | None = None) -> State:
         """This state with other levels active, as deep as those that are."""
         return State(
             self.include, self.mask, levels, self.running, self.excluded, self.recorder,
-            taking_over or self.taking_over,
+            remap_args or self.remap_args,
         )  # fmt: skip
 
 
@@ -362,7 +369,7 @@ class Level:
             mask |= inward & ~excluded if excluded else inward
         include = captured.include | self.bits if modal else captured.include
         self.inner = State(
-            include, mask, (*captured.levels, self), None, excluded, recorder, captured.taking_over
+            include, mask, (*captured.levels, self), None, excluded, recorder, captured.remap_args
         )
         self.name = name or key.name
         self._site = _user_code(sys._getframe(1))
@@ -435,7 +442,7 @@ class Level:
 class capturing:
     """Context manager: levels have captured other levels than those they were made in.
 
-    For the time in which others stand in the places of these (``bridge/control/lanes``): what the
+    While other levels replace these (``bridge/control/subsets``): what the
     kernels of the levels inside call is to meet them too, also where it has no values of theirs.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from optree import PyTreeSpec
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import Apart, BodyLevel, current_trace, in_body
+from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, current_trace, in_body
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.errors import DescriptorError
@@ -77,7 +77,7 @@ def looks_of(
     trace = current_trace()
     if trace is not None:
         # A graph of its own in the place of the trace's takes what the function calls.
-        body = BodyLevel(trace, Apart())
+        body = BodyLevel(trace, HiddenVmaps())
         with in_body(body):
             args, kwargs = pytrees.unflatten(tree, [body.into(leaf) for leaf in examples])
             return pytrees.tree_map(_look_of, func(*args, **kwargs))

@@ -272,7 +272,7 @@ def test_files_keep_it(f: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("f", [_until, _chosen, LONGER, _in_place])
 def test_torch_has_the_whole_batch(f: Callable[..., Any]) -> None:
-    """Its operators are for one choice: NOTE [choices that can't be looked at] in ``cond``."""
+    """Its operators are for one choice: NOTE [choices that can't be read] in ``cond``."""
     program = specialize(vmap(f))
     expected = program(*_inputs([3, 0, 2, 1, 3]))
     found = program.graph_module(*_inputs([3, 0, 2, 1, 3]))

@@ -195,7 +195,7 @@ def test_branches_in_branches_use_what_is_outside_of_both() -> None:
     ids=["inside", "around", "twice"],
 )
 def test_a_checkpoint_of_a_branch_that_only_some_examples_take(wrap: Any) -> None:
-    """Another run's lanes are those that the graph of the first one is of."""
+    """Another run uses the subsets that the graph of the first one belongs to."""
 
     def f(x: torch.Tensor) -> Any:
         inner = checkpoint(lambda x: cond(x < 1, torch.exp, lambda x: x * x, x))

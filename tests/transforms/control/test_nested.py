@@ -22,7 +22,7 @@ from tsfunc import (
     while_loop,
 )
 from tsfunc.bridge.control.bodies import BodyLevel
-from tsfunc.bridge.control.lanes import LaneLevel
+from tsfunc.bridge.control.subsets import SubsetLevel
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, specialize], ids=["plain", "specialize"])
 
@@ -141,7 +141,7 @@ def test_a_level_in_the_place_of_another_has_every_slot_of_it() -> None:
 
     vmap(lambda x: cond(x > 0, look, torch.neg, x))(torch.tensor([1.0, -1.0]))
     specialize(lambda x: cond(x > 0, look, torch.neg, x))(torch.tensor(1.0))
-    assert {type(level) for level in seen} == {LaneLevel, BodyLevel}
+    assert {type(level) for level in seen} == {SubsetLevel, BodyLevel}
     for level in seen:
         names = {name for cls in type(level).__mro__ for name in cls.__dict__.get("__slots__", ())}
         assert {name for name in names if not hasattr(level, name)} == set()
@@ -150,13 +150,13 @@ def test_a_level_in_the_place_of_another_has_every_slot_of_it() -> None:
 def _stand_ins() -> list[Any]:
     from tsfunc.dispatch.state import tls
 
-    return [level for level in tls.state.levels if isinstance(level, LaneLevel | BodyLevel)]
+    return [level for level in tls.state.levels if isinstance(level, SubsetLevel | BodyLevel)]
 
 
 @pytest.mark.parametrize("derivative", [jacfwd, hessian], ids=["jacfwd", "hessian"])
 @pytest.mark.parametrize("name", ["cond", "while_loop"])
 def test_programs_of_jacobians_of_choices_that_differ(derivative: Any, name: str) -> None:
-    """The Jacobian's own vmap is inside of the one whose examples are on lanes."""
+    """The Jacobian's own vmap is inside of the one whose examples are in subsets."""
 
     def choosing(x: torch.Tensor) -> Any:
         if name == "cond":
@@ -169,7 +169,7 @@ def test_programs_of_jacobians_of_choices_that_differ(derivative: Any, name: str
 
 
 def test_loops_of_two_vmaps_in_each_other_run_on_the_lanes_that_are_left_of_both() -> None:
-    """The lanes of the inner vmap are taken of those that the outer one's loop has left."""
+    """The inner vmap's subsets are selected from the remaining subset of the outer loop."""
     w = torch.tensor([0.5, -0.25, 1.5], dtype=torch.float64)
 
     def loops(x: torch.Tensor, until: Any) -> Any:

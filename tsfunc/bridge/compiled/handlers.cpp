@@ -811,7 +811,7 @@ PyObject* setup(PyObject*, PyObject* options) {
   slots.kind = offset_of(level, "kind");
   slots.kernel_states = offset_of(level, "_kernel_states");
   slots.plain = offset_of(state, "plain");
-  slots.remap = offset_of(state, "taking_over");
+  slots.remap = offset_of(state, "remap_args");
   slots.mask = offset_of(state, "mask");
   slots.key_sets = offset_of(torch_state, "key_sets");
   slots.grad_mode = offset_of(torch_state, "grad_mode");

@@ -1,4 +1,4 @@
-"""Attempts to run a body on some of a vmap's examples, which may have to be given up."""
+"""Attempts to run a body on an active subset, which may have to be given up."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.generators import Generators
 
 
-class NeedsAll(BaseException):
-    """Internal: a body that runs on lanes is given up, as it asks for the other examples' values.
+class NeedsWholeBatch(BaseException):
+    """Internal: a body that runs on a subset needs values of the other examples.
 
-    Who made the lanes runs it on all examples instead. No ``Exception``: the user's function is
-    not to catch it.
+    The code that selected the subset runs the body on all examples instead. Not an ``Exception``,
+    so that the user's function does not catch it.
     """
 
     def __init__(self, level: BatchLevel) -> None:
@@ -20,31 +20,30 @@ class NeedsAll(BaseException):
         self.level = level
 
 
-class NotApart(NeedsAll):
-    """Internal: a body can't be traced without a level (NOTE [levels set apart] in ``bodies``)."""
+class CannotUnbatch(NeedsWholeBatch):
+    """Internal: a body can't be traced for one example (NOTE [hidden vmaps] in ``bodies``)."""
 
 
 class Attempt:
-    """Context manager: random numbers drawn in the block can be made undrawn.
+    """Context manager: the random numbers drawn in the block can be rewound.
 
-    So what is done in place of an attempt that is given up draws the numbers that it would have
-    drawn at once.
+    The run that replaces a failed attempt then draws the same numbers as a first run would.
     """
 
     def __init__(self, level: BatchLevel) -> None:
         self._level = level
         self._before = level.generators
-        # Where drawing is refused, nothing is drawn.
+        # With randomness="error" nothing is drawn.
         self._generators = None if level.randomness == "error" else Generators(self._before)
         self._drawn = 0 if self._before is None else self._before.drawn
 
     def __enter__(self) -> Attempt:
         if self._generators is not None:
-            self._level.generators = self._generators  # which lanes made in the block have too
+            self._level.generators = self._generators  # subsets made in the block have it too
         return self
 
-    def give_up(self, error: NeedsAll) -> None:
-        """What was drawn is undrawn, if it is this level that is needed whole; else raises."""
+    def give_up(self, error: NeedsWholeBatch) -> None:
+        """Rewind the random numbers if this level is the one that is needed whole; else raise."""
         if error.level is not self._level.root:
             raise error
         self.undo()

@@ -1,20 +1,25 @@
 """Bodies of control flow, traced into graphs of their own.
 
 NOTE [bodies]
-While a body is traced a :class:`BodyLevel` stands in the place of the trace's level, with a graph
-of its own. What the body uses of the surroundings' tensors, passed in or closed over, becomes an
-input of that graph, once for each tensor; so a body is a function of tensors alone. Levels inside
-of the trace (a vmap in a specialized function) need nothing more: their tracers are made anew
-around the inputs.
+While a body is traced, a :class:`BodyLevel` with a graph of its own replaces the trace's level.
+Each outer tensor that the body uses, passed in or closed over, becomes one input of that graph, so
+that the body is a function of tensors alone. Levels inside of the trace (a vmap in a specialized
+function) need no other treatment: the inputs are wrapped in tracers of the same levels.
 
-Where such a level, or the trace's own, records autograd, the body's inputs are cut from its graph:
-the whole operator becomes one node of it: NOTE [control flow in programs] in ``control_flow``.
+A tensor has one layout wherever a body takes or returns it: its batch dims come first, the
+outermost vmap's before the others'. ``HiddenVmaps.stack`` is the only code that says so, and
+``HiddenVmaps.rewrap_as`` the only code that moves an operand's batch dims there.
 
-NOTE [levels set apart]
-Where the examples of a vmap inside of the trace choose each for itself, the body is traced for one
-example: the vmap's level is *set apart*, a :class:`SetApart` in its place, and a tensor that is
-batched there becomes an input without that dim. The call is one for a batch of calls then, whose
-operands have these dims in front, and runs lanes when the program runs (NOTE [lanes] in ``lanes``).
+If the trace's level, or one inside of it, records autograd, the body's inputs are cut from its
+graph, and the whole operator becomes one node of it: NOTE [control flow in programs] in
+``control_flow``.
+
+NOTE [hidden vmaps]
+If each example of a vmap inside of the trace makes its own choice, the body is traced for one
+example: a :class:`HiddenVmap` replaces the vmap's level, and a tensor that is batched there becomes
+an input without the batch dim. The call is a batch of calls, whose operands have these dims in
+front. When the program runs, each body runs on an active subset (NOTE [active subsets] in
+``subsets``).
 """
 
 from __future__ import annotations
@@ -28,8 +33,8 @@ import torch
 import torch.fx
 from torch.overrides import TorchFunctionMode
 
-from tsfunc.bridge.control.attempts import NotApart
-from tsfunc.bridge.control.taking_over import takes_over
+from tsfunc.bridge.control.attempts import CannotUnbatch
+from tsfunc.bridge.control.remap_args import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
@@ -41,42 +46,42 @@ from tsfunc.dispatch.state import Level, capturing, tls, using
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One of the tracers that a value is wrapped in: its level, and its batch dim."""
+class Frame:
+    """One tracer around a value: its level, and its batch dim if it has one."""
 
     level: TracerLevel
     bdim: int | None
 
 
 @dataclass(frozen=True)
-class Wrapping:
-    """The tracers around a traced value, the innermost level's first."""
+class TracerStack:
+    """The tracers around a traced value, the innermost level first."""
 
-    layers: tuple[Layer, ...] = ()
+    frames: tuple[Frame, ...] = ()
 
     def around(self, value: torch.Tensor) -> torch.Tensor:
-        """A value wrapped so."""
-        for layer in reversed(self.layers):
-            if isinstance(layer.level, BatchLevel):
-                value = wrap(value, layer.bdim, layer.level)
+        """Wrap a value in these tracers."""
+        for frame in reversed(self.frames):
+            if isinstance(frame.level, BatchLevel):
+                value = wrap(value, frame.bdim, frame.level)
             else:
-                value = layer.level.lift(value)
+                value = frame.level.lift(value)
         return value
 
 
-def peeled(value: Any) -> tuple[Any, Wrapping]:
-    """The traced value inside of tracers, and the tracers around it."""
-    layers = []
+def unwrap_all(value: Any) -> tuple[Any, TracerStack]:
+    """Return the innermost value of a tracer, and the tracers around it."""
+    frames = []
     while isinstance(value, BatchTracer | GradTracer):
-        layers.append(Layer(value.dispatch_level, getattr(value, "bdim", None)))
+        frames.append(Frame(value.dispatch_level, getattr(value, "bdim", None)))
         value = value.value
-    return value, Wrapping(tuple(layers))
+    return value, TracerStack(tuple(frames))
 
 
-class SetApart(Level, StandIn):
-    """What is active in the place of a vmap that the code which runs knows nothing of.
+class HiddenVmap(Level, StandIn):
+    """Replaces the level of a vmap that the traced body does not see: NOTE [hidden vmaps].
 
-    NOTE [levels set apart]. It keeps the depths of the levels inside, and has no tensors.
+    It keeps the depths of inner levels, and has no tracers.
     """
 
     __slots__ = ("parent",)
@@ -84,7 +89,7 @@ class SetApart(Level, StandIn):
     def __init__(self, parent: BatchLevel) -> None:
         self.stand_in_for(parent)
         self.parent = parent
-        self.key = DispatchKey.Trace  # what is drawn is drawn by the body
+        self.key = DispatchKey.Trace  # the body records what it draws
         self._kernel_states = {}
 
     @property
@@ -99,8 +104,8 @@ class SetApart(Level, StandIn):
         return value
 
 
-class Apart:
-    """The vmaps that the bodies of one call are traced without: NOTE [levels set apart].
+class HiddenVmaps:
+    """The vmaps that the bodies of one call do not see, and the layout of its operands.
 
     Attributes:
         levels: the vmaps, by depth.
@@ -110,70 +115,69 @@ class Apart:
         self.levels = {level.depth: level for level in levels}
         self._arranged: dict[int, tuple[Any, Any]] = {}
 
-    def wrapping(self, layers: dict[int, Layer]) -> Wrapping:
-        """Return the layout of a tensor with these layers: the dims of these vmaps come first."""
-        found: list[Layer] = []
-        before = 0  # dims of vmaps that are set apart, of levels further in
-        for depth, layer in sorted(layers.items(), reverse=True):
+    def stack(self, frames: dict[int, Frame]) -> TracerStack:
+        """Return the layout of a tensor with these frames: the dims of these vmaps come first."""
+        found: list[Frame] = []
+        before = 0  # dims of the hidden vmaps further in
+        for depth, frame in sorted(frames.items(), reverse=True):
             own = depth in self.levels
-            if layer.bdim is not None:
-                layer = Layer(layer.level, 0 if own else before)
+            if frame.bdim is not None:
+                frame = Frame(frame.level, 0 if own else before)
                 before += own
-            found.append(layer)
-        return Wrapping(tuple(found))
+            found.append(frame)
+        return TracerStack(tuple(found))
 
-    def around_result(self, wrapping: Wrapping) -> Wrapping:
-        """The layout of a call's result, of which a body returns one without the vmaps' dims."""
-        layers = {layer.level.depth: layer for layer in wrapping.layers}
-        return self.wrapping(layers | {d: Layer(x, 0) for d, x in self.levels.items()})
+    def around_result(self, stack: TracerStack) -> TracerStack:
+        """Return the layout of a call's result, from that of a body's result."""
+        frames = {frame.level.depth: frame for frame in stack.frames}
+        return self.stack(frames | {d: Frame(x, 0) for d, x in self.levels.items()})
 
-    def flags(self, wrapping: Wrapping) -> list[bool]:
-        """For each of the vmaps, the outermost first, whether a tensor is batched there."""
-        depths = {layer.level.depth for layer in wrapping.layers if layer.bdim is not None}
+    def flags(self, stack: TracerStack) -> list[bool]:
+        """Return for each hidden vmap, the outermost first, True if a tensor is batched there."""
+        depths = {frame.level.depth for frame in stack.frames if frame.bdim is not None}
         return [depth in depths for depth in sorted(self.levels)]
 
-    def without(self, wrapping: Wrapping) -> Wrapping:
+    def without(self, stack: TracerStack) -> TracerStack:
         """Return the layout of a body's input, from that of the operand."""
-        return Wrapping(
+        return TracerStack(
             tuple(
-                layer if layer.bdim is None else Layer(layer.level, 0)
-                for layer in wrapping.layers
-                if layer.level.depth not in self.levels
+                frame if frame.bdim is None else Frame(frame.level, 0)
+                for frame in stack.frames
+                if frame.level.depth not in self.levels
             )
         )
 
-    def arranged(self, value: Any, levels: Sequence[Level]) -> Any:
+    def rewrap_as(self, value: Any, levels: Sequence[Level]) -> Any:
         """Return a tensor in the layout of an operand: every batch dim in front.
 
         All bodies of a call get the same object.
         """
         known = self._arranged.get(id(value))
         if known is None:
-            made = arranged(value, self.wrapping(needed_layers(value, levels)))
+            made = rewrap_as(value, self.stack(needed_frames(value, levels)))
             known = self._arranged[id(value)] = value, made
             self._arranged.setdefault(id(made), (made, made))
         return known[1]
 
 
 class BodyLevel(TraceLevel, StandIn):
-    """A trace's level while a body of control flow is traced.
+    """Replaces a trace's level while a body of control flow is traced.
 
     Attributes:
-        parent: the level that it stands in for.
-        taken: for each tensor from outside of the body (by id) that tensor, and what stands for
-            it inside.
-        inputs: the tensors from outside, in the order of the graph's inputs.
-        around: the levels that are active where the body is called.
+        parent: the level that it replaces.
+        taken: for each outer tensor (by id) that tensor, and its input in the body.
+        inputs: the outer tensors, in the order of the graph's inputs.
+        around: the active levels where the body is called.
         surroundings: the dispatch state there.
-        numbers: the symbolic numbers from outside, whose inputs come after these.
-        apart: the vmaps that are set apart.
+        numbers: the outer symbolic numbers, whose inputs follow the tensors'.
+        hidden: the vmaps that the body does not see.
     """
 
     __slots__ = (
         "_numbers",
         "_own_numbers",
-        "apart",
         "around",
+        "hidden",
         "inputs",
         "numbers",
         "parent",
@@ -181,10 +185,10 @@ class BodyLevel(TraceLevel, StandIn):
         "taken",
     )
 
-    def __init__(self, parent: TraceLevel, apart: Apart) -> None:
+    def __init__(self, parent: TraceLevel, hidden: HiddenVmaps) -> None:
         self.stand_in_for(parent)
         self.parent = parent
-        self.apart = apart
+        self.hidden = hidden
         self.surroundings = tls.state
         self.around = tls.state.levels
         self.graph = torch.fx.Graph()
@@ -201,7 +205,7 @@ class BodyLevel(TraceLevel, StandIn):
 
     @property
     def alive(self) -> bool:  # type: ignore[override]
-        """As long as the trace."""
+        """True as long as the trace is active."""
         return self.parent.alive
 
     @property
@@ -218,10 +222,10 @@ class BodyLevel(TraceLevel, StandIn):
         return self.into(value)
 
     def into(self, value: Any) -> Any:
-        """What stands inside of the body for a tensor; others than tensors are as they are.
+        """Return the body's input for a tensor; values that are not tensors are unchanged.
 
-        Of a body that is traced inside of this one, whose code calls kernels of levels that were
-        entered in this one, values come that are of that body alone.
+        A nested body calls kernels of levels that were entered in this body; values that belong to
+        the nested body are unchanged too.
         """
         if not isinstance(value, torch.Tensor):
             return value
@@ -229,7 +233,7 @@ class BodyLevel(TraceLevel, StandIn):
         if level is self or (isinstance(level, BodyLevel) and level.within(self)):
             return value
         if level is None and self.is_of_functorch(value):
-            return value  # what it is made of has been taken in
+            return value  # its parts are inputs already
         known = self.taken.get(id(value))
         if known is None:
             known = value, self.input(value)
@@ -247,32 +251,32 @@ class BodyLevel(TraceLevel, StandIn):
         """
         outer = self.outside(value)
         with self._surroundings():
-            outer = self.apart.arranged(outer, self.around)
-        inner, wrapping = peeled(outer)
+            outer = self.hidden.rewrap_as(outer, self.around)
+        inner, stack = unwrap_all(outer)
         if not isinstance(inner, TraceTracer):
-            return outer  # nothing of it is traced: a constant of a level inside
+            return outer  # a constant of an inner level
         node = self.graph.placeholder(f"x{len(self.inputs)}")
         self.inputs.append(outer)
         like = inner.value if like is None else like
-        if any(self.apart.flags(wrapping)):
-            like = self._one_of(like, sum(self.apart.flags(wrapping)))
-        return self.apart.without(wrapping).around(traced_as(like, node, self, inner.tracks))
+        if any(self.hidden.flags(stack)):
+            like = self._one_of(like, sum(self.hidden.flags(stack)))
+        return self.hidden.without(stack).around(traced_as(like, node, self, inner.tracks))
 
     def _one_of(self, value: torch.Tensor, dims: int) -> torch.Tensor:
-        """What looks as a value does at one example of the vmaps that are set apart."""
+        """Return a fake tensor like one example of a value that hidden vmaps batch."""
         if value.layout is not torch.strided:
-            raise NotApart(next(iter(self.apart.levels.values())).origin.whole)
+            raise CannotUnbatch(next(iter(self.hidden.levels.values())).origin.whole)
         with unasked(self.fake):
             return self.fake_like(value, value.shape[dims:], value.stride()[dims:])
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """The levels are those where the body is called, and not lanes that the body runs on."""
+        """Context manager: the active levels are those where the body is called, not subsets."""
         outside = {level.depth: level for level in self.around}
-        lanes = [
+        replaced = [
             level for level in tls.state.levels if level is not outside.get(level.depth, level)
         ]
-        if not any(isinstance(level, BatchLevel | SetApart) for level in lanes):
+        if not any(isinstance(level, BatchLevel | HiddenVmap) for level in replaced):
             yield
             return
 
@@ -280,7 +284,7 @@ class BodyLevel(TraceLevel, StandIn):
             return tuple(
                 [
                     outside.get(level.depth, level)
-                    if isinstance(level, BatchLevel | SetApart)
+                    if isinstance(level, BatchLevel | HiddenVmap)
                     else level
                     for level in levels
                 ]
@@ -290,12 +294,12 @@ class BodyLevel(TraceLevel, StandIn):
             yield
 
     def argument(self, value: torch.Tensor) -> Any:
-        """An input for what the body is called with, of which nothing but the type is known.
+        """Return an input for an argument of the body, of which only the type is known.
 
-        A fake tensor may know its data, where the function has made it of numbers, and remembers
-        which symbol it was read as. A loop calls its body with other tensors than the first ones.
+        A fake tensor may know its data, if the function made it from numbers, and the symbol that
+        it was read as. Both hold for the first call of a loop's body only.
         """
-        inner, _ = peeled(self.outside(value))
+        inner, _ = unwrap_all(self.outside(value))
         if not isinstance(inner, TraceTracer) or inner.value.is_conj() or inner.value.is_neg():
             return self.input(value)
         known = inner.value
@@ -303,21 +307,21 @@ class BodyLevel(TraceLevel, StandIn):
             return self.input(value, self.fake_like(known, known.shape, known.stride()))
 
     def outside(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor as the surroundings of the body see it."""
+        """Return a tensor as the surroundings of the body see it."""
         if isinstance(self.parent, BodyLevel):
             value = self.parent.into(value)
-        inner, wrapping = peeled(value)
-        # While a kernel runs, the levels that are active are those outside of its own.
+        inner, stack = unwrap_all(value)
+        # While a kernel runs, only levels outside of its own are active.
         own = isinstance(inner, TraceTracer) and inner.dispatch_level.root is self.root
         if isinstance(value, Tracer) and not own and not is_traced(value):
             return self.parent.lift(value)  # of a level outside of the trace
         traced = isinstance(inner, TraceTracer)
-        if not traced and (self.apart.levels or not wrapping.layers or _any_recorded(value)):
-            return wrapping.around(self.parent.lift(inner))
+        if not traced and (self.hidden.levels or not stack.frames or _any_recorded(value)):
+            return stack.around(self.parent.lift(inner))
         return value
 
     def _number(self, value: Any) -> Any:
-        """A symbolic number as a node: an input of the graph, a constant, or of its own data."""
+        """Return the node of a symbolic number: an input, a constant, or read from data."""
         born = self.symbols.born_in(self.graph, value.node.expr)
         if born:
             return self._own_number(value, born)
@@ -334,7 +338,7 @@ class BodyLevel(TraceLevel, StandIn):
         return node
 
     def _own_number(self, value: Any, born: dict[Any, torch.fx.Node]) -> torch.fx.Node:
-        """A number that is worked out of what the body has found in data (these symbols)."""
+        """Return the node of a number that depends on symbols which the body read from data."""
         expr, symbols = value.node.expr, self.symbols
         if expr not in self._own_numbers:
             rest = {s: self._number(symbols.number_of(s)) for s in expr.free_symbols - born.keys()}
@@ -343,62 +347,61 @@ class BodyLevel(TraceLevel, StandIn):
         return self._own_numbers[expr]
 
     def is_own_size(self, size: Any) -> bool:
-        """Whether a size depends on what the body has found in data."""
+        """True if a size depends on data that the body has read."""
         known = isinstance(size, int)
         return not known and bool(self.symbols.born_in(self.graph, size.node.expr))
 
 
 def _traced_level(value: Any) -> Any:
-    inner, _ = peeled(value)
+    inner, _ = unwrap_all(value)
     return inner.dispatch_level if isinstance(inner, TraceTracer) else None
 
 
-def needed_layers(value: Any, levels: Sequence[Level] | None = None) -> dict[int, Layer]:
-    """The tracers that a tensor can't do without, by depth, each with its batch dim first.
+def needed_frames(value: Any, levels: Sequence[Level] | None = None) -> dict[int, Frame]:
+    """Return the tracers that a tensor needs, by depth, each with its batch dim in front.
 
-    One that a level differentiates by has the batch dims of all vmaps outside of it: its gradient
-    is another one for each of their examples. ``levels`` are those that are active, if not those
-    of the code that runs.
+    A tensor that a level differentiates by has the batch dims of all outer vmaps: its gradient
+    differs from example to example. ``levels`` are the active levels; by default the current ones.
     """
     if not isinstance(value, Tracer):
         return {}
-    _, wrapping = peeled(value)
+    _, stack = unwrap_all(value)
     needed = {
-        layer.level.depth: Layer(layer.level, None if layer.bdim is None else 0)
-        for layer in wrapping.layers
-        if layer.bdim is not None or not isinstance(layer.level, BatchLevel)
+        frame.level.depth: Frame(frame.level, None if frame.bdim is None else 0)
+        for frame in stack.frames
+        if frame.bdim is not None or not isinstance(frame.level, BatchLevel)
     }
     if _any_recorded(value):
-        own = {layer.level.depth: layer.level for layer in wrapping.layers}
+        own = {frame.level.depth: frame.level for frame in stack.frames}
         for level in tls.state.levels if levels is None else levels:
             if isinstance(level, BatchLevel) and level.depth <= value.dispatch_level.depth:
-                needed[level.depth] = Layer(own.get(level.depth, level), 0)
+                needed[level.depth] = Frame(own.get(level.depth, level), 0)
     return needed
 
 
-def wrapped_in(layers: dict[int, Layer]) -> Wrapping:
-    """Tracers of these levels, the innermost first."""
-    return Wrapping(tuple(layer for _, layer in sorted(layers.items(), reverse=True)))
+def stack_of(frames: dict[int, Frame]) -> TracerStack:
+    """Return the stack of these tracers."""
+    return TracerStack(tuple(frame for _, frame in sorted(frames.items(), reverse=True)))
 
 
-def arranged(value: Any, wrapping: Wrapping) -> Any:
-    """A tensor with the tracers, and the batch dims, that are wanted (NOTE [layouts]).
+def rewrap_as(value: Any, stack: TracerStack) -> Any:
+    """Return a tensor with these tracers and batch dims (NOTE [layouts] in ``linear_maps``).
 
     It must not be batched at a level that is not among them.
     """
-    layers = []
+    frames = []
     inner = value
     while isinstance(inner, BatchTracer | GradTracer):
-        layers.append(inner)
+        frames.append(inner)
         inner = inner.value
-    depths = {layer.level.depth for layer in wrapping.layers}
-    if any(tracer.dispatch_level.depth not in depths for tracer in layers):
-        for tracer in reversed(layers):
+    depths = {frame.level.depth for frame in stack.frames}
+    if any(tracer.dispatch_level.depth not in depths for tracer in frames):
+        for tracer in reversed(frames):
             if tracer.dispatch_level.depth in depths:
-                layer = Layer(tracer.dispatch_level, getattr(tracer, "bdim", None))
-                inner = Wrapping((layer,)).around(inner)
+                frame = Frame(tracer.dispatch_level, getattr(tracer, "bdim", None))
+                inner = TracerStack((frame,)).around(inner)
         value = inner
-    return Layout([(layer.level, layer.bdim) for layer in wrapping.layers]).of(value)
+    return Layout([(frame.level, frame.bdim) for frame in stack.frames]).of(value)
 
 
 def _any_recorded(value: Any) -> bool:
@@ -410,7 +413,7 @@ def _any_recorded(value: Any) -> bool:
 
 
 class _InBody(TorchFunctionMode):
-    """The arguments of every call of the body are taken in."""
+    """Makes the outer tensors among the arguments of every call inputs of the body."""
 
     def __init__(self, level: BodyLevel) -> None:
         super().__init__()
@@ -424,7 +427,7 @@ class _InBody(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not takes_over(func):
+        if not is_remapped(func):
             return func(*args, **kwargs)
         args = tuple([self._taken(arg) for arg in args])
         return func(*args, **{name: self._taken(arg) for name, arg in kwargs.items()})
@@ -439,14 +442,14 @@ class _InBody(TorchFunctionMode):
 
 @contextmanager
 def in_body(level: BodyLevel) -> Iterator[None]:
-    """What the block calls is recorded in the body's graph."""
+    """Context manager: calls are recorded in the body's graph."""
     state = tls.state
-    places = {id(other): SetApart(other) for other in level.apart.levels.values()}
+    places = {id(other): HiddenVmap(other) for other in level.hidden.levels.values()}
 
     def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
         return tuple([places.get(id(other), other) for other in levels])
 
-    first = min(level.apart.levels, default=0)
+    first = min(level.hidden.levels, default=0)
     inside = [other for other in state.levels if places and other.depth > first]
     levels = tuple(level if other is level.parent else other for other in seen(state.levels))
     inner = state.with_levels(levels)
@@ -464,7 +467,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
 
 
 def current_trace() -> TraceLevel | None:
-    """The trace, or the body of one, that the code that runs is recorded in."""
+    """Return the trace, or the body, that records the current code; None outside of traces."""
     for level in reversed(tls.state.levels):
         if isinstance(level, TraceLevel):
             return level

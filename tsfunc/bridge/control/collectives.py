@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.control.attempts import NeedsAll, NotApart
-from tsfunc.bridge.control.bodies import SetApart
-from tsfunc.bridge.control.lanes import LaneLevel
+from tsfunc.bridge.control.attempts import NeedsWholeBatch, CannotUnbatch
+from tsfunc.bridge.control.bodies import HiddenVmap
+from tsfunc.bridge.control.subsets import SubsetLevel
 from tsfunc.bridge.grad.linear_maps import LinearMap, at_level, batched_value, linear, rebuilt
 from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
@@ -36,7 +36,7 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> Axis:
 
     Raises:
         UnboundAxisError: no active level binds it; the message lists those that are bound.
-        NeedsAll: the code that runs is a branch or a loop's body, on the examples that take it.
+        NeedsWholeBatch: a branch or a loop's body runs on an active subset of the examples.
     """
     subset = None
     for level in reversed(tls.state.levels):
@@ -47,14 +47,14 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> Axis:
                     raise subset
                 return level
         elif isinstance(level, BatchLevel):
-            if isinstance(level.origin, LaneLevel):
-                subset = NeedsAll(level.origin.whole)
+            if isinstance(level.origin, SubsetLevel):
+                subset = NeedsWholeBatch(level.origin.whole)
             if level.axis_name == name and name is not None:
-                if isinstance(level.origin, LaneLevel) and not alone:
-                    raise NeedsAll(level.origin.whole)
+                if isinstance(level.origin, SubsetLevel) and not alone:
+                    raise NeedsWholeBatch(level.origin.whole)
                 return level
-        elif isinstance(level, SetApart):
-            subset = NotApart(level.parent.origin.whole)
+        elif isinstance(level, HiddenVmap):
+            subset = CannotUnbatch(level.parent.origin.whole)
             if level.parent.axis_name == name and name is not None:
                 raise subset
     raise UnboundAxisError(_unbound(name, what), name)
@@ -80,7 +80,7 @@ def _unbound(name: Any, what: str) -> str:
 def is_bound(name: Any) -> bool:
     """True if an active level binds the axis."""
     for level in tls.state.levels:
-        bound = level.parent if isinstance(level, SetApart) else level
+        bound = level.parent if isinstance(level, HiddenVmap) else level
         if isinstance(bound, BatchLevel | MeshLevel) and bound.axis_name == name:
             return True
     return False
@@ -254,10 +254,10 @@ def index(level: Axis, device: torch.device | None) -> torch.Tensor:
     """Return each example's index along an axis."""
     if isinstance(level, MeshLevel):
         return level.index(device)
-    lanes = level.origin
-    if not isinstance(lanes, LaneLevel):
+    subset = level.origin
+    if not isinstance(subset, SubsetLevel):
         return wrap(torch.arange(level.batch_size, device=device), 0, level)
-    numbers = lanes.index_in(lanes.whole)
+    numbers = subset.index_in(subset.whole)
     return wrap(numbers if device is None else numbers.to(device), 0, level)
 
 
@@ -265,7 +265,7 @@ def size(level: Axis) -> int:
     """Return how many examples the axis has, of which some may be running by themselves."""
     if isinstance(level, MeshLevel):
         return level.batch_size
-    lanes = level.origin
-    whole = lanes.whole if isinstance(lanes, LaneLevel) else level
+    subset = level.origin
+    whole = subset.whole if isinstance(subset, SubsetLevel) else level
     count: int = whole.batch_size
     return count

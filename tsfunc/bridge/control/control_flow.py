@@ -7,7 +7,7 @@ then does what the user's call does. So a program with a loop is vmapped and dif
 the loop is.
 
 The node's tensors are physical values; the batch dims of a vmap inside of the trace are dims of
-them. Which tracers belong around them, inputs and results, is kept beside (``bodies.Wrapping``).
+them. Which tracers belong around them, inputs and results, is kept beside (``bodies.TracerStack``).
 Where the trace's own level, or one inside of it, differentiates by an input, the call is an
 ``autograd.Function`` of that level (``control_flow_calls``); its backward calls another node, the
 pullback of this one.

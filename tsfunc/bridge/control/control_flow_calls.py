@@ -1,6 +1,6 @@
 """A call of control flow in a trace, at each level that its tensors are of.
 
-NOTE [control flow in programs] in ``control_flow`` says what it comes to.
+See NOTE [control flow in programs] in ``control_flow``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.fx
 from torch.autograd import Function
 
 from tsfunc.bridge.control.bodies import (
-    Layer,
-    Wrapping,
-    arranged,
-    needed_layers,
-    peeled,
+    Frame,
+    TracerStack,
+    needed_frames,
+    rewrap_as,
+    unwrap_all,
 )
 from tsfunc.bridge.control.control_flow import ControlFlow, RandomStates, random_state
 from tsfunc.bridge.control.traced_bodies import Result
@@ -37,7 +37,7 @@ def call(
     op: ControlFlow, trace: TraceLevel, inputs: Sequence[Any], numbers: Sequence[Any],
     results: Sequence[Result],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Calls an operator at the trace, and at each level inside of it that its inputs are of."""
+    """Call an operator at the trace, and at each inner level that its inputs belong to."""
     return _Call(op, trace, tuple(numbers)).at(inputs, results)
 
 
@@ -48,7 +48,7 @@ class _Call:
     numbers: tuple[Any, ...]
 
     def states(self, results: Sequence[Result]) -> tuple[tuple[torch.device, ...], Sequence[Any]]:
-        """The generators that the operator may draw from, and their states before the call."""
+        """Return the generators that the operator may use, and their states before the call."""
         if not self.op.random and not self.op.opaque:
             return (), ()
         cpu = torch.device("cpu")
@@ -56,10 +56,10 @@ class _Call:
         with self.trace.fake:
             like = [torch.empty(random_state(d).shape, dtype=torch.uint8) for d in devices]
         kept = _Call(RandomStates(devices), self.trace, ())
-        return devices, kept.record((), [Result(x, Wrapping()) for x in like])
+        return devices, kept.record((), [Result(x, TracerStack()) for x in like])
 
     def at(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
-        """At the innermost level of the inputs: as a node of its graph, if it records one."""
+        """Call at the innermost level of the inputs: as a node of its graph, if it records one."""
         depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
         own = [x for x in inputs if x.dispatch_level.depth == depth]
         if any(is_recorded(x) for x in own):
@@ -73,28 +73,28 @@ class _Call:
         return self.inward(inputs, results)
 
     def inward(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
-        """On the values inside of the innermost level's tracers."""
+        """Call on the values that the innermost level's tracers wrap."""
         depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
-        depth = max([depth, *(r.wrapping.layers[0].level.depth for r in results
-                              if r.wrapping.layers)])  # fmt: skip
+        depth = max([depth, *(r.stack.frames[0].level.depth for r in results
+                              if r.stack.frames)])  # fmt: skip
         if depth <= self.trace.depth:
             return self.record(inputs, results)
         inner = [x.value if x.dispatch_level.depth == depth else x for x in inputs]
-        stripped, layers = [], []
+        stripped, frames = [], []
         for result in results:
-            wrapped = result.wrapping.layers
+            wrapped = result.stack.frames
             own = bool(wrapped) and wrapped[0].level.depth == depth
-            layers.append(wrapped[0] if own else None)
-            rest = Wrapping(wrapped[1:]) if own else result.wrapping
+            frames.append(wrapped[0] if own else None)
+            rest = TracerStack(wrapped[1:]) if own else result.stack
             stripped.append(Result(result.value, rest))
         found = self.at(inner, stripped)
         return tuple(
-            value if layer is None else Wrapping((layer,)).around(value)
-            for value, layer in zip(found, layers, strict=True)
+            value if frame is None else TracerStack((frame,)).around(value)
+            for value, frame in zip(found, frames, strict=True)
         )
 
     def record(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
-        """As a node of the trace."""
+        """Record the call as a node of the trace."""
         trace = self.trace
         nodes = [x.node for x in inputs]
         node = trace.record(self.op, (*nodes, *self.numbers))
@@ -114,12 +114,12 @@ class _Call:
 
 def _depends_on(result: Result, level: TracerLevel, trace: TraceLevel) -> bool:
     """True if a result can depend on what a level differentiates by: it is one of its tracers."""
-    own = any(layer.level.depth == level.depth for layer in result.wrapping.layers)
+    own = any(frame.level.depth == level.depth for frame in result.stack.frames)
     return differentiable(result.value) and (own or level.depth <= trace.depth)
 
 
 class _Recorded(Function):
-    """A call, as one node of the graph of a level that differentiates by some of its inputs."""
+    """A call as one node of the graph of a level that differentiates by some of its inputs."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _Recorded(Function):
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
         ctx.set_materialize_grads(False)
-        # What is inside belongs to other levels, whose graphs go on.
+        # The values inside belong to other levels, whose graphs continue.
         with outside_graph(grad_mode):
             ctx.devices, ctx.states = call.states(results)
             outs = call.inward(inputs, results)
@@ -150,9 +150,9 @@ class _Recorded(Function):
         of = [j for j, ct in enumerate(cotangents) if ct is not None and ctx.smooth[j]]
         pulled: list[Any] = [None] * len(inputs)
         if by and of:
-            # Of cotangents that are batched further in than what they are pulled through.
-            inside = _layers_inside([cotangents[j] for j in of], level)
-            given = [arranged(cotangents[j], _batched(results[j].wrapping, inside)) for j in of]
+            # Cotangents may be batched by vmaps inside of the level.
+            inside = _frames_inside([cotangents[j] for j in of], level)
+            given = [rewrap_as(cotangents[j], _batched(results[j].stack, inside)) for j in of]
             op = _replayed(ctx, ctx.call.op.pullback(len(inputs), by, of), len(inputs) + len(of))
             for _ in inside:
                 batched = [False] * len(inputs) + [True] * len(of) + [False] * len(ctx.states)
@@ -168,7 +168,7 @@ class _Recorded(Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         inputs, results = ctx.saved_tensors, ctx.results
         by = [i for i, t in enumerate(tangents[3:]) if t is not None]
-        given = [arranged(tangents[3 + i], peeled(inputs[i])[1]) for i in by]
+        given = [rewrap_as(tangents[3 + i], unwrap_all(inputs[i])[1]) for i in by]
         op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), by), len(inputs) + len(by))
         operands = [*inputs, *given, *ctx.states]
         pushed = call(op, ctx.call.trace, operands, ctx.call.numbers, results)
@@ -176,41 +176,41 @@ class _Recorded(Function):
 
 
 def _replayed(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:
-    """A derivative of a call, with the random numbers that the call has drawn."""
+    """Return a derivative of a call that draws the same random numbers as the call."""
     return op.replayed(count, ctx.devices) if ctx.states else op
 
 
-def _layers_inside(values: Sequence[Any], level: TracerLevel) -> list[Layer]:
-    """The vmaps inside of a level that values are batched by, the innermost first."""
-    found: dict[int, Layer] = {}
+def _frames_inside(values: Sequence[Any], level: TracerLevel) -> list[Frame]:
+    """Return the vmaps inside of a level that batch some values, the innermost first."""
+    found: dict[int, Frame] = {}
     for value in values:
-        for depth, layer in needed_layers(value).items():
-            if depth > level.depth and layer.bdim is not None:
-                found[depth] = layer
-    return [layer for _, layer in sorted(found.items(), reverse=True)]
+        for depth, frame in needed_frames(value).items():
+            if depth > level.depth and frame.bdim is not None:
+                found[depth] = frame
+    return [frame for _, frame in sorted(found.items(), reverse=True)]
 
 
-def _batched(wrapping: Wrapping, inside: Sequence[Layer]) -> Wrapping:
-    """The layout of physical values with the batch dims of vmaps further in before all others."""
+def _batched(stack: TracerStack, inside: Sequence[Frame]) -> TracerStack:
+    """Return a layout with the batch dims of inner vmaps before all others."""
     rest = [
-        Layer(layer.level, None if layer.bdim is None else layer.bdim + len(inside))
-        for layer in wrapping.layers
+        Frame(frame.level, None if frame.bdim is None else frame.bdim + len(inside))
+        for frame in stack.frames
     ]
-    return Wrapping((*inside, *rest))
+    return TracerStack((*inside, *rest))
 
 
-def _mapped(result: Result, inside: Sequence[Layer], trace: TraceLevel) -> Result:
-    """What is known of a result for a batch of calls."""
+def _mapped(result: Result, inside: Sequence[Frame], trace: TraceLevel) -> Result:
+    """Return the type of a result of a batch of calls."""
     if not inside:
         return result
     value = result.value
-    for layer in inside:
-        assert isinstance(layer.level, BatchLevel)
-        shape = (layer.level.batch_size, *value.shape)
+    for frame in inside:
+        assert isinstance(frame.level, BatchLevel)
+        shape = (frame.level.batch_size, *value.shape)
         value = trace.fake_like(value, shape, in_order(shape))
-    return Result(value, _batched(result.wrapping, inside))
+    return Result(value, _batched(result.stack, inside))
 
 
 def _like(value: Any) -> Result:
-    inner, wrapping = peeled(value)
-    return Result(inner.value, wrapping)
+    inner, stack = unwrap_all(value)
+    return Result(inner.value, stack)

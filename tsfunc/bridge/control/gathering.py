@@ -1,4 +1,4 @@
-"""A batch's tensors at some of its examples, and these at the batch: NOTE [lanes] in ``lanes``."""
+"""Linear maps between a batch and its active subsets: NOTE [active subsets] in ``subsets``."""
 
 from __future__ import annotations
 
@@ -13,76 +13,76 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 
 if TYPE_CHECKING:
-    from tsfunc.bridge.control.lanes import LaneLevel
+    from tsfunc.bridge.control.subsets import SubsetLevel
 
 
 class Into(LinearMap):
-    """The whole's tensor at the lanes."""
+    """Selects the subset's part of a tensor of the whole batch."""
 
-    def __init__(self, lanes: LaneLevel) -> None:
-        self.lanes = lanes
+    def __init__(self, subset: SubsetLevel) -> None:
+        self.subset = subset
         self.source: BatchLevel | None = None
 
     def run(self, values: Sequence[Any]) -> Any:
         (value,) = values
-        lanes = self.lanes
+        subset = self.subset
         level = value.dispatch_level
         with level.restored():
-            if level.depth > lanes.depth:
+            if level.depth > subset.depth:
                 inner = value.value
-                if isinstance(inner, Tracer) and inner.dispatch_level.depth >= lanes.depth:
+                if isinstance(inner, Tracer) and inner.dispatch_level.depth >= subset.depth:
                     return rebuilt(value, linear(self, (inner,)))
-                self.source = lanes.whole
-                return rebuilt(value, wrap(inner, None, lanes))
+                self.source = subset.whole
+                return rebuilt(value, wrap(inner, None, subset))
             self.source = level
-            return lanes.physical(value.value, value.bdim, level)
+            return subset.physical(value.value, value.bdim, level)
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
         assert self.source is not None
-        return (spread(cotangent, self.lanes, self.source),)
+        return (spread(cotangent, self.subset, self.source),)
 
 
 class _Spread(LinearMap):
-    """The lanes' tensor at the whole, with zeros for the other examples."""
+    """Puts a tensor of the subset into the whole batch, with zeros for the other examples."""
 
-    def __init__(self, lanes: LaneLevel, target: BatchLevel) -> None:
-        self.lanes, self.target = lanes, target
+    def __init__(self, subset: SubsetLevel, target: BatchLevel) -> None:
+        self.subset, self.target = subset, target
 
     def run(self, values: Sequence[Any]) -> Any:
         (value,) = values
-        lanes, target = self.lanes, self.target
+        subset, target = self.subset, self.target
         level = value.dispatch_level
         with level.restored():
-            if level.depth > lanes.depth:
-                return rebuilt(value, linear(self, (at_level(value.value, lanes),)))
-            inner, dim = batched_value(value, lanes)
+            if level.depth > subset.depth:
+                return rebuilt(value, linear(self, (at_level(value.value, subset),)))
+            inner, dim = batched_value(value, subset)
             shape = list(inner.shape)
             shape[dim] = target.batch_size
             zeros = inner.new_zeros(shape)
-            return wrap(zeros.index_add(dim, lanes.index_in(target), inner), dim, target)
+            return wrap(zeros.index_add(dim, subset.index_in(target), inner), dim, target)
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
-        return (self.lanes.into(cotangent),)
+        return (self.subset.into(cotangent),)
 
 
-def spread(value: Any, lanes: LaneLevel, target: BatchLevel) -> Any:
-    """A tensor of the lanes among zeros for the other examples of a level they come from."""
-    return linear(_Spread(lanes, target), (at_level(value, lanes),))
+def spread(value: Any, subset: SubsetLevel, target: BatchLevel) -> Any:
+    """Return a tensor of an ancestor: the subset's values, and zeros for other examples."""
+    return linear(_Spread(subset, target), (at_level(value, subset),))
 
 
 class Merge(LinearMap):
-    """Parts of a batch put together: each with its lanes, every example in one of them."""
+    """Merges tensors of subsets that partition the batch."""
 
-    def __init__(self, parts: Sequence[LaneLevel], target: BatchLevel) -> None:
+    def __init__(self, parts: Sequence[SubsetLevel], target: BatchLevel) -> None:
         self.parts, self.target = parts, target
 
     @functools.cached_property
     def order(self) -> torch.Tensor:
-        """Where each example of the whole is among those of the parts, one after the other."""
+        """For each example of the whole batch, its position in the concatenated parts."""
         return torch.cat([part.index_in(self.target) for part in self.parts]).argsort()
 
     def of(self, values: Sequence[Any]) -> Any:
-        """What each of the parts gave, as one tensor of the whole."""
+        """Return one tensor of the whole batch from a tensor of each part."""
         lifted = [at_level(part.into(v), part) for v, part in zip(values, self.parts, strict=True)]
         inmost = max((v.dispatch_level for v in lifted), key=lambda level: level.depth)
         if inmost.depth > self.target.depth:
@@ -105,7 +105,7 @@ class Merge(LinearMap):
             return wrap(torch.cat(inner, dim).index_select(dim, self.order), dim, self.target)
 
     def _inside(self, level: TracerLevel, values: Sequence[Any]) -> Any:
-        """At a level inside of the lanes': the values inside of its tracers, put together."""
+        """Merge at a level inside of the subsets', by the values that its tracers wrap."""
         lifted: list[Any] = [
             v if v.dispatch_level.depth == level.depth else level.lift(v) for v in values
         ]
@@ -127,7 +127,7 @@ class Merge(LinearMap):
 
 
 class _Retag(LinearMap):
-    """The same examples, called another level's: lanes of the whole's size, one for each."""
+    """Relabels a tensor as one of another level with the same number of examples."""
 
     def __init__(self, source: BatchLevel, target: BatchLevel) -> None:
         self.source, self.target = source, target
@@ -145,7 +145,7 @@ class _Retag(LinearMap):
 
 
 def retag(value: Any, source: BatchLevel, target: BatchLevel) -> Any:
-    """Lanes that stand for every example of the whole, each in its place, as the whole."""
+    """Return a value of a guarded subset as one of the whole batch; they have equal sizes."""
     if not isinstance(value, Tracer) or value.dispatch_level.depth < source.depth:
         return value
     return linear(_Retag(source, target), (value,))

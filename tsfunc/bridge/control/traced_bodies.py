@@ -12,15 +12,15 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import (
-    Apart,
     BodyLevel,
-    Layer,
-    Wrapping,
-    arranged,
+    Frame,
+    HiddenVmaps,
+    TracerStack,
     in_body,
-    needed_layers,
-    peeled,
-    wrapped_in,
+    needed_frames,
+    rewrap_as,
+    stack_of,
+    unwrap_all,
 )
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceLevel
@@ -29,10 +29,10 @@ from tsfunc.errors import DataDependentError
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of a result before the call: a fake value, and the tracers around it."""
+    """The type of a result: a fake value, and the tracers around it."""
 
     value: torch.Tensor
-    wrapping: Wrapping
+    stack: TracerStack
 
 
 class TracedBody:
@@ -46,9 +46,9 @@ class TracedBody:
 
     def __init__(
         self, trace: TraceLevel, func: Callable[..., Any], inputs: Sequence[Any],
-        apart: Apart | None = None,
+        hidden: HiddenVmaps | None = None,
     ) -> None:  # fmt: skip
-        self.level = BodyLevel(trace, apart or Apart())
+        self.level = BodyLevel(trace, hidden or HiddenVmaps())
         arguments = [self.level.argument(x) for x in inputs]
         with in_body(self.level):
             out = func(*arguments)
@@ -63,43 +63,43 @@ class TracedBody:
         return optree.tree_unflatten(self.spec, self.leaves)
 
     def settle(self, dtypes: Sequence[torch.dtype | None], kept: Collection[int] = ()) -> None:
-        """Makes tensors of the numbers among the results, of these dtypes; not of those kept."""
+        """Convert the numbers among the results to tensors of these dtypes, except ``kept``."""
         numbers: Any = (bool, int, float, complex, *SYMBOLIC)
         with in_body(self.level):
             for i, (leaf, dtype) in enumerate(zip(self.leaves, dtypes, strict=True)):
                 if isinstance(leaf, numbers) and i not in kept:
                     self.leaves[i] = self.level.into(torch.full((), leaf, dtype=dtype))
 
-    def batched(self) -> list[dict[int, Layer]]:
-        """For each result the layers that it can't do without, by depth."""
-        apart = self.level.apart.levels
+    def batched(self) -> list[dict[int, Frame]]:
+        """Return for each result the tracers that it needs, by depth."""
+        hidden = self.level.hidden.levels
         return [
-            {depth: layer for depth, layer in needed_layers(leaf).items() if depth not in apart}
+            {depth: frame for depth, frame in needed_frames(leaf).items() if depth not in hidden}
             for leaf in self.leaves
         ]
 
-    def end(self, wrappings: Sequence[Wrapping | None]) -> list[Result | None]:
-        """Lays the results out as they are wanted, and ends the graph with them.
+    def end(self, stacks: Sequence[TracerStack | None]) -> list[Result | None]:
+        """Lay the results out, and end the graph with them.
 
-        None stands for what is no tensor.
+        None stands for a leaf that is not a tensor.
         """
         nodes = []
         results: list[Result | None] = []
         with in_body(self.level):
-            for leaf, wrapping in zip(self.leaves, wrappings, strict=True):
-                if wrapping is None:
+            for leaf, stack in zip(self.leaves, stacks, strict=True):
+                if stack is None:
                     results.append(None)
                     continue
-                inner, _ = peeled(arranged(leaf, wrapping))
+                inner, _ = unwrap_all(rewrap_as(leaf, stack))
                 inner = self.level.into(inner)
                 nodes.append(inner.node)
-                results.append(Result(inner.value, wrapping))
+                results.append(Result(inner.value, stack))
         self.level.graph.output(tuple(nodes))
         _inputs_first(self.level.graph)
         return results
 
     def _refuse_own_sizes(self, leaf: torch.Tensor) -> None:
-        """Raises where a result is of a size that nobody outside can know before the call."""
+        """Raise if a result's size is unknown before the call."""
         own = [size for size in leaf.shape if self.level.is_own_size(size)]
         if own:
             shape = ", ".join(map(size_text, leaf.shape))
@@ -112,7 +112,7 @@ class TracedBody:
 
 
 def _inputs_first(graph: torch.fx.Graph) -> None:
-    """Moves the inputs, which came as the body was found to use them, before all else."""
+    """Move the inputs, which were made as the body used them, to the start of the graph."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     first = next(iter(graph.nodes))
     for node in inputs:
@@ -122,21 +122,21 @@ def _inputs_first(graph: torch.fx.Graph) -> None:
             first.prepend(node)
 
 
-def common(columns: Iterable[dict[int, Layer]]) -> Wrapping:
-    """The tracers that are needed around a result of any of several bodies."""
-    layers: dict[int, Layer] = {}
+def common(columns: Iterable[dict[int, Frame]]) -> TracerStack:
+    """Return the tracers that a result of any of several bodies needs."""
+    frames: dict[int, Frame] = {}
     for column in columns:
-        layers.update(column)
-    return wrapped_in(layers)
+        frames.update(column)
+    return stack_of(frames)
 
 
 def operands_of(
     bodies: Sequence[TracedBody], count: int
 ) -> tuple[list[Any], list[Any], list[tuple[int, ...]]]:
-    """What several bodies take: tensors and numbers beyond the first ``count`` of each.
+    """Return the operands of several bodies beyond the first ``count`` of each.
 
     Returns:
-        The tensors and the numbers, each once, and for each body where its inputs stand among
+        The tensors and the numbers, each once, and for each body the positions of its inputs among
         the operands: ``count`` own ones, the tensors, the numbers.
     """
     tensors: dict[int, Any] = {}
@@ -157,7 +157,7 @@ def operands_of(
 
 
 def _in_graph_order(level: BodyLevel, places: Sequence[int]) -> tuple[int, ...]:
-    """Tensors' and numbers' places, in the order in which the graph has its inputs."""
+    """Return the positions of tensors and numbers in the order of the graph's inputs."""
     tensors = iter(places[: len(level.inputs)])
     numbers = iter(places[len(level.inputs) :])
     return tuple(

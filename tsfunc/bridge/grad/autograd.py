@@ -125,7 +125,7 @@ def recording(level: TracerLevel | None) -> Iterator[None]:
 
 
 def _is_of(value: Any, level: TracerLevel) -> bool:
-    """Whether a tensor is of the level's transform: its graphs reach those of its lanes."""
+    """Whether a tensor is of the level's transform: its graphs reach those of its subsets."""
     return isinstance(value, Tracer) and value.dispatch_level.root is level.root
 
 

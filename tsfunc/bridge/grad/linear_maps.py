@@ -1,8 +1,8 @@
-"""Linear maps of a level's tensors that are no operators: of lanes, collectives, layouts.
+"""Linear maps of a level's tensors that are not operators: subsets, collectives, layouts.
 
 NOTE [linear maps]
 Each map here is linear in its operands and has a transpose that is one too. ``run`` is given
-operands of one level, and calls itself on what is inside of them until it comes to the lanes'
+operands of one level, and calls itself on what is inside of them until it comes to the subset's
 level, where it works on physical values. Where autograd is recorded at a level on the way, or
 tangents hang on its tracers, the map is one node of that level's graph.
 """
@@ -24,7 +24,7 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, settle
 
 
 class LinearMap:
-    """A linear map of tensors at lanes' level or inside of it."""
+    """A linear map of tensors at a subset's level or inside of it."""
 
     def run(self, values: Sequence[Any]) -> Any:
         raise NotImplementedError

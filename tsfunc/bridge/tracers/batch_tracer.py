@@ -119,7 +119,7 @@ class BatchLevel(TracerLevel):
 
     @property
     def whole(self) -> BatchLevel:
-        """The vmap's own level, for one that has some of its examples (``lanes``)."""
+        """The vmap's own level, for one that has some of its examples (``subsets``)."""
         return self
 
     @property

@@ -4,8 +4,8 @@ NOTE [courses of draws]
 An example that draws as if alone (NOTE [draws of an example] in ``ops/philox``) is to meet the
 first nonce at its first draw, the second at its second, whatever other examples draw in between.
 While all examples run the same operators that is so by itself. Where control flow runs a part of
-them (``lanes``), the others miss the nonces that are drawn there. From then on the nonces are kept,
-and each example's key is the one that it would have met alone.
+them (``subsets``), the others miss the nonces that are drawn there. From then on the nonces are
+kept, and each example's key is the one that it would have met alone.
 
 In a vmap inside of others a nonce is a number for each outer example, and outer examples that run
 by themselves are drawn for without the others. So a course has a row for each of them: the nonces

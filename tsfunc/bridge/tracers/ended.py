@@ -25,7 +25,7 @@ def entered_again(state: State) -> Iterator[None]:
             _running[id(level)] += 1
             level.alive = True
             active_levels[level] = threading.get_ident()
-    # Those inside of lanes have captured these for as long as they were in a level's place.
+    # Levels inside of a subset captured its level while it replaced the vmap's.
     here = state.levels
     inside = [level for i, level in enumerate(here) if level.outer.levels != here[:i]]
     try:

@@ -177,7 +177,7 @@ def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> An
         return NotImplemented
     level, at, values = alike
     state = tls.state
-    if not level.alive or state.taking_over is not None or maybe_functorch_level() is not None:
+    if not level.alive or state.remap_args is not None or maybe_functorch_level() is not None:
         return NotImplemented
     if level.autograd:
         # C++ records; no operand is of a level outside, which would have to be lifted.
@@ -213,7 +213,7 @@ def _recorded(
     values: Sequence[Any],
 ) -> Any:
     """A call that C++ records at the level: NotImplemented where operands are to be lifted."""
-    if tls.state.taking_over is not None or maybe_functorch_level() is not None:
+    if tls.state.remap_args is not None or maybe_functorch_level() is not None:
         return NotImplemented
     if func in METHODS or is_inference_mode_enabled():
         return NotImplemented
@@ -241,8 +241,8 @@ def hot_call(
     if any_autocast():
         return NotImplemented  # its kernels come first: NOTE [autocast and rules]
     state = tls.state
-    if state.taking_over is not None:
-        found = state.taking_over(func, args, kwargs)
+    if state.remap_args is not None:
+        found = state.remap_args(func, args, kwargs)
         if found is not None:
             args, kwargs = found
             taken = _taken(args)
@@ -356,7 +356,7 @@ def _call_parts(parts: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     level, state = taken[0], tls.state
     if level.autograd or level._restores or not level.alive or not level.batch_size:
         return NotImplemented
-    if not state.plain or state.taking_over is not None or maybe_functorch_level() is not None:
+    if not state.plain or state.remap_args is not None or maybe_functorch_level() is not None:
         return NotImplemented
     lifted = [_lifted(arg, level) for arg in args]
     try:

@@ -1,9 +1,9 @@
 """What a checkpoint's function makes, and finds again when a backward pass runs it once more.
 
-NOTE [lanes of another run]
+NOTE [subsets of another run]
 The graph that a checkpoint has recorded is of the levels of its first run, and the tensors that
-another run computes for it must be of these too. The levels that were active are active again
-(NOTE [run again in a backward pass] in ``checkpoints``); lanes, which the function makes itself,
+another run computes for it must be of these too. The levels that were active are active again (NOTE
+[run again in a backward pass] in ``checkpoints``); active subsets, which the function makes itself,
 are handed out again in the order in which they were made. A checkpoint in a checkpoint is a new one
 in each run of the outer one: what it makes is noted for it, and comes from the outer one's notes.
 """

@@ -89,7 +89,7 @@ class TracerLevel(Level):
 
     @property
     def root(self) -> TracerLevel:
-        """The transform's own level, for one that stands in its place (``lanes``)."""
+        """The transform's own level, for one that replaces it (``subsets``)."""
         return self
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class TracerLevel(Level):
 
 
 class StandIn:
-    """A level in the place of another one, whose tensors it takes in (``lanes``, ``bodies``)."""
+    """A level in the place of another one, whose tensors it takes in (``subsets``, ``bodies``)."""
 
     __slots__ = ()
 
@@ -366,9 +366,9 @@ def door_1(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """User code calls ``func`` on a tracer."""
-    taking_over = tls.state.taking_over
-    if taking_over is not None:
-        taken = taking_over(func, args, kwargs)
+    remap_args = tls.state.remap_args
+    if remap_args is not None:
+        taken = remap_args(func, args, kwargs)
         if taken is not None:
             return func(*taken[0], **taken[1])
     if MARKED:

@@ -1,12 +1,12 @@
-"""Batches of a program's choices and loops on physical values.
+"""Batches of a program's choices and loops, run on physical values.
 
 NOTE [batched bodies]
-Where the choice of a program differs from example to example, its bodies run on lanes (NOTE [lanes]
-in ``bridge/control/lanes``), and a step on tracers costs several times what its operators cost. But
-a program's bodies are graphs. So where nothing stands between the lanes and plain tensors, ``vmap``
-of a body is traced itself, once for its types, with a symbolic number of examples, and steps are
-calls of that program. To gather lanes, and to put parts together, are then operators on plain
-tensors, and the derivatives of all of it are torch's own.
+If the choice of a program differs from example to example, each body runs on an active subset (NOTE
+[active subsets] in ``bridge/control/subsets``). A step on tracers costs several times as much as
+its operators. But the bodies of a program are graphs: if only plain tensors are involved, ``vmap``
+of a body is traced once for its types, with a symbolic number of examples, and each step calls that
+program. Selecting a subset and merging the results are then operators on plain tensors, and torch's
+autograd differentiates all of it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from tsfunc.types import Dim
 # Takes the operands of a call, those that are batched with the examples in front; so are results.
 Every = Callable[[Sequence[Any]], Sequence[Any]]
 
-# For each body the programs that it has become, by the types of the operands; None where it can't
-# be one.
+# For each body its programs by the types of the operands; None for a body that can't be traced.
 _programs: Final[WeakKeyDictionary[Body, dict[Any, Every | None]]] = WeakKeyDictionary()
 _MOST: Final = 32  # programs of a body; beyond it nothing more is traced
-_LANES: Final = Dim("lanes", min=1)
-_SOME: Final = 7  # lanes of the example that is traced
+_EXAMPLES: Final = Dim("examples", min=1)
+_SOME: Final = 7  # examples of the batch that is traced
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS: Final = (bool, int, float)
 
@@ -60,13 +59,13 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         pairs = zip(self.operands, self.batched, strict=True)
         found: int = next(x.shape[0] for x, batched in pairs if batched)
         return found
 
     def with_batched(self, count: int) -> Batch:
-        """The same, the first so many operands batched."""
+        """Return the batch with the first ``count`` operands batched."""
         if all(self.batched[:count]):
             return self
         size = self.size
@@ -77,7 +76,7 @@ class Batch:
         return Batch([*first, *self.operands[count:]], [True] * count + [*self.batched[count:]])
 
     def every(self, body: Body) -> Every | None:
-        """What runs a body for every example; None where it runs on tracers alone."""
+        """Return a function that runs a body for every example; None if it can't be traced."""
         known = _programs.setdefault(body, {})
         key = tuple([self._type(i) for i in body.inputs])
         if key not in known:
@@ -85,7 +84,7 @@ class Batch:
         return known[key]
 
     def of(self, index: torch.Tensor) -> Batch:
-        """Those examples alone."""
+        """Return the batch of the examples with these indices."""
         taken = [
             _taken(x, index) if batched else x
             for x, batched in zip(self.operands, self.batched, strict=True)
@@ -127,12 +126,14 @@ class Batch:
         for i in tensors:
             dims_of: list[Any] = list(operands[i].shape)
             if self.batched[i]:
-                dims_of[0] = _LANES
+                dims_of[0] = _EXAMPLES
             flat[i] = self._example(operands[i], self.batched[i])
             inputs.append(InputSpec(i, f"x{i}", flat[i], tuple(dims_of)))
         tree = pytrees.structure_of((tuple(flat), {}))
         name = f"vmap({body.name})"
-        request = TraceRequest(name, body.name, run, flat, tree, inputs, {_LANES.name: _LANES})
+        request = TraceRequest(
+            name, body.name, run, flat, tree, inputs, {_EXAMPLES.name: _EXAMPLES}
+        )
         try:
             with torch.enable_grad():
                 return capture(request).run
@@ -143,17 +144,17 @@ class Batch:
 def loop(
     condition: Body, body: Body, carried: int, operands: Sequence[Any], choice: ByExample
 ) -> tuple[Any, ...] | None:
-    """A loop to its end, whose first condition is known.
+    """Run a loop whose first condition is known to its end.
 
     Args:
-        condition: of one example.
-        body: of one example.
-        carried: how many operands are carried.
-        operands: what condition and body are called with, as a vmap's code has them.
-        choice: what the condition says of the first carry.
+        condition: the condition for one example.
+        body: the body for one example.
+        carried: the number of operands that are carried.
+        operands: the operands of condition and body, as tensors of the vmap.
+        choice: the condition of the first carry.
 
     Returns:
-        The last carry; None where this is to be done by tracers.
+        The last carry; None if the loop has to run on tracers.
     """
     level = choice.level
     if not _is_outermost(level):
@@ -169,7 +170,7 @@ def loop(
 def loop_of(
     condition: Body, body: Body, carried: int, batch: Batch, active: torch.Tensor | None = None
 ) -> Sequence[torch.Tensor] | None:
-    """The same for physical operands; the condition is asked if it is not known."""
+    """The same for physical operands; calls the condition first if ``active`` is None."""
     batch = batch.with_batched(carried)
     ask, step = batch.every(condition), batch.every(body)
     if ask is None or step is None:
@@ -180,7 +181,7 @@ def loop_of(
 
 
 def _truth(ask: Every, batch: Batch) -> torch.Tensor:
-    """What a condition says of each example."""
+    """Return the condition of each example."""
     found: torch.Tensor = ask(batch.operands)[0].reshape(-1)
     return found if found.dtype is torch.bool else found != 0
 
@@ -208,12 +209,12 @@ def _steps(
 def choice(
     branches: Sequence[Body], operands: Sequence[Any], taken: ByExample
 ) -> tuple[Any, ...] | None:
-    """What branches return, each on the examples that take it; None as for `loop`.
+    """Run each branch on the examples that take it; None as for `loop`.
 
     Args:
-        branches: of one example.
-        operands: what the branches are called with, as a vmap's code has them.
-        taken: which branch each example takes.
+        branches: the branches for one example.
+        operands: the operands of the branches, as tensors of the vmap.
+        taken: the branch that each example takes.
     """
     level = taken.level
     if not _is_outermost(level):
@@ -245,12 +246,12 @@ def choice_of(
 
 
 def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Some examples of a tensor, which may be on another device than what chooses them."""
+    """Select examples of a tensor, which may be on another device than the index."""
     return x.index_select(0, index if index.device == x.device else index.to(x.device))
 
 
 class _Parts:
-    """What is known of some examples, until it is of all."""
+    """Collects the results of subsets until every example has one."""
 
     def __init__(self) -> None:
         self.numbers: list[torch.Tensor] = []
@@ -258,12 +259,12 @@ class _Parts:
         self.rest: torch.Tensor | None = None
 
     def add(self, index: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
-        """Results of examples with these numbers, among those that are left."""
+        """Add the results of the examples with these indices among the remaining ones."""
         self.numbers.append(index if self.rest is None else self.rest.index_select(0, index))
         self.results.append(results)
 
     def left(self, index: torch.Tensor) -> None:
-        """These alone are left, numbered anew."""
+        """Keep only these of the remaining examples, and number them anew."""
         self.rest = index if self.rest is None else self.rest.index_select(0, index)
 
     def together(self) -> Sequence[torch.Tensor]:
@@ -275,7 +276,7 @@ class _Parts:
 
 
 def _is_outermost(level: BatchLevel) -> bool:
-    """Whether nothing but the level is between the code that runs and plain tensors."""
+    """True if only this level is between the current code and plain tensors."""
     state = tls.state
     return (
         state.levels == (level,) and state.plain and not level.autograd and not level.forward
@@ -284,7 +285,7 @@ def _is_outermost(level: BatchLevel) -> bool:
 
 
 def _physical(operands: Sequence[Any], level: BatchLevel) -> Batch | None:
-    """The physical values of what code at a level has; None if one of them is no plain tensor."""
+    """Return the physical values of a level's operands; None if one is not a plain tensor."""
     values, flags = [], []
     for operand in operands:
         x, dim = operand, None
@@ -299,18 +300,18 @@ def _physical(operands: Sequence[Any], level: BatchLevel) -> Batch | None:
 
 
 def are_plain(operands: Sequence[Any]) -> bool:
-    """Whether operands are tensors with strides, of no subclass, and numbers."""
+    """True if all operands are strided tensors without a subclass, or numbers."""
     return all(
         type(x) in _NUMBERS or (type(x) in _PLAIN and x.layout is torch.strided) for x in operands
     )
 
 
 def batch_here(operands: Sequence[Any], batched: Sequence[bool]) -> Batch | None:
-    """What an operator is called with for a batch of calls; None where tracers are to run it.
+    """Return the operands of a batch of calls; None if it has to run on tracers.
 
     Args:
         operands: physical values.
-        batched: which tensors have a dim in front; numbers, after these, have none.
+        batched: True for each tensor with a batch dim in front; numbers follow the tensors.
     """
     state = tls.state
     if state.levels or not state.plain or torch_records() or not are_plain(operands):

@@ -124,18 +124,18 @@ def choice_of(value: Any, what: str) -> Choice:
     return bool(inner) if inner.dtype is torch.bool else int(inner)
 
 
-def truth_of(value: Any, lanes: BatchLevel | None = None) -> bool | None:
+def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
     """What a condition says, where it is the same for all and seen at a glance; else None.
 
     Args:
         value: the condition, of code that is not traced.
-        lanes: a level that the code runs at.
+        subset: a level that the code runs at.
     """
     kind = type(value)
     if kind is bool:
         found: bool = value
         return found
-    if kind is MadeTracer and value.dispatch_level is lanes and value.bdim == 0:
+    if kind is MadeTracer and value.dispatch_level is subset and value.bdim == 0:
         inner = value.value
         if type(inner) is torch.Tensor and inner.dtype is torch.bool and inner.dim() == 1:
             return True if bool(inner.all()) else None

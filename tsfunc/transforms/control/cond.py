@@ -1,16 +1,16 @@
-"""``cond`` and ``switch``: one of several functions is called, chosen by a value.
+"""``cond`` and ``switch``: call one of several functions, chosen by a value.
 
-Where the choice is known the branch is called as Python would call it. Where it differs from
-example to example of a vmap, each branch runs on the examples that take it: NOTE [lanes] in
-``bridge/control/lanes``.
+If the choice is known, the branch is called as Python would call it. If it differs from example to
+example of a vmap, each branch runs on the active subset of examples that take it: NOTE [active
+subsets] in ``bridge/control/subsets``.
 
-NOTE [choices that can't be looked at]
-The choice of a vmap's examples may itself be a batch of an outer vmap. Or it is traced, and the
-vmap can't be set apart (NOTE [levels set apart] in ``bridge/control/bodies``), as for branches that
-draw random numbers. Then a branch runs on all examples, but those that do not take it are given the
-tensors of one that does: no branch ever sees values that are not meant for it, so none fails, and
-none puts a NaN into a gradient. Whether a branch is taken at all is a choice of the level outside,
-and decided there.
+NOTE [choices that can't be read]
+The choice of a vmap's examples may itself be a batch of an outer vmap, or traced while the vmap
+can't be hidden (NOTE [hidden vmaps] in ``bridge/control/bodies``), as for branches that draw random
+numbers. Then a branch runs on a guarded subset: all examples, where those that do not take the
+branch get the tensors of one that does. A branch never sees values that are not meant for it, so
+that it neither fails nor puts a NaN into a gradient. The outer level decides if a branch runs at
+all.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.attempts import Attempt, NeedsAll, NotApart
+from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.gathering import Merge, retag
-from tsfunc.bridge.control.lanes import guarded_lanes, lanes_of, run_in
+from tsfunc.bridge.control.subsets import guarded_subset, run_in_subset, subset_of
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import batched, in_torch
@@ -47,9 +47,9 @@ from tsfunc.transforms.control.choice import (
     read,
 )
 from tsfunc.transforms.control.operators import Switch, run_by
+from tsfunc.transforms.control.other_branches import check_other_branches
 from tsfunc.transforms.control.outputs import check_branches, in_tensors, together
 from tsfunc.transforms.control.programs import record_switch
-from tsfunc.transforms.control.untaken import checked
 
 Branch = Callable[..., Any]
 
@@ -135,7 +135,7 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _index_of(value: Any, what: str, last: int) -> Choice:
-    """Which branch a predicate (of `cond`: the second for true) or an index chooses."""
+    """Return the branch that a predicate (True: the second) or an index chooses."""
     choice: Choice
     if what == "cond":
         choice = predicate_of(value, what)
@@ -192,7 +192,7 @@ def switch(
 
 @run_by(Switch)
 def _run(op: Switch, index: Any, *operands: Any) -> Any:
-    """What a program does for a call that was traced."""
+    """Run a traced call."""
     call = _OfProgram(op.name, op.bodies, op.names, (index, *operands), op.batching)
     return call.of(_index_of(index, op.name, len(op.bodies) - 1))
 
@@ -212,56 +212,58 @@ class _Call:
         self.operands, self.batching = operands, batching
 
     def of(self, choice: Choice) -> Any:
-        """What the chosen branches return."""
+        """Return the result of the chosen branches."""
         if isinstance(choice, int):
             return self.branches[choice](*self.operands)
         if isinstance(choice, Traced):
             return self.record(choice.value)
         if self.batching == "select":
             return self.select(choice)
-        if choice.is_of_none:  # any branch tells what the results are
+        if choice.is_of_none:  # any branch gives the types of the results
             return in_tensors(self.branches[0](*self.operands))
         if not choice.known and current_trace() is not None:
-            with suppress(NotApart):
+            with suppress(CannotUnbatch):
                 return self.record(wrap(choice.values, 0, choice.level))
         with Attempt(choice.level) as attempt:
             try:
-                return self.by_lanes(choice) if choice.known else self.unseen(choice)
-            except NeedsAll as error:
+                return self.on_subsets(choice) if choice.known else self.unseen(choice)
+            except NeedsWholeBatch as error:
                 attempt.give_up(error)
         return self.select(choice)
 
     def record(self, index: torch.Tensor) -> Any:
-        """As one node of the program that is being traced."""
+        """Record the call as one node of the trace."""
         return record_switch(
             self.what, index, self.branches, self.names, self.operands, self.batching
         )
 
     def by_user(self, value: Any) -> Any:
-        """The call of a predicate or an index, with a look at the branches that are not taken."""
+        """Return the result for a predicate or an index, and check the other branches."""
         choice = _index_of(value, self.what, len(self.branches) - 1)
         out = self.of(choice)
         if not isinstance(choice, int):
             return out
-        found = checked(self.what, self.names, self.branches, self.operands, choice, out)
+        found = check_other_branches(
+            self.what, self.names, self.branches, self.operands, choice, out
+        )
         return found if isinstance(value, torch.Tensor) else out
 
-    def by_lanes(self, choice: ByExample) -> Any:
-        """Each branch on the examples that take it."""
+    def on_subsets(self, choice: ByExample) -> Any:
+        """Run each branch on the examples that take it."""
         values = read(choice.values)
         taken = torch.unique(values).tolist()
         if len(taken) == 1:
             return in_tensors(self.branches[taken[0]](*self.operands))
         parts, outs = [], []
         for i in taken:
-            lanes = lanes_of(choice.level, (values == i).nonzero().squeeze(1))
-            parts.append(lanes)
-            outs.append(run_in(lanes, self.what, self.branches[i], self.operands))
+            subset = subset_of(choice.level, (values == i).nonzero().squeeze(1))
+            parts.append(subset)
+            outs.append(run_in_subset(subset, self.what, self.branches[i], self.operands))
         self.check(outs, taken)
         return together(outs, Merge(parts, choice.level).of)
 
     def select(self, choice: ByExample) -> Any:
-        """All branches on all examples."""
+        """Run all branches on all examples, and select."""
         outs = [branch(*self.operands) for branch in self.branches]
         self.check(outs, range(len(outs)))
         found = outs[0]
@@ -270,7 +272,7 @@ class _Call:
         return found
 
     def unseen(self, choice: ByExample) -> Any:
-        """NOTE [choices that can't be looked at]"""
+        """NOTE [choices that can't be read]"""
         level, values = choice.level, choice.values
         first = values[0]
         found = switch(
@@ -285,13 +287,13 @@ class _Call:
         return found
 
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
-        """A branch on all examples; those that do not take it stand for one that does."""
-        lanes = guarded_lanes(level, values == i)
-        out = run_in(lanes, self.what, self.branches[i], self.operands)
-        return pytrees.tree_map(lambda leaf: retag(leaf, lanes, level), out)
+        """Run a branch on a guarded subset: NOTE [choices that can't be read]."""
+        subset = guarded_subset(level, values == i)
+        out = run_in_subset(subset, self.what, self.branches[i], self.operands)
+        return pytrees.tree_map(lambda leaf: retag(leaf, subset, level), out)
 
     def over(self, i: int, level: BatchLevel, mask: torch.Tensor, found: Any) -> Any:
-        """The results so far, those of a branch in the places of the examples that take it."""
+        """Return the results with those of a branch for the examples that take it."""
         out = self.guarded(i, level, torch.where(mask, i, -1))
         self.check([found, out], (0, i))
         return _where(level, mask, out, found)
@@ -310,9 +312,9 @@ class _OfProgram(_Call):
 
     branches: tuple[Body, ...]
 
-    def by_lanes(self, choice: ByExample) -> Any:
+    def on_subsets(self, choice: ByExample) -> Any:
         found = batched.choice(self.branches, self.operands, choice)
-        return super().by_lanes(choice) if found is None else found
+        return super().on_subsets(choice) if found is None else found
 
 
 def _same(found: Any) -> Any:
@@ -320,6 +322,6 @@ def _same(found: Any) -> Any:
 
 
 def _where(level: BatchLevel, mask: torch.Tensor, new: Any, old: Any) -> Any:
-    """The new results of the examples in the mask, the old ones of the others."""
+    """Return the new results of the examples in the mask, and the old ones of the others."""
     chosen = wrap(mask, 0, level)
     return together([new, old], lambda pair: torch.where(chosen, pair[0], pair[1]))

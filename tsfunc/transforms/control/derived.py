@@ -17,7 +17,7 @@ from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.choice import read
-from tsfunc.transforms.control.whole_batches import flattened
+from tsfunc.transforms.control.masked_batching import flattened
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
@@ -30,7 +30,7 @@ class Operator(ControlFlow):
     """Control flow of a program; its derivatives are operators of a program too."""
 
     # Whether a batch of calls runs each on what its own choice asks for.
-    by_lanes = False
+    on_subsets = False
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
         return Pullback(self, count, by, of)
@@ -94,10 +94,10 @@ class Mapped(Operator):
     def __init__(self, of_op: Operator, batched: Sequence[bool]) -> None:
         super().__init__(f"{of_op.name}_mapped", of_op.bodies)
         self.op, self.batched = of_op, tuple(batched)
-        self.by_lanes = of_op.by_lanes
+        self.on_subsets = of_op.on_subsets
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        if self.by_lanes and isinstance(self.op, Mapped) and self._is_cheap_as_one(operands):
+        if self.on_subsets and isinstance(self.op, Mapped) and self._is_cheap_as_one(operands):
             # Lanes of one batch of all examples: those of the inner one could not be looked at.
             inner = self.op
             either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]

@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import Layer, Wrapping, arranged, needed_layers, peeled
+from tsfunc.bridge.control.bodies import Frame, TracerStack, needed_frames, rewrap_as, unwrap_all
 from tsfunc.bridge.control.collectives import named_axes
 from tsfunc.bridge.control.control_flow import NoTorchOperator
 from tsfunc.bridge.control.control_flow_calls import call
@@ -61,7 +61,7 @@ class OperandType:
 
     Attributes:
         dims: its sizes, those that are no numbers as texts in the names of dims.
-        strides: in which order its dims lie in memory: the greater, the further apart.
+        strides: in which order its dims lie in memory: the greater, the further hidden.
     """
 
     dims: tuple[int | str, ...]
@@ -204,7 +204,7 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
         for leaf, needed in zip(body.leaves, body.batched(), strict=True)
     ]
     results = [result for result in body.end(wanted) if result is not None]
-    maps = _maps(trace, [peeled(x)[1] for x in tensors], [result.wrapping for result in results])
+    maps = _maps(trace, [unwrap_all(x)[1] for x in tensors], [result.stack for result in results])
     op = FunctionCall(callee, maps, written)
     numbers = [trace.sizes(size) for size in sizes]
     found = list(call(op, trace, tensors, numbers, results))
@@ -214,7 +214,7 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
 
 
 def _arranged(x: Any) -> Any:
-    return arranged(x, common([needed_layers(x)]))
+    return rewrap_as(x, common([needed_frames(x)]))
 
 
 def _dirty(leaves: Sequence[Any], inputs: Sequence[Any]) -> dict[int, int]:
@@ -231,37 +231,39 @@ def _dirty(leaves: Sequence[Any], inputs: Sequence[Any]) -> dict[int, int]:
     }
 
 
-def _batched_layers(tensors: Sequence[Any]) -> dict[int, Layer]:
+def _batched_layers(tensors: Sequence[Any]) -> dict[int, Frame]:
     """The batch dims of arguments that can be differentiated by: those of all results.
 
     Results depend on these by the derivative that the function gives, if not by their values: see
     NOTE [results of a mapped function].
     """
-    found: dict[int, Layer] = {}
+    found: dict[int, Frame] = {}
     for x in tensors:
         if differentiable(x):
-            found |= {d: layer for d, layer in needed_layers(x).items() if layer.bdim is not None}
+            found |= {d: frame for d, frame in needed_frames(x).items() if frame.bdim is not None}
     return found
 
 
 def _maps(
-    trace: TraceLevel, inputs: Sequence[Wrapping], results: Sequence[Wrapping]
+    trace: TraceLevel, inputs: Sequence[TracerStack], results: Sequence[TracerStack]
 ) -> list[Mapped]:
     """The vmaps that tensors are batched by, or whose axis has a name, the innermost first."""
     levels = {level.depth: level for level in named_axes(trace)}
-    for wrapping in inputs:
-        for layer in wrapping.layers:
-            if layer.bdim is not None and isinstance(layer.level, BatchLevel):
-                levels[layer.level.depth] = layer.level
+    for stack in inputs:
+        for frame in stack.frames:
+            if frame.bdim is not None and isinstance(frame.level, BatchLevel):
+                levels[frame.level.depth] = frame.level
     return [_mapped(levels[depth], inputs, results) for depth in sorted(levels, reverse=True)]
 
 
-def _mapped(level: BatchLevel, inputs: Sequence[Wrapping], results: Sequence[Wrapping]) -> Mapped:
-    in_dims = tuple(_dim_at(level.depth, wrapping) for wrapping in inputs)
-    out_dims = tuple(_dim_at(level.depth, wrapping) for wrapping in results)
+def _mapped(
+    level: BatchLevel, inputs: Sequence[TracerStack], results: Sequence[TracerStack]
+) -> Mapped:
+    in_dims = tuple(_dim_at(level.depth, stack) for stack in inputs)
+    out_dims = tuple(_dim_at(level.depth, stack) for stack in results)
     size = level.batch_size if all(dim is None for dim in in_dims) else None
     return Mapped(in_dims, out_dims, level.randomness, level.axis_name, size)
 
 
-def _dim_at(depth: int, wrapping: Wrapping) -> int | None:
-    return next((layer.bdim for layer in wrapping.layers if layer.level.depth == depth), None)
+def _dim_at(depth: int, stack: TracerStack) -> int | None:
+    return next((frame.bdim for frame in stack.frames if frame.level.depth == depth), None)

@@ -1,9 +1,9 @@
 """``while_loop`` and ``fori_loop``: a body runs as long as a condition holds.
 
-Where the condition is known the loop is Python's, and reverse mode goes through the steps that were
-made. Where it differs from example to example of a vmap, the examples that are done leave the
-batch: a step costs what its examples cost, and a loop the sum of its examples' steps. See NOTE
-[lanes] in ``bridge/control/lanes``.
+If the condition is known, the loop is Python's, and reverse mode goes back through its steps. If it
+differs from example to example of a vmap, finished examples leave the batch: each step runs on the
+active subset alone, and a loop costs the sum of its examples' steps. See NOTE [active subsets] in
+``bridge/control/subsets``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, Final
 import optree
 import torch
 
-from tsfunc.bridge.control.attempts import Attempt, NeedsAll, NotApart
+from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.gathering import Merge, retag
-from tsfunc.bridge.control.lanes import (
-    LaneLevel,
-    guarded_lanes,
-    in_lanes,
-    lanes_of,
-    run_in,
+from tsfunc.bridge.control.subsets import (
+    SubsetLevel,
+    guarded_subset,
+    in_subset,
+    run_in_subset,
+    subset_of,
 )
 from tsfunc.bridge.sizes.symbolic_numbers import known_to_hold
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
@@ -47,7 +47,7 @@ from tsfunc.transforms.control.choice import (
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import as_tensor, check_carried, in_tensors, together
 from tsfunc.transforms.control.programs import record_scan, record_while
-from tsfunc.transforms.control.unmade import check_unmade
+from tsfunc.transforms.control.zero_steps import check_zero_steps
 
 _ADVICE = (
     "The carry keeps its structure, types and shapes from step to step: convert what the body "
@@ -156,7 +156,7 @@ def fori_loop(
     if trace is not None and _numbered(*bounds):
         if all(isinstance(b, int) for b in bounds) and bounds[1] <= bounds[0]:
             step = functools.partial(body_fun, bounds[0])
-            check_unmade("fori_loop", body_fun, step, init_val, _ADVICE)
+            check_zero_steps("fori_loop", body_fun, step, init_val, _ADVICE)
             return init_val
         numbers = torch.arange(bounds[0], torch.sym_max(*bounds))
         return record_scan(
@@ -269,19 +269,19 @@ class Loop:
     def each_its_own(
         self, carry: Any, value: Any, choice: ByExample, limit: int | None
     ) -> tuple[Any, bool]:
-        """Steps where the condition differs from example to example."""
+        """Run the loop if the condition differs from example to example."""
         level = choice.level
         if choice.is_of_none:
             return in_tensors(carry), True
         if not choice.known and current_trace() is not None:
-            with suppress(NotApart):
+            with suppress(CannotUnbatch):
                 return self.recorded(carry, wrap(choice.values, 0, level)), True
         with Attempt(level) as attempt:
             try:
                 if choice.known:
-                    return self.by_lanes(carry, choice, limit)
+                    return self.on_subsets(carry, choice, limit)
                 return self.unseen(carry, value, level), True
-            except NeedsAll as error:
+            except NeedsWholeBatch as error:
                 attempt.give_up(error)
                 inside = None
             except DiffersInside as error:
@@ -311,39 +311,39 @@ class Loop:
         """The last carry; where no step was made, the body's type is looked at all the same."""
         if not self.checked:
             self.checked = True
-            check_unmade(self.what, self.written, self.body_fun, carry, _ADVICE)
+            check_zero_steps(self.what, self.written, self.body_fun, carry, _ADVICE)
         return carry
 
-    def by_lanes(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
-        """Steps of those examples that are not done, which grow fewer as the loop goes on."""
-        lanes = choice.level
-        put_away = _PutAway(self.what, lanes)
+    def on_subsets(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
+        """Run each step on the subset of examples that are not done."""
+        subset = choice.level
+        put_away = _PutAway(self.what, subset)
         active: Any = read(choice.values).bool()
         steps = 0
         while True:
             count = int(active.sum())
-            if count < lanes.batch_size:
+            if count < subset.batch_size:
                 if not count:
-                    return put_away.merged_with(lanes, self.ended(carry)), True
-                put_away.add(lanes, ~active, carry)
+                    return put_away.merged_with(subset, self.ended(carry)), True
+                put_away.add(subset, ~active, carry)
                 # Errors of batched values are those of a step on tracers.
-                lanes = _some_of(lanes, active, alone=count == 1 and steps > 0)
-                carry = lanes.of_parent(self.what, carry)
+                subset = _some_of(subset, active, single=count == 1 and steps > 0)
+                carry = subset.of_parent(self.what, carry)
             if steps == limit:
-                return put_away.merged_with(lanes, carry), False
+                return put_away.merged_with(subset, carry), False
             left = None if limit is None else limit - steps
-            with in_lanes(lanes, self.what) if isinstance(lanes, LaneLevel) else nullcontext():
-                carry, made, active = self.together(lanes, left, carry)
+            with in_subset(subset, self.what) if isinstance(subset, SubsetLevel) else nullcontext():
+                carry, made, active = self.together(subset, left, carry)
             steps += made
             if isinstance(active, bool):
-                return put_away.merged_with(lanes, carry), active
+                return put_away.merged_with(subset, carry), active
 
-    def together(self, lanes: BatchLevel, limit: int | None, carry: Any) -> tuple[Any, int, Any]:
-        """Steps of all lanes, as long as they go the same way.
+    def together(self, subset: BatchLevel, limit: int | None, carry: Any) -> tuple[Any, int, Any]:
+        """Make steps as long as all examples of the subset continue.
 
         Returns:
-            The carry, how many steps were made, and what ended them: which lanes go on, or
-            whether the loop is at its end.
+            The carry, the number of steps, and the reason to stop: a mask of the examples that
+            continue, or True if the loop is at its end.
         """
         made = 0
         traced = current_trace() is not None
@@ -353,10 +353,10 @@ class Loop:
             if made == limit:
                 return carry, made, False
             value = self.cond_fun(carry)
-            choice: Choice | None = None if traced else truth_of(value, lanes)
+            choice: Choice | None = None if traced else truth_of(value, subset)
             if choice is None:
                 choice = choice_of(value, self.what)
-            if isinstance(choice, ByExample) and choice.level is lanes and choice.known:
+            if isinstance(choice, ByExample) and choice.level is subset and choice.known:
                 return carry, made, read(choice.values).bool()
             if isinstance(choice, ByExample | Traced):
                 carry, done = self.run(carry, None if limit is None else limit - made)
@@ -365,20 +365,20 @@ class Loop:
                 return carry, made, True
 
     def unseen(self, carry: Any, value: Any, level: BatchLevel) -> Any:
-        """NOTE [choices that can't be looked at] in ``cond``: a loop of the level outside."""
+        """NOTE [choices that can't be read] in ``cond``: a loop of the level outside."""
         active = values_at(value, level)
 
         def body(state: Any) -> Any:
             carry, active = state
-            lanes = guarded_lanes(level, active)
-            new, again = run_in(lanes, self.what, self.and_condition, (carry,))
-            new, again = optree.tree_map(lambda x: retag(x, lanes, level), (new, again))
+            subset = guarded_subset(level, active)
+            new, again = run_in_subset(subset, self.what, self.and_condition, (carry,))
+            new, again = optree.tree_map(lambda x: retag(x, subset, level), (new, again))
             return _kept(level, active, new, carry), active & values_at(again, level, self)
 
         return self.outer(body).whole((carry, active))[0]
 
     def selected(self, carry: Any, value: Any, level: BatchLevel) -> Any:
-        """Every step on all examples, for a body that asks for values of those that are done."""
+        """Make every step on all examples, for a body that reads values of finished ones."""
 
         def body(state: Any) -> Any:
             carry, active = state
@@ -388,27 +388,27 @@ class Loop:
         return self.outer(body).whole((carry, values_at(value, level)))[0]
 
     def outer(self, body: Callable[[Any], Any]) -> Loop:
-        """A loop as long as it goes on for some examples."""
+        """Return a loop that runs as long as any example continues."""
         loop = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
         loop.checked = True  # the steps in its body are
         return loop
 
     def record(self, carry: Any, value: Any) -> Any:
-        """As one node of the program that is being traced."""
+        """Record the loop as one node of the trace."""
         try:
             return self.recorded(carry, value)
-        except NotApart:
+        except CannotUnbatch:
             return self.recorded(carry, None)
 
     def recorded(self, carry: Any, value: Any) -> Any:
-        """The same; without a first condition the examples of a vmap are not run apart."""
+        """The same; without a first condition no vmap is hidden."""
 
-        def apart(carry: Any, value: Any, level: BatchLevel) -> Any:
+        def masked(carry: Any, value: Any, level: BatchLevel) -> Any:
             choice = ByExample(level, values_at(value, level), False)
             return self.each_its_own(carry, value, choice, None)[0]
 
         return record_while(
-            self.what, self.cond_fun, self.body_fun, carry, value, apart, self.checkpoint, _ADVICE
+            self.what, self.cond_fun, self.body_fun, carry, value, masked, self.checkpoint, _ADVICE
         )
 
     def and_condition(self, carry: Any) -> Any:
@@ -436,16 +436,16 @@ class _Counted(Loop):
             count -= some
         return super().steps(carry, count)
 
-    def together(self, lanes: BatchLevel, limit: int | None, carry: Any) -> tuple[Any, int, Any]:
+    def together(self, subset: BatchLevel, limit: int | None, carry: Any) -> tuple[Any, int, Any]:
         left = None if limit is not None or current_trace() is not None else self.left(carry)
-        if isinstance(left, ByExample) and left.level is lanes and left.known:
+        if isinstance(left, ByExample) and left.level is subset and left.known:
             counts = read(left.values)
             sure = int(counts.min())
             if sure > 0:
                 return self.steps(carry, sure), sure, counts > sure
         elif isinstance(left, int) and left > 0:
             return self.steps(carry, left), left, True
-        return super().together(lanes, limit, carry)
+        return super().together(subset, limit, carry)
 
     def left(self, carry: Any) -> Choice | None:
         """How many steps are to be made; None where the numbers are no integers."""
@@ -465,18 +465,18 @@ class _OfProgram(Loop):
     bodies: tuple[Body, Body]
     rest: tuple[Any, ...]
 
-    def by_lanes(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
+    def on_subsets(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
         if limit is None:
             operands = (*carry, *self.rest)
             found = batched.loop(*self.bodies, len(carry), operands, choice)
             if found is not None:
                 return found, True
-        return super().by_lanes(carry, choice, limit)
+        return super().on_subsets(carry, choice, limit)
 
 
 @run_by(While)
 def _run(op: While, *operands: Any) -> Any:
-    """What a program does for a loop that was traced."""
+    """Run a traced loop."""
     condition, body = op.bodies
     rest = operands[op.carried :]
     loop = _OfProgram(
@@ -490,7 +490,7 @@ def _run(op: While, *operands: Any) -> Any:
 
 
 def _kept(level: BatchLevel, active: torch.Tensor, new: Any, old: Any) -> Any:
-    """The new carry of the examples that go on, the old one of those that are done."""
+    """Return the new carry of the active examples, and the old one of the others."""
     chosen = wrap(active, 0, level)
     return together([new, old], lambda pair: torch.where(chosen, pair[0], pair[1]))
 
@@ -499,31 +499,31 @@ def _kept(level: BatchLevel, active: torch.Tensor, new: Any, old: Any) -> Any:
 _AT_A_TIME: Final = 256
 
 
-def _some_of(lanes: BatchLevel, which: torch.Tensor, alone: bool = False) -> LaneLevel:
-    return lanes_of(lanes, which.nonzero().squeeze(1), alone)
+def _some_of(subset: BatchLevel, which: torch.Tensor, single: bool = False) -> SubsetLevel:
+    return subset_of(subset, which.nonzero().squeeze(1), single)
 
 
 class _PutAway:
-    """The carries of examples that are done, until those of all are."""
+    """Collects the carries of finished examples."""
 
     def __init__(self, what: str, whole: BatchLevel) -> None:
         self.what, self.whole = what, whole
-        self.parts: list[LaneLevel] = []
+        self.parts: list[SubsetLevel] = []
         self.carries: list[Any] = []
 
-    def add(self, lanes: BatchLevel, which: torch.Tensor, carry: Any) -> None:
-        part = _some_of(lanes, which)
+    def add(self, subset: BatchLevel, which: torch.Tensor, carry: Any) -> None:
+        part = _some_of(subset, which)
         self.take(part, part.of_parent(self.what, carry))
 
-    def take(self, part: LaneLevel, carry: Any) -> None:
+    def take(self, part: SubsetLevel, carry: Any) -> None:
         self.parts.append(part)
         self.carries.append(carry)
 
-    def merged_with(self, lanes: BatchLevel, carry: Any) -> Any:
-        """All carries, the last of which are those of all that is left."""
-        if not isinstance(lanes, LaneLevel) or lanes is self.whole:
+    def merged_with(self, subset: BatchLevel, carry: Any) -> Any:
+        """Return the carries of all examples, given those of the remaining ones."""
+        if not isinstance(subset, SubsetLevel) or subset is self.whole:
             return in_tensors(carry)
-        self.take(lanes, carry)
+        self.take(subset, carry)
         return self.merged()
 
     def merged(self) -> Any:

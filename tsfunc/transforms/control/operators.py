@@ -19,9 +19,9 @@ from tsfunc.program.passes.blocks import live_inputs, narrowed_body
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of
 from tsfunc.transforms.control.derived import Operator
+from tsfunc.transforms.control.masked_batching import Batch
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
 from tsfunc.transforms.control.prefixes import prefixes
-from tsfunc.transforms.control.whole_batches import Batch
 from tsfunc.transforms.outlines import looks_of
 from tsfunc.transforms.vmap import vmap
 
@@ -36,7 +36,7 @@ class Switch(Operator):
         batching: the call's.
     """
 
-    by_lanes = True
+    on_subsets = True
 
     def __init__(self, name: str, bodies: Sequence[Body], batching: Batching) -> None:
         super().__init__(name, bodies)
@@ -125,7 +125,7 @@ class While(Operator):
         checkpoint: the call's.
     """
 
-    by_lanes = True
+    on_subsets = True
 
     def __init__(
         self, name: str, bodies: Sequence[Body], carried: int, checkpoint: Checkpoint

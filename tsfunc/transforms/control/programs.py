@@ -13,14 +13,14 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import (
-    Apart,
-    Layer,
-    Wrapping,
-    arranged,
+    Frame,
+    HiddenVmaps,
+    TracerStack,
     current_trace,
-    needed_layers,
-    peeled,
-    wrapped_in,
+    needed_frames,
+    rewrap_as,
+    stack_of,
+    unwrap_all,
 )
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
@@ -31,7 +31,6 @@ from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.control.arguments import Batching
-from tsfunc.transforms.control.by_example import call_of, vmaps_of
 from tsfunc.transforms.control.operators import (
     AssociativeScan,
     Checkpoint,
@@ -48,27 +47,28 @@ from tsfunc.transforms.control.outputs import (
     is_number,
     stacked_dim,
 )
+from tsfunc.transforms.control.traced_vmap import call_of, vmaps_of
 
 
 def record_switch(
     what: str, index: Any, branches: Sequence[Callable[..., Any]], names: Sequence[str],
     operands: Any, batching: Batching,
 ) -> Any:  # fmt: skip
-    """Records a choice between branches; what the branch that is taken returns.
+    """Record a choice between branches, and return the result of the branch that is taken.
 
     Raises:
-        NotApart: the choice differs from example to example of a vmap that can't be set apart.
+        CannotUnbatch: a vmap whose examples choose differently can't be hidden.
     """
     trace = _trace()
     index = seen_here(index)
-    apart = Apart(vmaps_of(index))
-    if apart.levels:
-        chosen = arranged(index, apart.wrapping(needed_layers(index)))
+    hidden = HiddenVmaps(vmaps_of(index))
+    if hidden.levels:
+        chosen = rewrap_as(index, hidden.stack(needed_frames(index)))
     else:
-        chosen, _ = peeled(index)
+        chosen, _ = unwrap_all(index)
     bodies = []
     for branch in branches:
-        bodies.append(TracedBody(trace, lambda branch=branch: branch(*_seen(operands)), (), apart))
+        bodies.append(TracedBody(trace, lambda branch=branch: branch(*_seen(operands)), (), hidden))
     for name, body in zip(names[1:], bodies[1:], strict=True):
         check_branches(
             what, (f"what {names[0]} returns", f"what {name} returns"), (bodies[0].out, body.out)
@@ -77,11 +77,11 @@ def record_switch(
     for body in bodies:
         body.settle(dtypes)
     columns = zip(*(body.batched() for body in bodies), strict=True)
-    wrappings = [
+    stacks = [
         common(column) if isinstance(leaf, torch.Tensor) else None
         for leaf, column in zip(bodies[0].leaves, columns, strict=True)
     ]
-    ended = [body.end(wrappings) for body in bodies]
+    ended = [body.end(stacks) for body in bodies]
     results = ended[0]
     tensors, numbers, places = operands_of(bodies, 0)
     made = [
@@ -90,7 +90,7 @@ def record_switch(
     ]
     op = Switch(what, made, batching)
     known = [r for r in results if r is not None]
-    return filled(bodies[0], call_of(op, apart, trace, [chosen, *tensors], numbers, known))
+    return filled(bodies[0], call_of(op, hidden, trace, [chosen, *tensors], numbers, known))
 
 
 def _seen(operands: Any) -> Any:
@@ -98,7 +98,7 @@ def _seen(operands: Any) -> Any:
 
 
 def filled(body: TracedBody, found: Sequence[Any]) -> Any:
-    """Results in the structure of what a body returned, with what is no tensor in its place."""
+    """Return results in the structure of a body's; leaves that are not tensors are the body's."""
     values = iter(found)
     leaves = [next(values) if isinstance(x, torch.Tensor) else x for x in body.leaves]
     return optree.tree_unflatten(body.spec, leaves)
@@ -115,7 +115,7 @@ def _is_active(level: TracerLevel) -> bool:
 
 
 def as_traced(leaf: Any, trace: TraceLevel) -> Any:
-    """A leaf of a carry as a tensor of the trace; what is neither tensor nor number is kept."""
+    """Return a leaf of a carry as a tensor of the trace; other leaves are unchanged."""
     if is_number(leaf):
         leaf = as_tensor(leaf)
     if not isinstance(leaf, torch.Tensor):
@@ -123,14 +123,14 @@ def as_traced(leaf: Any, trace: TraceLevel) -> Any:
     leaf = seen_here(leaf)
     if isinstance(leaf, Tracer) and not is_traced(leaf) and not _is_active(leaf.dispatch_level):
         return trace.lift(leaf)  # of a level outside of the trace
-    inner, wrapping = peeled(leaf)
+    inner, stack = unwrap_all(leaf)
     if getattr(inner, "dispatch_level", None) is trace:
         return leaf
-    return wrapping.around(trace.lift(inner))
+    return stack.around(trace.lift(inner))
 
 
 class Carry:
-    """The carry of a loop that is recorded: which leaves are tensors, and their layouts.
+    """The carry of a recorded loop: its tensors and their layouts.
 
     What is a number at first (NOTE [numbers among results] in ``outputs``) is one for the body
     until a step has shown of what dtype the results in its place are; it stays one if each step
@@ -142,29 +142,29 @@ class Carry:
         numbers: the leaves that are numbers, by their places.
     """
 
-    def __init__(self, trace: TraceLevel, init: Any, apart: Apart | None = None) -> None:
-        self.trace, self.apart = trace, apart or Apart()
+    def __init__(self, trace: TraceLevel, init: Any, hidden: HiddenVmaps | None = None) -> None:
+        self.trace, self.hidden = trace, hidden or HiddenVmaps()
         leaves, self.spec = pytrees.flatten(init)
         self.numbers = {i: leaf for i, leaf in enumerate(leaves) if is_number(leaf)}
         self.leaves = [leaf if is_number(leaf) else as_traced(leaf, trace) for leaf in leaves]
-        self.needed = [needed_layers(leaf) for leaf in self.leaves]
+        self.needed = [needed_frames(leaf) for leaf in self.leaves]
 
     def inputs(self) -> list[Any]:
-        """The tensors among the leaves, laid out."""
+        """Return the tensors among the leaves, with their batch dims in front."""
         return [
-            arranged(leaf, wrapping)
-            for leaf, wrapping in zip(self.leaves, self.wrappings(), strict=True)
-            if wrapping is not None
+            rewrap_as(leaf, stack)
+            for leaf, stack in zip(self.leaves, self.stacks(), strict=True)
+            if stack is not None
         ]
 
     def tree(self, tensors: Sequence[Any]) -> Any:
-        """The carry with other tensors in it."""
+        """Return the carry with other tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return optree.tree_unflatten(self.spec, leaves)
 
     def given(self, tensors: Sequence[Any]) -> Any:
-        """The same, with the numbers that were given in their places."""
+        """The same, with the numbers of the first carry."""
         leaves = pytrees.flatten(self.tree(tensors))[0]
         return optree.tree_unflatten(
             self.spec, [self.numbers.get(i, leaf) for i, leaf in enumerate(leaves)]
@@ -184,7 +184,7 @@ class Carry:
             dtype = common_dtype((number, body.leaves[i]))
             if not isinstance(known, torch.Tensor) or known.dtype is not dtype:
                 self.leaves[i] = as_traced(torch.full((), number, dtype=dtype), self.trace)
-                self.needed[i] = needed_layers(self.leaves[i])
+                self.needed[i] = needed_frames(self.leaves[i])
                 same = False
         if same:
             rest = body.leaves[len(self.leaves) :]
@@ -194,50 +194,50 @@ class Carry:
         return same
 
     def widened(self, needed: Sequence[dict[int, Any]]) -> bool:
-        """Takes over what a body's results need; whether that is more than was known."""
+        """Add the tracers that a body's results need; True if there are new ones."""
         grown = False
         for own, more in zip(self.needed, needed, strict=True):
-            for depth, layer in more.items():
-                if depth not in own or (own[depth].bdim is None and layer.bdim is not None):
-                    own[depth] = layer
+            for depth, frame in more.items():
+                if depth not in own or (own[depth].bdim is None and frame.bdim is not None):
+                    own[depth] = frame
                     grown = True
         return grown
 
-    def wrappings(self) -> list[Wrapping | None]:
+    def stacks(self) -> list[TracerStack | None]:
         return [
-            self.apart.wrapping(needs) if isinstance(leaf, torch.Tensor) else None
+            self.hidden.stack(needs) if isinstance(leaf, torch.Tensor) else None
             for leaf, needs in zip(self.leaves, self.needed, strict=True)
         ]
 
-    def wrappings_of_one(self) -> list[Wrapping | None]:
-        """The layouts for an example of the vmaps that the body is traced without."""
-        return [None if w is None else self.apart.without(w) for w in self.wrappings()]
+    def stacks_of_one(self) -> list[TracerStack | None]:
+        """Return the layouts for one example of the hidden vmaps."""
+        return [None if w is None else self.hidden.without(w) for w in self.stacks()]
 
 
 def along_first(x: Any) -> Any:
-    """A tensor whose physical values have the dim to go along first, batch dims after it."""
-    needed = needed_layers(x)
-    layers = {
-        depth: Layer(layer.level, None if layer.bdim is None else 1)
-        for depth, layer in needed.items()
+    """Return a tensor whose physical value has the scanned dim first, then its batch dims."""
+    needed = needed_frames(x)
+    frames = {
+        depth: Frame(frame.level, None if frame.bdim is None else 1)
+        for depth, frame in needed.items()
     }
-    return arranged(x, wrapped_in(layers))
+    return rewrap_as(x, stack_of(frames))
 
 
 def stacked_result(one: Result, size: Any, trace: TraceLevel) -> Result:
-    """What is known of the stacked results of all steps, from those of one."""
+    """Return the type of the stacked results, from that of one step's."""
     value = one.value
     shape = [size, *value.shape]
     like = trace.fake_like(value, shape, in_order(shape))
-    return Result(like, _one_dim_in(one.wrapping))
+    return Result(like, _one_dim_in(one.stack))
 
 
-def _one_dim_in(wrapping: Wrapping) -> Wrapping:
-    """The layout of physical values with one more dim in front."""
-    return Wrapping(
+def _one_dim_in(stack: TracerStack) -> TracerStack:
+    """Return the layout of physical values with one more dim in front."""
+    return TracerStack(
         tuple(
-            Layer(layer.level, None if layer.bdim is None else layer.bdim + 1)
-            for layer in wrapping.layers
+            Frame(frame.level, None if frame.bdim is None else frame.bdim + 1)
+            for frame in stack.frames
         )
     )
 
@@ -246,7 +246,7 @@ def record_scan(
     what: str, f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: int | None,
     reverse: bool, dim: int, advice: str,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Records a scan: one node, whatever its length."""
+    """Record a scan as one node, for any length."""
     trace = _trace()
     carry = Carry(trace, init)
     xs_leaves, xs_spec = pytrees.flatten(xs)
@@ -281,7 +281,7 @@ def record_scan(
         common([needs]) if isinstance(leaf, torch.Tensor) else None
         for leaf, needs in zip(y_leaves, needed[len(carry.leaves) :], strict=True)
     ]
-    results = body.end([*carry.wrappings(), *y_wrappings])
+    results = body.end([*carry.stacks(), *y_wrappings])
     kept = [r for r in results[: len(carry.leaves)] if r is not None]
     stacked = [
         stacked_result(r, size, trace) for r in results[len(carry.leaves) :] if r is not None
@@ -304,33 +304,33 @@ def record_while(
     what: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any,
     choice: Any, unseen: Callable[[Any, Any, Any], Any], checkpoint: Checkpoint, advice: str,
 ) -> Any:  # fmt: skip
-    """Records a loop: one node, whatever the number of its steps.
+    """Record a loop as one node, for any number of steps.
 
     Args:
         what: how errors call it.
         cond_fun: takes the carry, and says whether there is a step.
         body_fun: takes the carry, and returns the next.
         init: the first carry.
-        choice: what the condition says of that; None where no vmap is to be set apart.
-        unseen: makes a loop of a vmap whose conditions differ, where none is set apart: given the
+        choice: the condition of the first carry; None if no vmap is to be hidden.
+        unseen: runs the loop of a vmap whose conditions differ, if no vmap is hidden; takes the
             carry, the condition and the vmap.
         checkpoint: what reverse mode keeps of the steps.
         advice: what errors say is to be done.
 
     Raises:
-        NotApart: a vmap can't be set apart.
+        CannotUnbatch: a vmap can't be hidden.
     """
     names = ("the carry", "what the body returns")
     trace = _trace()
-    carry = Carry(trace, init, Apart([] if choice is None else vmaps_of(choice)))
+    carry = Carry(trace, init, HiddenVmaps([] if choice is None else vmaps_of(choice)))
     while True:
         inputs = carry.inputs()
-        apart = carry.apart
-        body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs, apart)
+        hidden = carry.hidden
+        body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs, hidden)
         check_carried(what, names, (carry.given(inputs), body.out), advice)
         if not carry.settled(body):
             continue
-        condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs, apart)
+        condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs, hidden)
         condition.settle([torch.bool] * len(condition.leaves))
         differs = [x for x in condition.batched()[0].values() if x.bdim is not None]
         if differs and choice is None:
@@ -338,18 +338,18 @@ def record_while(
             return unseen(tree, cond_fun(tree), differs[-1].level)
         if differs:  # as it may from the second step on, if the body batches what it carries
             more = vmaps_of(condition.leaves[0])
-            carry.apart = Apart([*apart.levels.values(), *more])
+            carry.hidden = HiddenVmaps([*hidden.levels.values(), *more])
         elif not carry.widened(body.batched()):
             break
-    results = [r for r in body.end(carry.wrappings_of_one()) if r is not None]
-    condition.end([Wrapping()])
+    results = [r for r in body.end(carry.stacks_of_one()) if r is not None]
+    condition.end([TracerStack()])
     tensors, numbers, places = operands_of([condition, body], len(inputs))
     made = [
         Body(name, traced.level.graph, own)
         for name, traced, own in zip(("condition", "body"), (condition, body), places, strict=True)
     ]
     op = While(what, made, len(inputs), checkpoint)
-    return carry.tree(call_of(op, carry.apart, trace, [*inputs, *tensors], numbers, results))
+    return carry.tree(call_of(op, carry.hidden, trace, [*inputs, *tensors], numbers, results))
 
 
 ELEMENTS = ("the elements", "what the function returns")
@@ -358,7 +358,7 @@ ELEMENTS = ("the elements", "what the function returns")
 def record_associative_scan(
     fn: Callable[[Any, Any], Any], elems: Any, axes: Sequence[int], reverse: bool, advice: str
 ) -> Any:
-    """Records an associative scan: one node, whatever its length.
+    """Record an associative scan as one node, for any length.
 
     Args:
         fn: combines two slices.
@@ -388,10 +388,10 @@ def record_associative_scan(
         body.settle([x.dtype for x in slices])
         if not one.widened(body.batched()):
             break
-    wrappings = [w for w in one.wrappings() if w is not None]
-    results = [r for r in body.end(wrappings) if r is not None]
+    stacks = [w for w in one.stacks() if w is not None]
+    results = [r for r in body.end(stacks) if r is not None]
     size = moved[0].shape[0]
-    along = [arranged(x, _one_dim_in(w)) for x, w in zip(moved, wrappings, strict=True)]
+    along = [rewrap_as(x, _one_dim_in(w)) for x, w in zip(moved, stacks, strict=True)]
     tensors, numbers, places = operands_of([body], 2 * len(leaves))
     op = AssociativeScan(what, [Body("combine", body.level.graph, places[0])], len(leaves))
     stacked = [stacked_result(r, size, trace) for r in results]

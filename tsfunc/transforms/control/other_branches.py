@@ -31,7 +31,7 @@ _EMPTY: Final = CellType()
 _MOST: Final = 64  # types of operands for each; beyond it nothing more is looked at
 
 
-def checked(
+def check_other_branches(
     what: str,
     names: Sequence[str],
     branches: Sequence[Callable[..., Any]],

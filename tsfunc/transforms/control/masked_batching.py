@@ -1,8 +1,8 @@
-"""Batches of choices and loops in torch's own operators, which have none that run on some examples.
+"""Batches of choices and loops by torch's own operators, which can't run on a subset.
 
-So all examples make every step, and a branch that any of them takes runs on all. Those that it is
-not meant for are given the tensors of one that it is meant for: NOTE [choices that can't be looked
-at] in ``cond``.
+All examples make every step, and a branch that any example takes runs on all of them. An example
+that does not take it is given the tensors of one that does: NOTE [choices that can't be read] in
+``cond``.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Lanes: some of a vmap's examples, run by themselves.
+"""Active subsets: some examples of a vmap, run as a batch of their own.
 
-NOTE [lanes]
-A branch or a loop's body is to run on those examples alone that take it. These examples (lanes) are
-a batch of their own: a :class:`LaneLevel` stands in the place of the vmap's level while the body
-runs, at the same depth, with fewer examples. What the body touches of the whole batch's tensors is
-taken over by ``index_select`` of the physical value, whether it was passed in or closed over: door
-1 has the arguments of the body's calls looked at before anything else (``taking_over``). The
-results of the parts are put together by one ``cat`` and one ``index_select`` (``gathering``). A
-lane that is left alone needs no batch: where nothing is recorded at the level, its tensors are
-taken over as plain ones, and its steps cost what those of a loop without vmap cost.
+NOTE [active subsets]
+A branch or a loop's body runs only on the examples that take it. These examples are a batch of
+their own: while the body runs, a :class:`SubsetLevel` replaces the vmap's level, at the same depth
+and with fewer examples. Each tensor of the whole batch that the body touches, passed in or closed
+over, is replaced by its ``index_select``: the function handler remaps the arguments of the body's
+calls before it does anything else (``remap_args``). One ``cat`` and one ``index_select`` merge the
+results of the subsets (``gathering``). A subset of a single example needs no batch: where nothing
+is recorded at the level, its tensors are plain, and its steps cost as much as without vmap.
 
-What happens to physical values is recorded by the autograd of the levels outside as any operator
-is. At the vmap's own level, and at levels inside of it, whose tracers have the vmap's tracers for
-values, taking over is a linear map, and an ``autograd.Function`` of its own: NOTE [linear maps] in
-``linear_maps``. Levels inside have captured the vmap's as one that is active outside of them; while
-lanes are in its place they have captured these, so that their kernels draw for these alone.
+The autograd of outer levels records operations on physical values like any operator. At the vmap's
+own level, and at inner levels, whose tracers wrap the vmap's tracers, the remapping is a linear map
+with an ``autograd.Function`` of its own: NOTE [linear maps] in ``linear_maps``. Inner levels have
+captured the vmap's level as an active outer one; they capture the subset's level while it replaces
+the vmap's, so that their kernels draw random numbers for the subset alone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import StartAnew
 from tsfunc.bridge.control.gathering import Into
-from tsfunc.bridge.control.taking_over import TakingOver
+from tsfunc.bridge.control.remap_args import ArgRemapper
 from tsfunc.bridge.grad.linear_maps import is_recorded, linear
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.hot_calls import MadeTracer
@@ -38,18 +37,18 @@ from tsfunc.dispatch.state import Level, capturing, tls, using
 from tsfunc.ops.splitting import groups_of
 
 
-class LaneLevel(BatchLevel, StandIn):
-    """Some examples of a vmap, in the place of its level.
+class SubsetLevel(BatchLevel, StandIn):
+    """A subset of the examples of a vmap, which replaces the vmap's level.
 
     Attributes:
-        parent: the level that the examples are taken from.
-        index: their numbers there, a tensor of outside of the level.
-        alone: whether it is one lane, of which tensors are taken over as plain ones.
+        parent: the level that the examples are selected from.
+        index: their indices in the parent, a tensor of the outer levels.
+        single: True if it is one example whose tensors are plain.
     """
 
-    __slots__ = ("_composed", "_whole", "alone", "index", "parent")
+    __slots__ = ("_composed", "_whole", "index", "parent", "single")
 
-    def __init__(self, parent: BatchLevel, index: torch.Tensor, alone: bool = False) -> None:
+    def __init__(self, parent: BatchLevel, index: torch.Tensor, single: bool = False) -> None:
         self.stand_in_for(parent)
         self.parent = parent
         self.index = index
@@ -57,7 +56,7 @@ class LaneLevel(BatchLevel, StandIn):
         self.batch_size = index.shape[0]
         self.inner = parent.inner.with_levels((*parent.outer.levels, self))
         self._kernel_states = {}
-        self.alone = alone and _serves_plain(parent)
+        self.single = single and _serves_plain(parent)
         self._composed = {id(parent): index}
         self.kind = MadeTracer
         self.born = 0
@@ -68,7 +67,7 @@ class LaneLevel(BatchLevel, StandIn):
 
     @property
     def alive(self) -> bool:  # type: ignore[override]
-        """As long as the vmap: backward passes run after the body has."""
+        """True as long as the vmap is active: backward passes run after the body."""
         return self.whole.alive
 
     @property
@@ -80,15 +79,15 @@ class LaneLevel(BatchLevel, StandIn):
         return self.whole
 
     def index_in(self, level: BatchLevel) -> torch.Tensor:
-        """The lanes' numbers among the examples of a level that they come from.
+        """Return the indices of the examples in an ancestor.
 
-        Where they differ among the examples of a vmap outside, of which only some lanes may be
-        left by now, they are these lanes' numbers.
+        If the indices differ among the examples of an outer vmap, which a subset may replace by
+        now, they are the indices for that subset.
         """
         known = self._composed.get(id(level))
         if known is not None:
             return known if type(known) is torch.Tensor else self._seen_outside(known)
-        assert isinstance(self.parent, LaneLevel)
+        assert isinstance(self.parent, SubsetLevel)
         parents, index = self.parent.index_in(level), self.index
         if type(parents) is torch.Tensor and type(index) is torch.Tensor:
             known = self._composed[id(level)] = parents.index_select(0, index)
@@ -98,19 +97,19 @@ class LaneLevel(BatchLevel, StandIn):
             return found
 
     def _seen_outside(self, value: torch.Tensor) -> torch.Tensor:
-        """A value of outside of the level, as levels in the places of those outside have it."""
+        """Return a value of the outer levels as the currently active outer levels see it."""
         with self.restored():
             found: torch.Tensor = seen_here(value)
             return found
 
     @property
     def numbers(self) -> torch.Tensor | None:
-        """The lanes' numbers in the whole as a plain tensor, None for all in their places.
+        """The indices of the examples in the whole batch as a plain tensor; None for all in order.
 
-        Where the lanes differ among the examples of a vmap outside, each lane stands for the
-        example in its place in the parent, or for none.
+        If the indices differ among the examples of an outer vmap, each example of the subset
+        counts as the example at its position in the parent.
         """
-        outer = self.parent.numbers if isinstance(self.parent, LaneLevel) else None
+        outer = self.parent.numbers if isinstance(self.parent, SubsetLevel) else None
         if isinstance(self.index, Tracer):
             return outer
         return self.index if outer is None else outer.index_select(0, self.index)
@@ -123,9 +122,9 @@ class LaneLevel(BatchLevel, StandIn):
         return self.whole.places().to(index.device)[index]
 
     def agree(self, answers: torch.Tensor) -> None:
-        """Goes on where all lanes answer alike; else the vmap begins anew without some of them.
+        """Return if all examples of the subset agree; otherwise restart the vmap without some.
 
-        Of the other examples, which are in no need of an answer, none is put off.
+        Examples outside of the subset, which need no answer, are never postponed.
         """
         groups = groups_of(answers)
         if len(groups) == 1:
@@ -134,29 +133,29 @@ class LaneLevel(BatchLevel, StandIn):
         assert splitter is not None
         index = torch.arange(size, device="cpu") if self.numbers is None else self.numbers.cpu()
         group = torch.zeros(size, dtype=torch.int64, device="cpu")
-        for number, lanes in enumerate(sorted(groups, key=len, reverse=True)):
-            group[index[lanes]] = number
+        for number, subset in enumerate(sorted(groups, key=len, reverse=True)):
+            group[index[subset]] = number
         splitter.agree(group)
         raise StartAnew(self.whole)
 
     def ancestors(self) -> Iterator[BatchLevel]:
-        """The levels that the lanes were taken from, directly or not."""
+        """Yield the levels that the subset was selected from, the closest first."""
         level = self.parent
-        while isinstance(level, LaneLevel):
+        while isinstance(level, SubsetLevel):
             yield level
             level = level.parent
         yield level
 
     def comes_from(self, level: TracerLevel) -> bool:
-        """Whether a level is what the lanes were taken from, directly or not."""
+        """True if the subset was selected from a level, directly or not."""
         return any(level is known for known in self.ancestors())
 
     def of_parent(self, what: str, tree: Any) -> Any:
-        """What the parent's code has made, at these lanes alone."""
+        """Return values of the parent's code for the examples of the subset."""
         parent = self.parent
         leaves, structure = pytrees.flatten(tree)
         if parent.autograd or parent.forward or any(map(self._wrapped_again, leaves)):
-            return run_in(self, what, lambda taken: taken, (tree,))
+            return run_in_subset(self, what, lambda taken: taken, (tree,))
         with parent.restored():
             taken = [
                 self.physical(x.value, x.bdim, parent) if isinstance(x, BatchTracer) else x
@@ -165,25 +164,25 @@ class LaneLevel(BatchLevel, StandIn):
         return pytrees.unflatten(structure, taken)
 
     def _wrapped_again(self, value: Any) -> bool:
-        """Whether a tracer is of another level than the lanes' parent."""
+        """True if a tracer belongs to another level than the subset's parent."""
         return isinstance(value, Tracer) and not (
             type(value) is MadeTracer and value.dispatch_level is self.parent
         )
 
     def physical(self, value: torch.Tensor, dim: int | None, level: BatchLevel) -> torch.Tensor:
-        """A physical value of a level that the lanes come from, as the lanes have it."""
+        """Return the subset's part of a physical value of an ancestor."""
         if dim is not None:
             value = value.index_select(dim, self.index_in(level))
-        if not self.alone:
+        if not self.single:
             return wrap(value, dim, self)
         return value if dim is None else value.squeeze(dim)
 
     def replaces(self, value: Tracer) -> bool:
-        """Whether a tracer is to be taken over to the lanes.
+        """True if the subset remaps a tracer.
 
-        It is where it, or a tracer inside of it, is of a level that the lanes come from. One that
-        is the same for all examples is too, where its level differentiates by it: what the lanes
-        pull back to it differs from example to example.
+        It does if the tracer, or one that it wraps, belongs to an ancestor. A tracer that is
+        unbatched there is remapped too if an inner level differentiates by it: its gradient
+        differs from example to example.
         """
         inner: Any = value
         recorded = False
@@ -195,7 +194,7 @@ class LaneLevel(BatchLevel, StandIn):
         return inner.dispatch_level is not self and self.comes_from(inner.dispatch_level)
 
     def into(self, value: Any) -> Any:
-        """A value of a level that the lanes come from, at these lanes alone."""
+        """Return the subset's part of a value of an ancestor; other values are unchanged."""
         if isinstance(value, Tracer) and self.replaces(value):
             settle(value)
             return linear(Into(self), (value,))
@@ -203,52 +202,53 @@ class LaneLevel(BatchLevel, StandIn):
 
 
 def _serves_plain(level: BatchLevel) -> bool:
-    """Whether code at a level could do without its tracers: nothing is recorded at it or inside."""
+    """True if code at a level can use plain tensors: neither it nor an inner level records."""
     inside = any(other.depth > level.depth for other in tls.state.levels)
     return not (inside or level.autograd or level.forward)
 
 
-def lanes_of(level: BatchLevel, index: torch.Tensor, alone: bool = False) -> LaneLevel:
-    """The examples of a level that have these numbers; ``alone`` as for the class."""
+def subset_of(level: BatchLevel, index: torch.Tensor, single: bool = False) -> SubsetLevel:
+    """Return the level of the examples with these indices; ``single`` as for the class."""
     size = index.shape[0]
     return same_again(
-        lambda: LaneLevel(level, index, alone),
+        lambda: SubsetLevel(level, index, single),
         lambda known: known.parent is level and known.batch_size == size,
     )
 
 
-def guarded_lanes(level: BatchLevel, mask: torch.Tensor) -> LaneLevel:
-    """A lane for every example: for those outside of the mask it has the first one that is in it.
+def guarded_subset(level: BatchLevel, mask: torch.Tensor) -> SubsetLevel:
+    """Return a subset with as many examples as the level, for a mask that can't be read.
 
-    So a body sees no values that are not meant for it, where which those are can't be looked at.
+    An example outside of the mask is replaced by the first one inside, so that a body never sees
+    values that are not meant for it.
     """
     numbers = torch.arange(level.batch_size, device=mask.device)
-    return lanes_of(level, torch.where(mask, numbers, mask.long().argmax()))
+    return subset_of(level, torch.where(mask, numbers, mask.long().argmax()))
 
 
 @contextmanager
-def in_lanes(lanes: LaneLevel, what: str) -> Iterator[None]:
-    """The block runs on the lanes alone."""
+def in_subset(subset: SubsetLevel, what: str) -> Iterator[None]:
+    """Context manager: the block runs on the subset alone."""
     state = tls.state
 
     def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
         return tuple(
             [
-                lanes if level.depth == lanes.depth and isinstance(level, BatchLevel) else level
+                subset if level.depth == subset.depth and isinstance(level, BatchLevel) else level
                 for level in levels
             ]
         )
 
-    inside = [level for level in state.levels if level.depth > lanes.depth]
+    inside = [level for level in state.levels if level.depth > subset.depth]
     with (
         capturing(inside, seen),
-        using(state.with_levels(seen(state.levels), TakingOver(lanes, what))),
+        using(state.with_levels(seen(state.levels), ArgRemapper(subset, what))),
     ):
         yield
 
 
-def run_in(lanes: LaneLevel, what: str, func: Callable[..., Any], args: Any) -> Any:
-    """A function on the lanes' part of its arguments; what it returns is the lanes' too."""
-    with in_lanes(lanes, what):
+def run_in_subset(subset: SubsetLevel, what: str, func: Callable[..., Any], args: Any) -> Any:
+    """Call a function on the subset's part of its arguments; its results belong to the subset."""
+    with in_subset(subset, what):
         taken = pytrees.tree_map(seen_here, args)
         return pytrees.tree_map(seen_here, func(*taken))

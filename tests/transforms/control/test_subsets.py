@@ -258,7 +258,7 @@ def test_a_loop_in_many_steps_ends_each_example_at_its_own() -> None:
 @pytest.mark.parametrize("randomness", ["same", "different", "split"])
 @pytest.mark.parametrize("own", [False, True], ids=["the default generator", "one of its own"])
 def test_an_attempt_that_is_given_up_draws_nothing(randomness: str, own: bool) -> None:
-    """Branches that need all examples are begun on lanes, and then run on all of them."""
+    """Branches that need all examples are begun on subsets, and then run on all of them."""
     generator = torch.Generator() if own else torch.default_generator
 
     def draw() -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Control flow whose choice differs from example to example of a vmap inside of a trace.
+"""Control flow in a trace where each example of a vmap makes its own choice.
 
-Its bodies are traced for one example, and the call is one for a batch of calls, which runs lanes
-when the program runs: NOTE [levels set apart] in ``bridge/control/bodies``.
+The bodies are traced for one example, and the call is a batch of calls, each body of which runs on
+an active subset when the program runs: NOTE [hidden vmaps] in ``bridge/control/bodies``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tsfunc.bridge.control.attempts import NotApart
-from tsfunc.bridge.control.bodies import Apart, needed_layers, peeled
+from tsfunc.bridge.control.attempts import CannotUnbatch
+from tsfunc.bridge.control.bodies import HiddenVmaps, needed_frames, unwrap_all
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
-from tsfunc.bridge.control.lanes import LaneLevel
-from tsfunc.bridge.control.taking_over import refused_write
+from tsfunc.bridge.control.remap_args import refused_write
+from tsfunc.bridge.control.subsets import SubsetLevel
 from tsfunc.bridge.control.traced_bodies import Result
 from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.tracing import TraceLevel
@@ -26,45 +26,53 @@ from tsfunc.transforms.control.operators import While
 
 
 def vmaps_of(value: Any) -> list[BatchLevel]:
-    """The vmaps that a choice is batched by.
+    """Return the vmaps that batch a choice.
 
     Raises:
-        NotApart: one of them can't be set apart: it stands in another's place, or splits.
+        CannotUnbatch: one of them replaces another level, or splits its batch.
     """
     found = []
-    for layer in needed_layers(value).values():
-        level = layer.level
-        if layer.bdim is None or not isinstance(level, BatchLevel):
+    for frame in needed_frames(value).values():
+        level = frame.level
+        if frame.bdim is None or not isinstance(level, BatchLevel):
             continue
-        if isinstance(level, LaneLevel) or level.origin is not level or level.splitter is not None:
-            raise NotApart(level.origin.whole)
+        if (
+            isinstance(level, SubsetLevel)
+            or level.origin is not level
+            or level.splitter is not None
+        ):
+            raise CannotUnbatch(level.origin.whole)
         found.append(level)
     return found
 
 
 def call_of(
-    op: Operator, apart: Apart, trace: TraceLevel, tensors: Sequence[Any], numbers: Sequence[Any],
+    op: Operator,
+    hidden: HiddenVmaps,
+    trace: TraceLevel,
+    tensors: Sequence[Any],
+    numbers: Sequence[Any],
     results: Sequence[Result],
-) -> tuple[Any, ...]:  # fmt: skip
-    """Calls an operator, for each example of the vmaps that its bodies were traced without.
+) -> tuple[Any, ...]:
+    """Call an operator for each example of the vmaps that its bodies do not see.
 
     Args:
         op: the operator for one example.
-        apart: the vmaps.
+        hidden: the vmaps.
         trace: what records the call.
-        tensors: what it is called with, laid out as `apart` has it.
+        tensors: its operands, laid out by `hidden`.
         numbers: the symbolic numbers after these.
         results: what is known of its results for one example.
 
     Raises:
-        NotApart: its bodies draw random numbers, or may; or a branch writes into an operand, which
-            may be meant for it alone.
+        CannotUnbatch: a body draws random numbers, or a branch writes into an operand, which
+            may be meant for that branch alone.
         RuntimeError: a loop's body writes into what it closes over.
     """
-    if not apart.levels:
+    if not hidden.levels:
         return call(op, trace, tensors, numbers, results)
-    columns = list(zip(*(apart.flags(peeled(x)[1]) for x in tensors), strict=True))
-    level = next(iter(apart.levels.values()))
+    columns = list(zip(*(hidden.flags(unwrap_all(x)[1]) for x in tensors), strict=True))
+    level = next(iter(hidden.levels.values()))
     batched = {i for flags in columns for i, each in enumerate(flags) if each}
     written = {i: by for body in op.bodies for i, by in _written(body).items() if i in batched}
     if isinstance(op, While):
@@ -72,18 +80,20 @@ def call_of(
             if i >= op.carried:
                 raise RuntimeError(refused_write(op.name, by, tuple(tensors[i].shape), level))
     elif written:
-        raise NotApart(level.origin.whole)
+        raise CannotUnbatch(level.origin.whole)
     if any(is_random(node) for body in op.bodies for node in body.graph.nodes):
-        raise NotApart(level.origin.whole)
+        raise CannotUnbatch(level.origin.whole)
     mapped = op
     for flags in reversed(columns):  # the innermost vmap first
         mapped = Mapped(mapped, flags)
-    sizes = [apart.levels[depth].batch_size for depth in sorted(apart.levels)]
-    return call(mapped, trace, tensors, numbers, [_of_all(r, sizes, apart, trace) for r in results])
+    sizes = [hidden.levels[depth].batch_size for depth in sorted(hidden.levels)]
+    return call(
+        mapped, trace, tensors, numbers, [_of_all(r, sizes, hidden, trace) for r in results]
+    )
 
 
 def _written(body: Body) -> dict[int, str]:
-    """The numbers of the operands that a body writes into, or into views of them, and by what."""
+    """Return the operands that a body writes into, directly or by a view, and what writes."""
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     numbers = dict(zip(inputs, body.inputs, strict=True))
     found: dict[Any, str] = {}
@@ -97,7 +107,7 @@ def _written(body: Body) -> dict[int, str]:
 
 
 def _base(node: Any) -> Any:
-    """What a node is a view of, or has been written into."""
+    """Return the node whose memory a node shares."""
     op = node.meta.get("op")
     while isinstance(op, TorchOperator) and (op.is_view or op.writes):
         node = node.args[0]
@@ -105,7 +115,7 @@ def _base(node: Any) -> Any:
     return node
 
 
-def _of_all(one: Result, sizes: Sequence[Any], apart: Apart, trace: TraceLevel) -> Result:
+def _of_all(one: Result, sizes: Sequence[Any], hidden: HiddenVmaps, trace: TraceLevel) -> Result:
     shape = (*sizes, *one.value.shape)
     value = trace.fake_like(one.value, shape, in_order(shape))
-    return Result(value, apart.around_result(one.wrapping))
+    return Result(value, hidden.around_result(one.stack))

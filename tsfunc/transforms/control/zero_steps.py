@@ -28,7 +28,7 @@ _kept: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 _MOST = 64  # of a function
 
 
-def check_unmade(
+def check_zero_steps(
     what: str, written: Any, body: Callable[[Any], Any], carry: Any, advice: str
 ) -> None:
     """Checks that a body that was not called would keep the type of its carry.

@@ -1,4 +1,4 @@
-"""What door 1 does with the arguments of a body's calls before anything else: NOTE [lanes]."""
+"""How the function handler remaps the arguments of a body's calls: NOTE [active subsets]."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tsfunc.bridge.tracers.tracer import METHODS, Tracer, seen_here
 from tsfunc.dispatch.state import Level, tls
 
 if TYPE_CHECKING:
-    from tsfunc.bridge.control.lanes import LaneLevel
+    from tsfunc.bridge.control.subsets import SubsetLevel
 
 
-def takes_over(func: Any) -> bool:
-    """Whether a call that is made while a body runs is the body's, with arguments to take over.
+def is_remapped(func: Any) -> bool:
+    """True if a call made while a body runs is the body's own, with arguments to remap.
 
-    A kernel's own call has what was taken over. What is asked of a tensor's type is the same
-    inside and outside, and asked by the code that runs a body inside of this one too.
+    The arguments of a kernel's call are remapped already. Questions about a tensor's type have the
+    same answer inside and outside, and the code that runs a nested body asks them too.
     """
     if tls.state.running is not None or func == _REQUIRES_GRAD:
         return False
@@ -36,28 +36,29 @@ _WRITES = frozenset({torch.Tensor.__setitem__})
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, complex, type(None)})
 
 
-class TakingOver:
-    """What door 1 asks, while a body runs on lanes, before it goes on with a call of the body's.
+class ArgRemapper:
+    """Remaps the arguments of each call of a body that runs on a subset.
 
-    What it closes over is taken over once. It stays as it is meanwhile: writes into it are refused.
+    A tensor that the body closes over is remapped once. It stays unchanged while the body runs:
+    writes into it are refused.
     """
 
-    __slots__ = ("lanes", "taken", "what")
+    __slots__ = ("subset", "taken", "what")
 
-    def __init__(self, lanes: LaneLevel, what: str) -> None:
-        self.lanes, self.what = lanes, what
+    def __init__(self, subset: SubsetLevel, what: str) -> None:
+        self.subset, self.what = subset, what
         self.taken: dict[int, tuple[Tracer, Any]] = {}
 
-    def anew(self) -> TakingOver:
-        return TakingOver(self.lanes, self.what)
+    def anew(self) -> ArgRemapper:
+        return ArgRemapper(self.subset, self.what)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        lanes = self.lanes
+        subset = self.subset
         known = self.taken
         quick: list[Any] = []
         for arg in args:
             kind = type(arg)
-            if kind in _PLAIN or (kind is MadeTracer and arg.dispatch_level is lanes):
+            if kind in _PLAIN or (kind is MadeTracer and arg.dispatch_level is subset):
                 quick.append(arg)
             elif id(arg) in known:
                 quick.append(known[id(arg)][1])
@@ -65,15 +66,15 @@ class TakingOver:
                 break
         else:
             if not kwargs:
-                if all(map(is_, quick, args)) or not takes_over(func):
+                if all(map(is_, quick, args)) or not is_remapped(func):
                     return None
                 if quick[0] is args[0] or not _writes(func):
                     return quick, kwargs
-        if not takes_over(func):
+        if not is_remapped(func):
             return None
-        if args and isinstance(args[0], Tracer) and _writes(func) and lanes.replaces(args[0]):
+        if args and isinstance(args[0], Tracer) and _writes(func) and subset.replaces(args[0]):
             shape = tuple(args[0].shape)
-            raise RuntimeError(refused_write(self.what, func.__name__, shape, lanes.whole))
+            raise RuntimeError(refused_write(self.what, func.__name__, shape, subset.whole))
         taken = [self._taken(arg) for arg in args]
         named = {name: self._taken(arg) for name, arg in kwargs.items()} if kwargs else kwargs
         same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
@@ -81,7 +82,7 @@ class TakingOver:
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, Tracer):
-            if value.dispatch_level is self.lanes:
+            if value.dispatch_level is self.subset:
                 return value
             known = self.taken.get(id(value))
             if known is None:
@@ -96,12 +97,12 @@ class TakingOver:
 
 
 def refused_write(what: str, by: str, shape: tuple[Any, ...], level: Level) -> str:
-    """What is said of a write into a tensor that a body closes over.
+    """Return the message for a write into a tensor that a body closes over.
 
     Args:
-        what: the operator.
-        by: what writes.
-        shape: of the tensor.
+        what: the control flow operator.
+        by: the name of the function that writes.
+        shape: the shape of the tensor.
         level: the vmap.
     """
     return (
