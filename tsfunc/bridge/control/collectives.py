@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.control.attempts import NeedsWholeBatch, CannotUnbatch
+from tsfunc.bridge.control.attempts import CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import HiddenVmap
 from tsfunc.bridge.control.subsets import SubsetLevel
 from tsfunc.bridge.grad.linear_maps import LinearMap, at_level, batched_value, linear, rebuilt
