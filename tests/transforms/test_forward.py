@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -374,3 +375,48 @@ def test_a_jvp_takes_no_tangent_of_one_around_it_for_its_own(name: str, run: Any
     f, expected = _APART[name]
     x = torch.tensor([0.3, -1.0, 2.0])
     torch.testing.assert_close(run(f)(x), expected(x))
+
+
+@pytest.mark.parametrize("through", [lambda f: f, tsfunc.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.softmax(-1),
+        lambda x: x.softmax(0, dtype=torch.float64),
+        lambda x: x.log_softmax(1),
+        lambda x: torch.ops.aten._safe_softmax(x, -1),
+        lambda x: x.logsumexp((0, 1)),
+        lambda x: x.norm(dim=0),
+        lambda x: torch.linalg.vector_norm(x, 3, -1),
+        lambda x: x.norm(1.5),
+        lambda x: torch.nn.functional.normalize(x, dim=0),
+        lambda x: x.renorm(2, 0, 0.5),
+        lambda x: torch.nn.functional.cross_entropy(x, torch.tensor([1, 0, 1])),
+        lambda x: torch.cholesky_inverse(x.mT @ x),
+    ],
+    ids=itertools.count(),
+)
+def test_a_gradient_of_a_tangent_is_that_of_double_backward(
+    f: Callable[[Tensor], Tensor], through: Any
+) -> None:
+    """Formulas of tangents that write into saved values, or take what is read for constant.
+
+    A checkpoint saves by hooks, where autograd does not see that a saved value was written to.
+    """
+    x = torch.tensor([[0.4, 0.9], [0.3, -1.0], [1.2, 0.1]], dtype=torch.float64)
+    t = torch.tensor([[1.0, -0.5], [0.25, 2.0], [0.7, 0.3]], dtype=torch.float64)
+
+    def pushed(x: Tensor) -> Tensor:
+        return jvp(f, (x,), (t,))[1].square().sum()
+
+    def by_double_backward(x: Tensor) -> Tensor:
+        out = f(x)
+        u = torch.ones_like(out).requires_grad_()
+        (pulled,) = torch.autograd.grad(out, x, u, create_graph=True)
+        (tangent,) = torch.autograd.grad(pulled, u, t, create_graph=True)
+        return tangent.square().sum()
+
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(by_double_backward(leaf), leaf)
+    same(through(tsfunc.grad(pushed))(x), expected)
+    same(through(lambda x: jvp(tsfunc.grad(pushed), (x,), (t,))[0])(x), expected)

@@ -2,8 +2,10 @@
 
 NOTE [derivatives of forward formulas]
 torch's formulas for the tangents of some operators are right as far as they go, but take for
-constants what they are not: further results that have no derivative of their own (the factors of
-a determinant), or what they write in place. torch itself never differentiates a tangent. Here
+constants what they are not (further results that have no derivative of their own, such as the
+factors of a determinant), or write in place into values that autograd has saved. torch notices such
+a write only where it checks versions, and not on values that hooks have saved, as those of a
+checkpoint are. torch itself never differentiates a tangent of plain tensors. Here
 ``jvp`` may stand inside of anything. So these operators are met before autograd sees them (NOTE
 [the factory keys]); a call with tangents that somebody else differentiates by is written in other
 operators (``ops/written_out``), or gets its tangent by differentiating its pullback, which torch
@@ -38,7 +40,10 @@ from tsfunc.ops.written_out import BACKWARD_WRITTEN_OUT, WRITTEN_OUT
 # Their pullbacks can be differentiated any number of times.
 PULLED_BACK = (
     "_linalg_det _linalg_slogdet _linalg_solve_ex _linalg_eigh linalg_eig "
-    "linalg_householder_product glu"
+    "linalg_householder_product glu cholesky_inverse "
+    # Their formulas write in place into what autograd has saved.
+    "_softmax _log_softmax _safe_softmax logsumexp linalg_vector_norm renorm "
+    "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype"
 ).split()
 
 _libraries: list[torch.library.Library] = []
