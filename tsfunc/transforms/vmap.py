@@ -23,6 +23,7 @@ from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.hot_calls import HOT
+from tsfunc.bridge.tracers.outermost import entered
 from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import MARKED, seen_here
 from tsfunc.bridge.writing.assigned import ASSIGNED, put_back_assigned, refuse_assigned
@@ -286,8 +287,10 @@ def _run(
     """One run of the function, for all examples of the level."""
     if not HOT:
         hot.fill()
+    guards = entered.random_guards
+    watching = guards.pop() if guards else watching_random()
     try:
-        with level, watching_random():
+        with level, watching:
             inputs: Any = [
                 value if dim is None else wrap(value, dim, level, value.storage_offset())
                 for value, dim in zip(flat, at, strict=True)
@@ -300,6 +303,7 @@ def _run(
             out = spec.func(*inputs, **kwargs)
             if MARKED:
                 settle_all(out)
+        guards.append(watching)
     except BaseException:
         if ASSIGNED:
             put_back_assigned(level)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.autograd import Variable, forward_ad
 from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.factories import prepare, watching_random
+from tsfunc.bridge.tracers.outermost import entered, leaves_dual_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here, settle
 from tsfunc.dispatch import current_levels
 
@@ -85,28 +86,19 @@ def _not_inference(value: Any) -> Any:
     return value
 
 
-class _Recording(threading.local):
-    """How many transforms record on this thread."""
-
-    depth = 0
-
-
-_recording = _Recording()
-
-
 def differentiates_here() -> bool:
     """Whether the code that runs is inside of a derivative of ours, at whichever level."""
-    return _recording.depth > 0 or _plain_forward.depth > 0
+    return entered.recording > 0 or entered.forward > 0
 
 
 @contextmanager
 def differentiating() -> Iterator[None]:
     """The code of the block counts as inside of a derivative."""
-    _recording.depth += 1
+    entered.recording += 1
     try:
         yield
     finally:
-        _recording.depth -= 1
+        entered.recording -= 1
 
 
 @contextmanager
@@ -365,13 +357,23 @@ class DualLevelTaken(RuntimeError):
     """Another thread is in torch's dual level."""
 
 
-class _PlainForward(threading.local):
-    """How many jvps hang tangents on plain tensors on this thread."""
-
-    depth = 0
-
-
-_plain_forward = _PlainForward()
+@leaves_dual_level
+def _leave_dual_level(before: int) -> None:
+    """Leave the dual level that jvps of this thread have entered since."""
+    global _dual_users, _dual_ours
+    if _dual_owner != threading.get_ident():
+        return
+    with suppress(RuntimeError):  # raised once the thread does not hold the lock
+        while True:
+            _dual_lock.release()
+    with _dual_lock:
+        if before < 0 and (_dual_users or forward_ad._current_level >= 0):
+            # torch's own number of the level may be out of step with whether it is entered.
+            with suppress(RuntimeError):
+                torch._C._exit_dual_level(level=0)
+            forward_ad._current_level = -1
+        _dual_users, _dual_ours = 0, False
+        _dual_lock.notify_all()
 
 
 def tangents_here() -> bool:
@@ -379,7 +381,7 @@ def tangents_here() -> bool:
 
     Another thread's jvp does not count: it may leave the dual level at any moment.
     """
-    if _plain_forward.depth > 0 or (forward_ad._current_level >= 0 and not _dual_ours):
+    if entered.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours):
         return True
     return any(isinstance(level, TracerLevel) and level.forward > 0 for level in current_levels())
 
@@ -388,7 +390,7 @@ def forward_in_use(level: TracerLevel | None) -> bool:
     """Whether tensors of this level carry the tangents of an enclosing jvp."""
     if level is not None:
         return level.forward > 0
-    return _plain_forward.depth > 0 or (forward_ad._current_level >= 0 and not _dual_ours)
+    return entered.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours)
 
 
 _formulas_loaded = False
@@ -430,7 +432,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
         level.autograd += 1
     else:
         prepare()
-        _plain_forward.depth += 1
+        entered.forward += 1
     try:
         # A caller may have switched it off, as the forward of every autograd.Function does.
         with forward_ad._set_fwd_grad_enabled(True):
@@ -440,7 +442,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
             level.forward -= 1
             level.autograd -= 1
         else:
-            _plain_forward.depth -= 1
+            entered.forward -= 1
         with _dual_lock:
             _dual_users -= 1
             if _dual_users == 0:
@@ -457,15 +459,15 @@ def no_duals(levels: Sequence[TracerLevel], enabled: bool) -> Iterator[None]:
     Args:
         enabled: whether operators push tangents there.
     """
-    plain, counts = _plain_forward.depth, [level.forward for level in levels]
-    _plain_forward.depth = 0
+    plain, counts = entered.forward, [level.forward for level in levels]
+    entered.forward = 0
     for level in levels:
         level.forward = 0
     try:
         with forward_ad._set_fwd_grad_enabled(enabled):
             yield
     finally:
-        _plain_forward.depth = plain
+        entered.forward = plain
         for level, count in zip(levels, counts, strict=True):
             level.forward = count
 

@@ -27,6 +27,7 @@ fails by name when one goes):
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import struct
@@ -65,6 +66,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+_OWN_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
 
@@ -98,12 +100,12 @@ class _Casting(threading.local):
     exclude: Any = None
 
 
-_casting = _Casting()
+casting = _Casting()
 
 
 def is_casting() -> bool:
     """Whether autocast is on for this call, or was at door 1."""
-    return _casting.exclude is not None or _is_any_autocast_enabled()
+    return casting.exclude is not None or _is_any_autocast_enabled()
 
 
 class autocast_of_the_call:
@@ -112,12 +114,12 @@ class autocast_of_the_call:
     __slots__ = ("previous",)
 
     def __enter__(self) -> None:
-        self.previous = _casting.exclude
+        self.previous = casting.exclude
         on = _is_any_autocast_enabled()
-        _casting.exclude = _dispatch_tls_local_exclude_set() if on else None
+        casting.exclude = _dispatch_tls_local_exclude_set() if on else None
 
     def __exit__(self, *error: object) -> None:
-        _casting.exclude = self.previous
+        casting.exclude = self.previous
 
 
 class without_casting:
@@ -126,19 +128,19 @@ class without_casting:
     __slots__ = ("guard", "previous")
 
     def __enter__(self) -> None:
-        self.previous = _casting.exclude
+        self.previous = casting.exclude
         self.guard = _DisableAutocast()
         self.guard.__enter__()
-        _casting.exclude = None
+        casting.exclude = None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        _casting.exclude = self.previous
+        casting.exclude = self.previous
         self.guard.__exit__(kind, error, trace)
 
 
 def is_cast(name: str) -> bool:
     """Whether autocast, as it is for this call, has a kernel of its own for an operator."""
-    exclude = _casting.exclude or _dispatch_tls_local_exclude_set()
+    exclude = casting.exclude or _dispatch_tls_local_exclude_set()
     return any(
         not exclude.has(key) and _dispatch_has_kernel_for_dispatch_key(name, key.name)
         for key in _AUTOCAST
@@ -177,7 +179,7 @@ def _in_inference_mode(include: Any, exclude: Any) -> tuple[Any, Any]:
 
 def _with_autocast(exclude: Any) -> Any:
     """The set with autocast as it is for this call."""
-    return exclude - (_EVERY_AUTOCAST - _casting.exclude)
+    return exclude - (_EVERY_AUTOCAST - casting.exclude)
 
 
 class RestoredTorchState:
@@ -199,7 +201,7 @@ class RestoredTorchState:
         include, exclude = state.include, state.exclude
         if not now and torch.is_inference_mode_enabled():
             include, exclude = _in_inference_mode(include, exclude)
-        if _casting.exclude is not None:
+        if casting.exclude is not None:
             exclude = _with_autocast(exclude)
         self.guard = _ForceDispatchKeyGuard(include, exclude)
         self.guard.__enter__()
@@ -303,11 +305,16 @@ def outside_functorch() -> AbstractContextManager[Any]:
 _SUSPENDABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
-def release_guards(error: BaseException) -> None:
+def release_guards(error: BaseException, *, ours: bool = False) -> None:
     """Free the locals of torch's frames in a traceback: NOTE [guards in frames].
 
     The thread's dispatch keys are arbitrary afterwards; the caller restores them.
+
+    Args:
+        ours: whether to free those of this package's frames too, and of context managers that
+            generators make, which may hold what an interrupt has kept them from leaving.
     """
+    roots = (_TORCH_ROOT, _OWN_ROOT, contextlib.__file__) if ours else _TORCH_ROOT
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -319,7 +326,7 @@ def release_guards(error: BaseException) -> None:
         step = found.__traceback__
         while step is not None:
             code = step.tb_frame.f_code
-            if code.co_filename.startswith(_TORCH_ROOT) and not code.co_flags & _SUSPENDABLE:
+            if code.co_filename.startswith(roots) and not code.co_flags & _SUSPENDABLE:
                 with suppress(RuntimeError):  # the frame is still executing
                     step.tb_frame.clear()
             step = step.tb_next

@@ -27,6 +27,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.outermost import entered as outermost
+from tsfunc.bridge.tracers.outermost import leave_whole
 from tsfunc.config import config
 from tsfunc.dispatch.places import GENERATED, LIBRARIES, Place
 
@@ -44,6 +46,7 @@ _boundaries: set[CodeType] = set()
 def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
     """Decorate a callable that users call: an error that leaves it is folded.
 
+    The outermost one of a thread restores the thread's state: NOTE [interrupts] in ``outermost``.
     Dynamo traces neither the callable nor what it calls.
 
     Args:
@@ -54,7 +57,9 @@ def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
     def decorate(entry: F) -> F:
         def entered(*args: Any, **kwargs: Any) -> Any:
             try:
-                return entry(*args, **kwargs)
+                if outermost.inside:
+                    return entry(*args, **kwargs)
+                return leave_whole(entry, args, kwargs)
             except Exception as error:
                 fold(error, lambda: _label(transform, func))
                 raise

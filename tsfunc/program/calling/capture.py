@@ -23,6 +23,7 @@ from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_o
 from tsfunc.bridge.trace.untyped import without_stand_ins
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
+from tsfunc.bridge.tracers.outermost import entered, leave_whole
 from tsfunc.bridge.writing.marked import settle_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
@@ -99,6 +100,8 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         DataDependentError: it uses a tensor as a Python number or bool.
         AtTheEdge, ToldApart: it is to be traced again.
     """
+    if not entered.inside:
+        return leave_whole(capture, (request, instances), {})
     with collecting_seldom():
         trace = _Trace(request, instances or Instances(request.name))
         return trace.program(trace.run())
@@ -110,6 +113,8 @@ def outline(request: TraceRequest) -> Any:
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
     """
+    if not entered.inside:
+        return leave_whole(outline, (request,), {})
     trace = _Trace(request, Instances(request.what))
     try:
         return pytrees.tree_map(trace.fake_value, trace.run())

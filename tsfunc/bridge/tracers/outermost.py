@@ -1,0 +1,127 @@
+"""The outermost transform of a thread restores the thread's state, wherever it is interrupted.
+
+NOTE [interrupts]
+A signal handler may raise between any two steps of a thread (Ctrl-C raises KeyboardInterrupt), and
+so between the steps by which a level is entered or left. Python runs handlers as a Python function
+begins, as a loop goes back, and after calls into C: never between plain assignments, and never
+between a ``with`` statement and the methods of a context manager that is written in C. So the
+outermost call of a transform is held by one C++ guard, which restores torch's dispatch keys, and by
+a ``finally`` that only assigns. All other state is restored if the call raises; if that is
+interrupted too, the next outermost call does it first.
+
+A guard of torch's that an interrupted frame has entered and not left restores older keys when it is
+freed. The traceback keeps such frames, so their variables are released before the keys are restored
+(NOTE [guards in frames] in ``torch_state``).
+
+Private names used here (torch 2.11 to 2.14): ``_PreserveDispatchKeyGuard`` restores the thread's
+dispatch keys; ``_is_fwd_grad_enabled`` and its setter are forward mode's switch; the lengths of
+torch's stacks of modes, and what takes one off; ``_functorch`` has torch.func's stack.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch._C import (
+    _functorch,
+    _is_fwd_grad_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _PreserveDispatchKeyGuard,
+    _set_fwd_grad_enabled,
+    _set_grad_enabled,
+    is_grad_enabled,
+)
+from torch.autograd import forward_ad
+from torch.overrides import _pop_mode
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+
+from tsfunc.bridge.tracers.torch_state import casting, release_guards
+from tsfunc.dispatch.state import active_levels, tls
+
+R = TypeVar("R")
+
+
+class _Entered(threading.local):
+    """The outermost transform of a thread.
+
+    Attributes:
+        inside: True while one runs.
+        unrestored: the state before one that could not restore all of it.
+        guard: restores the dispatch keys when it is left.
+        random_guards: guards of ``watching_random`` that are not in use, since making one costs
+            more than entering it.
+        recording: how many transforms record on this thread.
+        forward: how many jvps put tangents on plain tensors on this thread.
+    """
+
+    inside = False
+    unrestored: tuple[Any, ...] | None = None
+    recording = 0
+    forward = 0
+
+    def __init__(self) -> None:
+        self.guard = _PreserveDispatchKeyGuard()
+        self.random_guards: list[Any] = []
+
+
+entered = _Entered()
+
+# Called with the number of torch's dual level that was entered before, -1 for none.
+_leave_dual_level: list[Callable[[int], None]] = []
+
+
+def leaves_dual_level(restore: Callable[[int], None]) -> Callable[[int], None]:
+    """Register what leaves torch's dual level after a failure."""
+    _leave_dual_level.append(restore)
+    return restore
+
+
+def _restore(before: tuple[Any, ...]) -> None:
+    state, recording, plain, grad, forward, functions, modes, functorch, cast, dual = before
+    tls.state = state
+    entered.recording, entered.forward, casting.exclude = recording, plain, cast
+    _set_grad_enabled(grad)
+    _set_fwd_grad_enabled(forward)
+    for leave in _leave_dual_level:
+        leave(dual)
+    while _len_torch_function_stack() > functions:
+        _pop_mode()
+    while _len_torch_dispatch_stack() > modes:
+        _pop_dispatch_mode()
+    while (_functorch.maybe_current_level() or 0) > (functorch or 0):
+        _functorch.pop_dynamic_layer_stack()
+    me, kept = threading.get_ident(), set(state.levels)
+    for level, thread in tuple(active_levels.items()):
+        if thread == me and level not in kept:
+            level.alive = False
+            active_levels.pop(level, None)
+
+
+def leave_whole(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+    """Run the outermost transform of a thread; restore the thread's state when it is left."""
+    own = entered
+    if own.unrestored is not None:
+        _restore(own.unrestored)
+        own.unrestored = None
+    state = tls.state
+    before = (
+        state, own.recording, own.forward, is_grad_enabled(), _is_fwd_grad_enabled(),
+        _len_torch_function_stack(), _len_torch_dispatch_stack(),
+        _functorch.maybe_current_level(), casting.exclude, forward_ad._current_level,
+    )  # fmt: skip
+    with own.guard:
+        try:
+            own.inside = True
+            return call(*args, **kwargs)
+        except BaseException as error:
+            own.unrestored = before
+            release_guards(error, ours=True)
+            _restore(before)
+            own.unrestored = None
+            raise
+        finally:
+            own.inside = False
+            tls.state = state
