@@ -53,11 +53,20 @@ def on_unknown(adopt: Adopt) -> None:
     _adopters.append(adopt)
 
 
-def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves of a tree, ``None`` among them, and its structure."""
-    leaves, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    if not _LEAVES.issuperset(map(type, leaves)) and _take_in(leaves):
-        return flatten(tree)
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Return the leaves of a tree, ``None`` among them, and its structure.
+
+    Args:
+        tree: the tree.
+        is_leaf: whether a container is a leaf nevertheless.
+    """
+    leaves, structure = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    if not _LEAVES.issuperset(map(type, leaves)):
+        unknown = leaves if is_leaf is None else [x for x in leaves if not is_leaf(x)]
+        if _take_in(unknown):
+            return flatten(tree, is_leaf)
     return leaves, structure
 
 

@@ -89,7 +89,7 @@ class Formula(torch.autograd.Function):
     fails: Callable[[], None]
 
     @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(x: torch.Tensor) -> torch.Tensor:
         Formula.fails()
         return x.sin()
 
@@ -105,7 +105,7 @@ class Formula(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0].cos()
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         Formula.fails()
         return tangents[0] * ctx.saved_tensors[0].cos()
 
@@ -170,9 +170,10 @@ def formulas(fails: Fails, kept: list[Any], patch: pytest.MonkeyPatch) -> Callab
 
     def run(x: torch.Tensor) -> torch.Tensor:
         kept.append(x)
-        y: Any = Formula.apply(x)
+        apply: Any = Formula.apply
+        y = apply(x)
         kept.append(y)
-        return body(Formula.apply(y))
+        return body(apply(y))
 
     return run
 
@@ -225,7 +226,7 @@ USES: tuple[Callable[[torch.Tensor], Any], ...] = (
     lambda t: t.clone(),
     lambda t: t.detach().sum(),
     lambda t: torch.zeros_like(t),
-    lambda t: torch.empty(()).set_(t),
+    lambda t: torch.empty(()).copy_(t),
     lambda t: tsfunc.specialize(lambda x: x * 2)(t),
     lambda t: tsfunc.vmap(lambda x: x * 2)(t[None]),
 )
@@ -254,7 +255,8 @@ def test_a_failed_trace_leaves_the_thread_and_the_next_trace_whole(
     x = torch.tensor([0.3, -1.2, 0.5, 2.0, -0.4])
     arguments = (x, torch.ones(2, 2)) if transform == "vmap" else (x,)
     described = {"x": tsfunc.MetaTensorType(["n"])} if symbolic else None
-    before, kept = thread_state(), []
+    before = thread_state()
+    kept: list[Any] = []
     transformed = TRANSFORMS[transform]
     fails = Fails(at, error)
     raised: list[BaseException] = []
@@ -292,7 +294,8 @@ def test_in_place_operators_with_weights_push_tangents_in_a_program(
 ) -> None:
     def f(v: torch.Tensor) -> torch.Tensor:
         rest = (v * 2, 0.3) if number and method == "lerp_" else (v * 2, v.cos())
-        return getattr(v * 1, method)(*rest)
+        out: torch.Tensor = getattr(v * 1, method)(*rest)
+        return out
 
     x = torch.tensor([1.0, 2.0, 4.0])
     pushed = lambda x: tsfunc.jvp(f, (x,), (x.sin(),))[1]  # noqa: E731
@@ -321,7 +324,8 @@ def test_an_error_from_printing_that_is_kept_does_not_change_the_thread_when_it_
             raise ValueError("the user's")
         except ValueError as error:
             kept.append(error)
-            return printed(Fails(1, RuntimeError), [], monkeypatch)(y)
+            out: torch.Tensor = printed(Fails(1, RuntimeError), [], monkeypatch)(y)
+            return out
 
     with pytest.raises(RuntimeError) as caught:
         tsfunc.specialize(f)(torch.ones(5))

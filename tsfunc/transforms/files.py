@@ -151,6 +151,9 @@ def _read(
         ) from None
     loaded.saved_state, loaded.what = saved.state, what
     loaded.cache.entries = tuple(
-        Entry.of_form(answer.program, answer.form, answer.reason) for answer in saved.answers
+        Entry.of_form(
+            answer.program, answer.form, answer.reason, loaded.target.refused_by(None, True)
+        )
+        for answer in saved.answers
     )
     return loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,8 @@ def same_value(expected: object, got: object) -> bool:
 
 def _same_of_one_type(expected: Any, got: Any) -> bool:
     if isinstance(expected, float):
-        return bool(expected.hex() == got.hex())
+        same_sign = math.copysign(1, expected) == math.copysign(1, got)  # also of NaN
+        return bool(expected.hex() == got.hex() and same_sign)
     if isinstance(expected, complex):
         return same_value(expected.real, got.real) and same_value(expected.imag, got.imag)
     if isinstance(expected, list | tuple):

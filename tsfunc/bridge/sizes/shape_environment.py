@@ -22,6 +22,14 @@ from tsfunc.dispatch.places import Place, is_users, users_place
 from tsfunc.dispatch.refusals import may_be_caught, refused_value
 
 
+class SignedZeroError(Exception):
+    """Internal: a symbolic float was asked for its number, which is 0.0 or -0.0.
+
+    The condition for other calls would be that it is equal to 0, as both are. So the numbers that
+    it follows from are burnt in.
+    """
+
+
 @functools.cache
 def environment_class() -> Any:
     from sympy import Not
@@ -55,7 +63,10 @@ def environment_class() -> Any:
 
         def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return super().evaluate_expr(expr, *args, **kwargs)
+                answer = super().evaluate_expr(expr, *args, **kwargs)
+                if not isinstance(expr, Boolean) and answer == 0 and not expr.is_integer:
+                    raise SignedZeroError(f"{expr} is 0.0 or -0.0")
+                return answer
             except GuardOnDataDependentSymNode:
                 refused = refused_value(asking_frame()) if isinstance(expr, Boolean) else None
                 if refused is None:

@@ -85,7 +85,8 @@ class Entry:
         form: what is taken for granted of the arguments.
         given: the same as ``accepts``, for arguments that are not flattened: None, or all that
             the program runs on.
-        is_for_another: whether a call keeps a narrower contract, whose programs answer it.
+        refuses: whether a call that the guard accepts breaks the contract, or keeps a narrower
+            one, whose programs answer it.
         seconds: how long it took to make.
         hits: how many calls it has answered since.
     """
@@ -98,7 +99,7 @@ class Entry:
     signature: Any
     form: CallForm
     given: Enter | None = None
-    is_for_another: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
+    refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     seconds: float = 0.0
     hits: int = field(default=0, init=False)
     enter: Enter = field(init=False)
@@ -107,14 +108,20 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.enter = self.given or self._flattened
-        if self.is_for_another is not None:
-            self.enter = functools.partial(_enter_own, self.enter, self.is_for_another)
+        if self.refuses is not None:
+            self.enter = functools.partial(_enter_own, self.enter, self.refuses)
         self.run, self.build = self.program.run, builder(self.program.out_tree)
         if any(isinstance(node.target, RandomStates) for node in every_node(self.program.graph)):
             self.run = _outside_traces(self.program.run)
 
     @classmethod
-    def of_form(cls, program: Program, form: CallForm, reason: str) -> Entry:
+    def of_form(
+        cls,
+        program: Program,
+        form: CallForm,
+        reason: str,
+        refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
+    ) -> Entry:
         """A program for calls of a form, with a guard that is generated from that alone."""
         facts = program.facts or Reads()
         lines, scope = form.guard()
@@ -123,6 +130,7 @@ class Entry:
             program, form.tree, facts.function(form.ambient, lines, scope),
             facts.function(form.ambient), reason, None, form,
             None if opening is None else facts.entering(form.ambient, opening, lines, scope),
+            refuses,
         )  # fmt: skip
 
     @property
@@ -165,12 +173,12 @@ def _outside_traces(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _enter_own(
     enter: Enter,
-    is_for_another: Callable[[tuple[Any, ...], dict[str, Any]], bool],
+    refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[Any] | None:
     values = enter(args, kwargs)
-    return None if values is None or is_for_another(args, kwargs) else values
+    return None if values is None or refuses(args, kwargs) else values
 
 
 class Cache:

@@ -266,7 +266,7 @@ class FirstCall:
             signature,
             form,
             None if opening is None else facts.entering(self.ambient, opening, lines, scope),
-            self.target.is_narrower(self.contract),
+            self.target.refused_by(self.contract),
             time.perf_counter() - start,
         )
         self._record(entry)

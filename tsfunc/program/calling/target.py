@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tsfunc.bridge.trace.backends import Backend
 from tsfunc.errors import DescriptorViolation
-from tsfunc.program.reading.holding import Closure
+from tsfunc.program.reading.holding import Closure, is_container, is_instance
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors
+from tsfunc.types.descriptors import TensorOf, Value
+from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.signatures import takes_any_keyword
 
 
@@ -53,20 +58,42 @@ class Target:
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
 
-    def is_narrower(
-        self, contract: CompiledDescriptors | None
+    def refused_by(
+        self, contract: CompiledDescriptors | None, any_grad: bool = False
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
-        """Whether a call keeps a contract that is narrower than one; None where there is none."""
-        if contract is None:
-            return None
-        own = Descriptors(contract.descriptors)
-        narrower = [each for each in self.contracts if Descriptors(each.descriptors) < own]
+        """Whether a program refuses a call that its guard accepts; None if it never does.
 
-        def is_kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        It refuses a call that keeps a narrower contract, and one that breaks all contracts. A guard
+        looks at types, sizes and attributes; a tensor or an object that a contract promises, and
+        the class of a tensor, are checked here.
+
+        Args:
+            contract: the one that the program was made under; None for a program of a file.
+            any_grad: whether the guard accepts tensors that require grad and others alike.
+        """
+        own = None if contract is None else Descriptors(contract.descriptors)
+        narrower = [x for x in self.contracts if own and Descriptors(x.descriptors) < own]
+        promised = any(
+            promises_more(each, any_grad) for x in self.contracts for each in x.descriptors.values()
+        )
+
+        def refuses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             arguments = self.bound(args, kwargs)
-            return any(each.is_kept(arguments) for each in narrower)
+            if any(each.is_kept(arguments) for each in narrower):
+                return True
+            return promised and not self._keeps(arguments)
 
-        return is_kept if narrower else None
+        return refuses if narrower or promised else None
+
+    def _keeps(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a call keeps one of the contracts."""
+        if any(each.is_kept(arguments) for each in self.contracts):  # quickly, if it says yes
+            return True
+        try:
+            self.contract(arguments)
+        except DescriptorViolation:
+            return False
+        return True
 
     def contract(
         self, arguments: Mapping[str, Any]
@@ -91,3 +118,24 @@ class Target:
                 f"{listed}"
             )
         return None, None
+
+
+def promises_more(descriptor: Any, any_grad: bool) -> bool:
+    """Whether a descriptor promises what the guard of a program does not look at."""
+    match descriptor:
+        case Value(value):
+            return isinstance(value, torch.Tensor) or is_instance(value) or is_container(value)
+        case TensorOf():
+            return True
+        case MetaTensorType():
+            return any_grad and descriptor.requires_grad is not None
+        case dict():
+            return any(promises_more(each, any_grad) for each in descriptor.values())
+        case list() | tuple() | frozenset():
+            return any(promises_more(each, any_grad) for each in descriptor)
+        case _:
+            pass
+    if isinstance(descriptor, type) or not dataclasses.is_dataclass(descriptor):
+        return False
+    parts = [getattr(descriptor, part.name) for part in dataclasses.fields(descriptor)]
+    return any(promises_more(part, any_grad) for part in parts)

@@ -71,10 +71,12 @@ class Outside:
     Attributes:
         tensor: the name of the tensor of a ``get_attr`` node.
         generator: that of the state of a generator of random numbers.
+        container: a list or dict that the program returns as it is in each call.
     """
 
     tensor: Callable[[str], str]
     generator: Callable[[torch.Generator], str]
+    container: Callable[[Any], Any] | None = None
 
     def of_body(self) -> Outside:
         """The same for the body of control flow, which takes its tensors as arguments."""
@@ -117,7 +119,7 @@ def encode_graph(
     outputs: Any = []
     for node in graph.nodes:
         if node.op == "output":
-            outputs = [encode(value, str) for value in node.args[0]]
+            outputs = [encode(value, str, outside.container) for value in node.args[0]]
             continue
         if node.op == "placeholder" or node in state:
             continue
@@ -255,7 +257,10 @@ class GraphReader:
 
     def _result(self, field: Field) -> Any:
         value = self._values.decode(field)
-        if isinstance(value, list | dict) or type(value) is tuple:
+        found: list[torch.fx.Node] = []
+        if isinstance(value, list | dict):  # a constant, as long as no node is in it
+            torch.fx.map_arg(value, found.append)
+        if found or type(value) is tuple:
             field.expected("the value of a leaf")
         return value
 

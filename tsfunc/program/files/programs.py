@@ -29,6 +29,7 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import CallForm
 from tsfunc.program.guarding.inputs import sizes_of_call
+from tsfunc.program.reading.updates import Outside as FromOutside
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 
@@ -71,7 +72,12 @@ def encode_program(
         form.bounds, lambda part: _encode_part(part, tensors, state, callees),
         sizes_of_call(form.inputs), described if described is not None else program.descriptors,
     )  # fmt: skip
-    outside = Outside(lifted, tensors.generator)
+
+    def container(value: Any) -> Any:
+        at = value.index - len(form.leaves) if isinstance(value, FromOutside) else -1
+        return encode(program.facts.values[at]) if at >= 0 and program.facts else None
+
+    outside = Outside(lifted, tensors.generator, container)
     named = {**names, **{symbol: name for symbol, name, _ in numbers}}
     graph = encode_graph(program.graph, outside, named, callees, in_cells)
     if callees.entries:

@@ -32,7 +32,7 @@ def _constants(kind: type) -> dict[str, Any]:
 DTYPES: dict[str, torch.dtype] = _constants(torch.dtype)
 _LAYOUTS: dict[str, torch.layout] = _constants(torch.layout)
 _FORMATS: dict[str, torch.memory_format] = _constants(torch.memory_format)
-_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_FLOATS = {"nan": math.nan, "-nan": math.copysign(math.nan, -1), "inf": math.inf, "-inf": -math.inf}
 _DEVICE = re.compile(r"[a-z]{1,20}(?::[0-9]{1,4})?")
 
 
@@ -53,6 +53,11 @@ class NoFileForm(Exception):
         return NoFileForm(f"{self}{where}", self.why)
 
 
+def _float_text(value: float) -> str:
+    """A float that is not finite, with its sign."""
+    return "-nan" if math.isnan(value) and math.copysign(1, value) < 0 else str(value)
+
+
 def encode(
     value: Any,
     node: Callable[[Any], str] | None = None,
@@ -71,7 +76,7 @@ def encode(
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
-        return value if math.isfinite(value) else {"float": str(value)}
+        return value if math.isfinite(value) else {"float": _float_text(value)}
     found = other(value) if other is not None else None
     if found is not None:
         return found
@@ -161,7 +166,7 @@ class Values:
         return field.fail("there are no nodes here") if self._node is None else self._node(field)
 
     def _read_float(self, field: Field) -> float:
-        return float(field.one_of(_FLOATS, "nan, inf or -inf"))
+        return float(field.one_of(_FLOATS, "nan, -nan, inf or -inf"))
 
     def _read_complex(self, field: Field) -> complex:
         real, imag = (self.decode(part) for part in field.items(2))

@@ -85,10 +85,10 @@ def _spell(value: Any, names: Names) -> str:
 
 
 def _spell_infinite(value: float, names: Names) -> str:
-    """An infinity, or what is no number."""
-    if math.isnan(value):
-        return names.of(math.nan, "nan")
-    return f"{'-' if value < 0 else ''}{names.of(math.inf, 'inf')}"
+    """An infinity or NaN, with its sign."""
+    sign = "-" if math.copysign(1, value) < 0 else ""
+    kind = names.of(math.nan, "nan") if math.isnan(value) else names.of(math.inf, "inf")
+    return f"{sign}{kind}"
 
 
 _OPERATORS = {

@@ -17,7 +17,7 @@ import torch
 from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.asked import is_tensor_of, users_class
 from tsfunc.bridge.trace.quick_checks import quick_check
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, order_of_strides, solving_order
 from tsfunc.program.reading.holding import has_value, is_instance
 from tsfunc.program.reading.shown import has_contents, shown
 from tsfunc.types import Dim, DimExpr
@@ -177,9 +177,9 @@ def _tensor(
         for k, dim in enumerate(spec.dims):
             lines.extend(_dim(k, dim, bound, bounds))
         if not example.is_contiguous():
-            order = sorted(range(example.dim()), key=lambda k: (example.stride(k), -k))
             lines += ["t = a.stride()",
-                      f"if sorted(range(len(t)), key=lambda k: (t[k], -k)) != {order!r}: "
+                      f"if sorted(range(len(t)), key=lambda k: (t[k], -k)) != "
+                      f"{order_of_strides(example)!r}: "
                       f"return None"]  # fmt: skip
             return lines
     lines.append("if not a.is_contiguous(): return None")

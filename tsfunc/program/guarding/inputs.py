@@ -6,8 +6,9 @@ symbol in the trace. What the trace finds out about it (that it is positive, whe
 which side of an ``if`` it takes) becomes a condition of the program: a number for which it does not
 hold has a program of its own. Where the number itself is asked for (``range(k)``, a dim to sum
 over), that condition is that it is this number. It may be any int: 0, 1 and negative ones differ
-from others where something asks. What is no finite float, and ints that C++ has no room for, are
-burnt in. A ``bool`` has but two values, and each a program.
+from others where something asks. What is no finite float, ints that C++ has no room for, and a
+float of which the function asks for a zero (``SignedZeroError``), are burnt in. A ``bool`` has but
+two values, and each a program.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ def describe_scalars(
 
 def _is_tame(value: int | float) -> bool:
     """Whether a symbol can have the value."""
-    return math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 62
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return abs(value) < 1 << 62
 
 
 def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | float) -> bool:
@@ -282,14 +285,32 @@ def call_signature(
     for spec in inputs:
         x = spec.example
         shape = tuple(str(dim) for dim in spec.dims)
-        kind = x.dtype, x.device, x.requires_grad, x.is_contiguous(), users_class(type(x))
+        kind = x.dtype, x.device, x.requires_grad, _layout_key(spec), users_class(type(x))
         leaves[spec.position] = shape, kind
     return tree, orders, ambient, tuple(leaves)
 
 
+def _layout_key(spec: InputSpec) -> Any:
+    """The layout in memory that the guard of a program holds its calls to."""
+    x = spec.example
+    if x.layout is not torch.strided or x.is_nested:
+        return x.layout
+    if x.is_contiguous():
+        return "contiguous"
+    fixed = all(isinstance(dim, int) for dim in spec.dims)
+    return tuple(x.stride()) if fixed else ("order", *order_of_strides(x))
+
+
+def order_of_strides(x: torch.Tensor) -> list[int]:
+    """The dims of a tensor, by their strides."""
+    return sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
+
+
 def _static_key(value: Any) -> Any:
     """What tells a leaf from others of its class; of an object, what is read of it does."""
-    if isinstance(value, int | float | str):
+    if isinstance(value, float):
+        return repr(value), math.copysign(1, value)
+    if isinstance(value, int | str):
         return repr(value)
     if has_contents(value):
         return object()  # which may have changed

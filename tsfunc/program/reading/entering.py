@@ -7,11 +7,15 @@ NOTE [the order of keys]
 A function that goes through a dict sees the order of its keys, which a structure does not have: to
 optree, dicts with the same keys are alike. So the order of each dict among the arguments is held to
 as the structure is. That of the keyword arguments is seen only by ``**kwargs``.
+
+Keys that are equal need not be the same (``1``, ``1.0`` and ``True``), and the function may compute
+with them. So keys that are no plain strings are held to by their types, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,12 +39,49 @@ def key_orders(tree: optree.PyTreeSpec, of_keywords: bool) -> tuple[Any, ...]:
     found: list[Any] = []
 
     def look(value: Any) -> bool:
-        if isinstance(value, dict) and len(value) > 1 and (value is not kwargs or of_keywords):
-            found.append(tuple(value))
+        if isinstance(value, dict) and (value is not kwargs or (of_keywords and len(value) > 1)):
+            found.append(tuple(map(_exact, value)))
         return False
 
     optree.tree_flatten((args, kwargs), look, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     return tuple(found)
+
+
+def _exact(key: Any) -> Any:
+    """A key as something that is equal only to that of a key of the same type and value."""
+    kind = type(key)
+    if kind is str:
+        return key
+    if isinstance(key, float):
+        return kind, key.hex(), math.copysign(1, key)
+    if isinstance(key, complex):
+        return kind, _exact(key.real), _exact(key.imag)
+    if isinstance(key, tuple):
+        return kind, tuple(map(_exact, key))
+    if isinstance(key, frozenset):
+        return kind, frozenset(map(_exact, key))
+    return kind, key
+
+
+def other_keys(at: str, keys: Sequence[Any], name: Callable[[Any], str]) -> str:
+    """The Python for that a dict has other keys than these, or has them in another order.
+
+    Args:
+        at: the dict.
+        keys: those that it is to have.
+        name: gives a name to an object that the Python uses.
+    """
+    if all(type(key) in _COMPARED for key in keys):
+        kinds = f"[*map(type, {at})] != {name(list(map(type, keys)))}"
+        return f"[*{at}] != {name(list(keys))} or {kinds}"
+    return f"{name(_exact_keys)}({at}) != {name(_exact_keys(keys))}"
+
+
+def _exact_keys(keys: Iterable[Any]) -> list[Any]:
+    return list(map(_exact, keys))
+
+
+_COMPARED = (str, int, bool, type(None))  # equal and of one type is the same
 
 
 def opening_lines(
@@ -63,7 +104,7 @@ def opening_lines(
     count = f"len(kwargs) != {len(kwargs)}" if kwargs else "kwargs"
     opening.lines.append(f"if len(args) != {len(args)} or {count}: return None")
     if of_keywords and len(kwargs) > 1:
-        opening.lines.append(f"if {opening.another_order('kwargs', kwargs)}: return None")
+        opening.lines.append(f"if {opening.other_keys('kwargs', kwargs)}: return None")
     opening.children(args, "args")
     opening.children(kwargs, "kwargs")
     if not opening.plain:
@@ -87,8 +128,8 @@ class _Opening:
         elif kind in (tuple, list, dict):
             name = f"c{len(self.lines)}"
             wrong = f"len({name}) != {len(value)}"
-            if kind is dict and len(value) > 1:
-                wrong = self.another_order(name, value)
+            if kind is dict and value:
+                wrong = self.other_keys(name, value)
             self.lines += [
                 f"{name} = {at}",
                 f"if type({name}) is not {kind.__name__} or {wrong}: return None",
@@ -97,11 +138,15 @@ class _Opening:
         else:
             self.plain = False
 
-    def another_order(self, name: str, value: dict[Any, Any]) -> str:
-        """The Python for that a dict has not the keys of another in their order."""
-        keys = f"keys_{len(self.scope)}"
-        self.scope[keys] = list(value)
-        return f"[*{name}] != {keys}"
+    def other_keys(self, at: str, value: dict[Any, Any]) -> str:
+        """The Python for that a dict has other keys than this one."""
+        return other_keys(at, list(value), self.name)
+
+    def name(self, value: Any) -> str:
+        """A name for an object."""
+        name = f"keys_{len(self.scope)}"
+        self.scope[name] = value
+        return name
 
     def children(self, container: Any, name: str) -> None:
         """What is in a container."""

@@ -18,7 +18,7 @@ import torch
 from tsfunc.bridge.trace.asked import is_tensor_of, users_class
 from tsfunc.bridge.trace.quick_checks import quick_check
 from tsfunc.bridge.tracers import settings
-from tsfunc.program.reading.entering import Enter
+from tsfunc.program.reading.entering import Enter, other_keys
 from tsfunc.types.values import same_value
 
 Reach = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
@@ -28,10 +28,10 @@ _GONE = "(AttributeError, LookupError, TypeError, ValueError)"
 
 
 def same_float(a: Any, b: float) -> bool:
-    """Whether a value is this float: equal and of one sign, or both not a number."""
+    """Whether a value is this float: equal or both NaN, and of one sign."""
     if type(a) is not float:
         return False
-    return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    return (a == b or (a != a and b != b)) and math.copysign(1, a) == math.copysign(1, b)
 
 
 def _compiled(source: str, scope: dict[str, Any]) -> Any:
@@ -67,6 +67,7 @@ class Facts:
         self._same: dict[int, list[str]] = {}
         self._own: dict[int, tuple[str, torch.Tensor]] = {}
         self._members: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._not_members: dict[int, tuple[Any, set[str]]] = {}
 
     def function(
         self,
@@ -136,6 +137,9 @@ class Facts:
             # A tuple's items are compared as objects first, and NaN is not equal to itself.
             differs = "is not" if len(members) == 1 else "!="
             yield f"if get_{i}(of_{i}) {differs} had_{i}: return None"
+        for i, (owner, names) in enumerate(self._not_members.values()):
+            scope[f"not_in_{i}"], scope[f"absent_{i}"] = vars(owner), frozenset(names)
+            yield f"if not not_in_{i}.keys().isdisjoint(absent_{i}): return None"
 
     def _still_alike(self) -> tuple[list[str], Any]:
         """Lines for the tensors that are the same: a look at all of them at once, else at each."""
@@ -196,6 +200,10 @@ class Facts:
         """What a module or class of a library has by a name, compared by identity, or equal."""
         self._members.setdefault(id(owner), (owner, {}))[1][name] = value
 
+    def require_no_member(self, owner: Any, name: str) -> None:
+        """A class has nothing of its own by a name."""
+        self._not_members.setdefault(id(owner), (owner, set()))[1].add(name)
+
     def require_type(self, at: str, cls: type) -> None:
         self._lines.append(f"if type({at}) is not {self.name(cls)}: return None")
 
@@ -224,7 +232,8 @@ class Facts:
         self.require(f"same_value({at}, {self.name(copy.copy(value))})")
 
     def require_keys(self, at: str, keys: Sequence[Any]) -> None:
-        self._lines.append(f"if list({at}) != {self.name(list(keys))}: return None")
+        """The same keys in the same order: 1 and 1.0 are equal, and are not the same."""
+        self._lines.append(f"if {other_keys(at, keys, self.name)}: return None")
 
     def require_own_tensor(self, at: str, value: torch.Tensor) -> None:
         """One tensor, still of the type and sizes that it had: ``.data`` can be assigned."""

@@ -5,7 +5,8 @@ Containers are taken apart into leaves, and of these tensors and symbolic number
 program. Of other leaves there are three kinds:
 
 - what comes from outside, an argument or what is reached from one, is at every call that of the
-  call: an ``Outside``, by where it stands in the list that the program is called with;
+  call: an ``Outside``, by where it stands in the list that the program is called with. A list or
+  dict from outside is such a leaf, too: its elements may change, and it is returned itself;
 - what the function has made of traced values is made anew: an instance of a class gets its
   attributes, without a call of ``__init__``, and a set or a container of a class of its own its
   elements. ``Made`` stands for it while the results are taken apart;
@@ -29,7 +30,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.reading.updates import PLAIN
+from tsfunc.program.reading.updates import PLAIN, Outside
 
 Known = Callable[[Any], Any]
 
@@ -81,6 +82,7 @@ def _built(shape: tuple[type, tuple[Any, ...], tuple[str, ...]], children: Seque
 
 
 _FROM_ITEMS = (set, frozenset)
+_CHANGEABLE = (dict, list, deque)
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque, tuple, set, frozenset)
 
 
@@ -114,11 +116,15 @@ class _Results:
 
     def taken_apart(self, value: Any) -> Any:
         """A value in which nothing is an object that a program has to make."""
-        leaves, structure = pytrees.flatten(value)
+        leaves, structure = pytrees.flatten(value, self._is_from_outside)
         apart = [leaf if _is_simple(leaf) else self._leaf(leaf) for leaf in leaves]
         if all(a is b for a, b in zip(apart, leaves, strict=True)):
             return value
         return pytrees.unflatten(structure, apart)
+
+    def _is_from_outside(self, value: Any) -> bool:
+        """Whether a list or dict is itself to be returned, and not one with such elements."""
+        return isinstance(value, _CHANGEABLE) and isinstance(self.known(value), Outside)
 
     def _leaf(self, value: Any) -> Any:
         outside = self.known(value)

@@ -20,7 +20,7 @@ import os
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -181,15 +181,17 @@ class Surroundings:
 
     def _class(self, cls: type) -> None:
         """Those methods and attributes of a class whose names the function's code has."""
+        derived: list[type] = []  # which get an attribute of their own in its place if they have it
         for base in cls.__mro__:
             if is_library_code(base) or is_installed(base):
                 continue
             for name, value in list(vars(base).items()):
-                look = functools.partial(self._member, base, name, value)
+                look = functools.partial(self._member, base, name, value, tuple(derived))
                 if name.startswith("__") and name.endswith("__"):
                     look()
                 else:
                     self._when_named(name, look)
+            derived.append(base)
 
     def _module(self, module: types.ModuleType) -> None:
         """The variables of a module whose names the function's code has as those of attributes."""
@@ -217,7 +219,15 @@ class Surroundings:
             token = self.facts.name(abc.get_cache_token)
             self.facts.require(f"{token}() == {abc.get_cache_token()}")
 
-    def _member(self, cls: type, name: str, value: Any) -> None:
+    def _member(self, cls: type, name: str, value: Any, derived: Sequence[type]) -> None:
+        """Hold later calls to an attribute of a class, and to that no derived class overrides it.
+
+        Of the names that Python gives a meaning, only methods count.
+        """
+        if isinstance(value, _METHODS) or not name.startswith("__"):
+            for each in derived:
+                if name not in vars(each):
+                    self.facts.require_no_member(each, name)
         if isinstance(value, _METHODS) and name not in OURS:
             self.facts.require_member(cls, name, value)
         for attribute in ("fget", "func", "__func__"):  # of properties and the like
