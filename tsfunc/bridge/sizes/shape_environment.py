@@ -32,7 +32,7 @@ class SignedZeroError(Exception):
 
 @functools.cache
 def environment_class() -> Any:
-    from sympy import Not
+    from sympy import Float, Not
     from sympy.logic.boolalg import Boolean
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
@@ -64,7 +64,7 @@ def environment_class() -> Any:
         def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 answer = super().evaluate_expr(expr, *args, **kwargs)
-                if not isinstance(expr, Boolean) and answer == 0 and not expr.is_integer:
+                if isinstance(answer, Float | float) and float(answer) == 0:
                     raise SignedZeroError(f"{expr} is 0.0 or -0.0")
                 return answer
             except GuardOnDataDependentSymNode:
