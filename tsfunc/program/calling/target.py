@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,7 @@ from tsfunc.bridge.trace.backends import Backend
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.reading.holding import Closure, is_container, is_instance
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors
-from tsfunc.types.descriptors import TensorOf, Value
-from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.grammar import Descriptor, TSTensor, Value, children_of_type
 from tsfunc.types.signatures import takes_any_keyword
 
 
@@ -120,22 +118,12 @@ class Target:
         return None, None
 
 
-def promises_more(descriptor: Any, any_grad: bool) -> bool:
+def promises_more(descriptor: Descriptor, any_grad: bool) -> bool:
     """Whether a descriptor promises what the guard of a program does not look at."""
     match descriptor:
         case Value(value):
             return isinstance(value, torch.Tensor) or is_instance(value) or is_container(value)
-        case TensorOf():
-            return True
-        case MetaTensorType():
-            return any_grad and descriptor.requires_grad is not None
-        case dict():
-            return any(promises_more(each, any_grad) for each in descriptor.values())
-        case list() | tuple() | frozenset():
-            return any(promises_more(each, any_grad) for each in descriptor)
+        case TSTensor(cls, meta):
+            return cls is not torch.Tensor or (any_grad and meta.requires_grad is not None)
         case _:
-            pass
-    if isinstance(descriptor, type) or not dataclasses.is_dataclass(descriptor):
-        return False
-    parts = [getattr(descriptor, part.name) for part in dataclasses.fields(descriptor)]
-    return any(promises_more(part, any_grad) for part in parts)
+            return any(promises_more(each, any_grad) for each in children_of_type(descriptor))
