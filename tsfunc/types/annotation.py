@@ -1,4 +1,4 @@
-"""Annotations: the type that a typing object, a class, a string or a text stands for."""
+"""Annotations: typing objects, classes and strings read into types."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class _Reading:
-    """What holds while one annotation is read.
+    """The context in which one annotation is read.
 
     Attributes:
-        where: how errors call it.
-        scope: what names in strings stand for; None: the words of the grammar alone.
-        inside: the named tuples around it.
+        where: the place, for error messages.
+        scope: the objects that names in strings stand for; None for the words of the grammar alone.
+        inside: the enclosing named tuples.
     """
 
     where: str
@@ -87,7 +87,7 @@ def from_annotation(
         where: how error messages call it.
 
     Raises:
-        AnnotationError: it is no type of the language.
+        AnnotationError: it is not a type of the language.
 
     Example:
         >>> from typing import Dict, Optional
@@ -147,7 +147,7 @@ def _from_string(text: str, reading: _Reading) -> TSType:
         names: Any = ChainMap(dict(reading.scope), _WORDS)
         found = eval(text, {"__builtins__": builtins}, names)
     except Exception as error:
-        # A text of the grammar that is no Python: f32[n, 64] cpu.
+        # A text of the grammar that is not Python: f32[n, 64] cpu.
         try:
             return read_type(text, reading.scope, lambda found: _read(found, reading))
         except AnnotationError:
@@ -165,7 +165,7 @@ _WORDS: dict[str, object] = {
     "Future": torch.futures.Future,
     "torch": torch,
 }
-"""What names in strings mean where the scope lacks them: the grammar's own words."""
+"""The grammar's own words, for names in strings that the scope lacks."""
 
 
 def parse(text: str, scope: Scope | None = None) -> TSType:
@@ -177,7 +177,7 @@ def parse(text: str, scope: Scope | None = None) -> TSType:
             by their module and qualified name.
 
     Raises:
-        AnnotationError: the text is no type.
+        AnnotationError: the text is not a type.
 
     Example:
         >>> parse("Dict[str, Tuple[int, Tensor]]")
@@ -238,7 +238,7 @@ def _constructor(origin: Any) -> str | None:
 
 
 def _from_annotated(args: tuple[Any, ...], reading: _Reading) -> TSType:
-    """``Annotated[Tensor, MetaTensorType(...)]`` says more of a tensor to us than to others."""
+    """Read ``Annotated[Tensor, MetaTensorType(...)]``, a tensor with metadata."""
     base = _read(args[0], reading)
     for extra in args[1:]:
         if isinstance(extra, MetaTensorType):
@@ -296,13 +296,13 @@ def raw_annotations(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def class_scope(cls: type) -> Scope:
-    """What the names in the annotations of a class stand for."""
+    """Return the objects that the names in the annotations of a class stand for."""
     module = sys.modules.get(cls.__module__)
     return ChainMap({cls.__name__: cls}, _closed_over(cls), vars(module) if module else {})
 
 
 def _closed_over(cls: type) -> dict[str, object]:
-    """What the methods of a class that was made inside of a function know of its variables."""
+    """Return the variables of an enclosing function that the methods of a class close over."""
     found: dict[str, object] = {}
     for method in vars(cls).values():
         if isinstance(method, types.FunctionType):
@@ -323,11 +323,11 @@ def closure_of(func: Any) -> dict[str, object]:
 
 
 class _Declared(NamedTuple):
-    """What a class says of its attributes.
+    """The declared attributes of a class.
 
     Attributes:
-        types: what each is annotated as; ``Any`` where the annotation is no type.
-        any: those that are annotated as ``Any``.
+        types: attribute name to type; ``Any`` where the annotation is not a type.
+        any: the attributes that are annotated as ``Any``.
     """
 
     types: Mapping[str, TSType]
@@ -338,16 +338,16 @@ _known: weakref.WeakKeyDictionary[type, _Declared] = weakref.WeakKeyDictionary()
 
 
 def attribute_types(cls: type) -> Mapping[str, TSType]:
-    """The annotated attributes of a class; `Any` where the annotation is no type.
+    """Return the types of a class's annotated attributes; `Any` where the annotation is not a type.
 
-    An attribute is checked when it is reached for: an annotation that says nothing to us must
-    not keep the rest of the class from being used.
+    An attribute is checked where it is used, so an annotation that is not a type of the language
+    does not prevent the use of the others.
     """
     return _declared(cls).types
 
 
 def says_any(cls: type, name: str) -> bool:
-    """Whether an attribute is annotated as ``Any``, and not merely as what is no type."""
+    """Return True if an attribute is annotated as ``Any`` itself."""
     return name in _declared(cls).any
 
 

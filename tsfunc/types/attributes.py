@@ -1,7 +1,6 @@
-"""Attribute resolution: what an attribute, a method or an operator of a type is.
+"""Attribute resolution: the type of an attribute, a method or an operator of a type.
 
-A class is not checked where it is declared or annotated, but where something of it is used: then
-that attribute alone must be one that the class has.
+A class is not checked where it is declared or annotated. Only an attribute that is used must exist.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ Resolved: TypeAlias = TSAllType | Signature
 
 
 def attribute_type(type_: TSAllType, name: str, *, of: str = "a value") -> Resolved:
-    """What an attribute of the values of a type is.
+    """Return the type of an attribute of the values of a type.
 
     Args:
         type_: the type.
         name: the attribute; operators go by Python's names for them (``"__add__"``).
-        of: how errors call the value.
+        of: the value's name, for error messages.
 
     Returns:
         The type of a data attribute, or the `Signature` of a method; of a method that is written
@@ -159,7 +158,7 @@ def _missing(type_: TSAllType, name: str, of: str) -> TypeCheckError:
 
 
 def _of_class(cls: type, type_: TSAllType, name: str, of: str) -> Resolved:
-    """What the class itself says: a method, an annotation, a property, a class attribute."""
+    """Resolve an attribute in a class: a method, an annotation, a property or a class attribute."""
     missing = object()
     value: Any = inspect.getattr_static(cls, name, missing)
     if isinstance(value, staticmethod | classmethod):

@@ -1,4 +1,4 @@
-"""Checks: a descriptor compiled to a function that finds what a value breaks."""
+"""Checks: a descriptor compiled to a function that reports the mismatches of a value."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tsfunc.types.values import describe, same_value
 
 
 def compile_check(descriptor: Descriptor, dims: Mapping[str, Dim]) -> Check | None:
-    """The check of one descriptor; None if it promises nothing. `dims` has all the bounds."""
+    """Return the check of one descriptor; None if all values fit. `dims` has all the bounds."""
     match descriptor:
         case TSTensor(cls, meta):
             if cls is torch.Tensor:
@@ -101,7 +101,7 @@ def compile_check(descriptor: Descriptor, dims: Mapping[str, Dim]) -> Check | No
 
 
 def _both(first: Check, second: Check) -> Check:
-    """The second check only of what passes the first."""
+    """Return a check that runs the second only if the first passes."""
 
     def check(value: Any, path: Path, run: Run) -> None:
         before = len(run.failures)

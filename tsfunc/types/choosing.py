@@ -1,8 +1,8 @@
-"""Several sets of descriptors for one function: which of them a call is checked by.
+"""Several sets of descriptors for one function: the order in which a call is checked by them.
 
-The narrower of two comes first, so that a call takes the set that says most of it. Where a call can
-keep two of which neither is narrower, nothing says which it should take: that is refused when the
-sets are written. An empty list, which keeps lists of whatever, takes the first of such.
+The narrower of two comes first, so that a call takes the most specific set. Two sets that one call
+can fit, neither of them narrower, are refused at definition. An empty list fits lists of any
+element type, and takes the first of these.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def _require_order(
 
 
 def exclude_each_other(left: Mapping[str, Descriptor], right: Mapping[str, Descriptor]) -> bool:
-    """Whether no call keeps both sets, as far as can be seen."""
+    """Return True if no call can fit both sets; False if that can't be shown."""
     sizes: list[tuple[DimForm, DimForm]] = []
     apart = any(_apart(left[name], right[name], sizes) for name in left if name in right)
     return apart or _contradict(sizes)
 
 
 def _apart(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]) -> bool:
-    """Whether no value keeps both; adds the sizes that would have to be equal."""
+    """Return True if no value can fit both; add the pairs of sizes that would have to be equal."""
     if ANY in (left, right):
         return False
     unions = TSUnion | TSOptional
@@ -134,7 +134,7 @@ def _children_apart(
 
 
 def _elements_apart(ones: Sequence[Descriptor] | None, others: Any) -> bool:
-    """Of any number of elements: whether no element can be of both kinds."""
+    """Return True if no element of two containers can be of both kinds."""
     return any(_all_apart(one, other) for one in ones or () for other in others or ())
 
 
@@ -163,7 +163,7 @@ def _tensors_apart(
 
 
 def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
-    """Whether sizes can't be equal, pair by pair: by numbers and bounds, or what names are then."""
+    """Return True if the sizes of all pairs can't be equal at once."""
     group: dict[Place, Place] = {}
     allowed: dict[Place, Dim] = {}
 
@@ -205,7 +205,7 @@ def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
 
 
 def _differ(pair: tuple[DimForm, DimForm], known: Mapping[Place, int | None]) -> bool:
-    """Whether both sizes are known, and are not the same."""
+    """Return True if both sizes are known and differ."""
     found: list[int | None] = []
     for side, form in enumerate(pair):
         if isinstance(form, DimExpr):

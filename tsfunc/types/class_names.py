@@ -1,7 +1,7 @@
-"""Names of classes: a class has one, and the name leads back to the class.
+"""Names of classes, and the way back from a name to its class.
 
-Types are printed and parsed, so that the classes in them need names. A class is called by its
-module and qualified name, torch's own by the names that people write. A class that can't be found
+Types are printed and parsed, so the classes in them need names. A class goes by its module and
+qualified name, torch's own by their public names. A class that can't be found
 by its name (it was made inside of a function, or another has taken its place) is remembered, for
 as long as it lives, by that name; where two claim one name, the second is told apart by a number:
 ``module.f.<locals>.Model#2``.
@@ -79,7 +79,7 @@ def _free(name: str) -> str:
 
 
 def find(name: str, scope: Mapping[str, object]) -> Any:
-    """What a dotted name stands for, or None.
+    """Return the object that a dotted name stands for, or None.
 
     Args:
         name: as `class_name` gives it, or as code that sees `scope` would write it.

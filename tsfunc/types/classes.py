@@ -1,4 +1,4 @@
-"""Nominal types: what kind of class a class is, and whether it keeps that kind's rules."""
+"""Nominal types: the kind of a class, and the rules of each kind."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def nominal_type(cls: type) -> TSNominalType:
 
 
 def is_future_class(cls: type) -> bool:
-    """Whether it is torch's Future, by any of its names."""
+    """Return True for torch's Future, by any of its names."""
     return issubclass(cls, torch.futures.Future | torch.jit.Future)
 
 
 def is_rref_class(cls: type) -> bool:
-    """Whether it is torch's RRef; a torch that was built without RPC has none."""
+    """Return True for torch's RRef, which a torch built without RPC lacks."""
     return any(base.__name__ == "PyRRef" for base in cls.__mro__)
 
 
@@ -94,7 +94,7 @@ _PRIMITIVES = (
 def primitive_of(value: Any) -> TSPrimitiveType | None:
     """The primitive type of a single value, None included; None for a value of another type.
 
-    The members of an enum are no ints, even where Python has them for such.
+    The members of an enum are not ints, even if they are to Python.
     """
     if value is None:
         return NONE
@@ -168,7 +168,7 @@ def interface(cls: _C) -> _C:
 
 
 def is_interface(cls: type) -> bool:
-    """Whether the class itself (not one that it is derived from) is an interface."""
+    """Return True if the class itself, not merely one of its bases, is an interface."""
     own = vars(cls)
     # The second is how torch.jit.interface marks a class.
     marked = _MARK in own or "__torch_script_interface__" in own
@@ -216,7 +216,7 @@ def _faults(cls: type) -> Iterator[str]:
 
 
 def _is_machinery(name: str, value: Any) -> bool:
-    """What Python, abc and typing put into a class by themselves."""
+    """Return True for an entry that Python, abc or typing puts into a class by itself."""
     if isinstance(value, types.FunctionType):
         return value.__module__ in ("typing", "typing_extensions", "abc")
     return name.startswith("_")
@@ -235,7 +235,7 @@ _NOTHING = {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
 
 
 def _is_empty(method: types.FunctionType) -> bool:
-    """Whether a body is a docstring, ``pass``, ``...`` or ``raise NotImplementedError``."""
+    """Return True if a body is a docstring, ``pass``, ``...`` or ``raise NotImplementedError``."""
     code = method.__code__
     if code.co_names == ("NotImplementedError",):
         return any(step.opname == "RAISE_VARARGS" for step in dis.get_instructions(code))

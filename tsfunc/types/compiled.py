@@ -1,4 +1,4 @@
-"""The contract of one function: its descriptors, compiled to what runs at every call."""
+"""The descriptors of one function, compiled to the check that runs at every call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ABSENT = object()
 
 
 class Bindings:
-    """What a call that fits its descriptors has settled.
+    """The sizes and tensors of a call that fits its descriptors.
 
     Attributes:
         sizes: the size of each named dim.
-        leaves: for each tensor that a descriptor governs, by its path, that descriptor.
+        leaves: the metadata that describes each tensor, by the tensor's path.
     """
 
     __slots__ = ("_leaves", "sizes")
@@ -42,7 +42,7 @@ class Bindings:
 
     @property
     def leaves(self) -> Mapping[Path, MetaTensorType]:
-        if callable(self._leaves):  # few who check a call ask for them
+        if callable(self._leaves):  # most calls do not need them
             self._leaves = self._leaves()
         return self._leaves
 
@@ -57,11 +57,11 @@ class Bindings:
         return f"Bindings(sizes={dict(self.sizes)!r}, leaves={dict(self.leaves)!r})"
 
     def dims(self, path: Path) -> tuple[DimForm, ...] | None:
-        """What each dim of the tensor at `path` is.
+        """Return the descriptor of each dim of the tensor at `path`.
 
         An int is fixed, a `Dim` named, a `DimExpr` computed from named ones, and None open.
-        All of them are open where the answer itself is None: no rank was promised. Where it has
-        fewer entries than the tensor has dims, these are the last ones.
+        The result is None if no rank is described: all dims are open. If it has fewer entries
+        than the tensor has dims, they describe the last ones.
         """
         meta = self.leaves.get(path)
         if meta is None or meta.shape is None:
@@ -71,11 +71,11 @@ class Bindings:
 
 @dataclass(frozen=True, eq=False)
 class CompiledDescriptors:
-    """Descriptors that are ready to check calls; made by `compile_descriptors`.
+    """Descriptors ready to check calls; `compile_descriptors` makes them.
 
     Attributes:
         call: the function with its parameters, as error messages write it.
-        descriptors: what each described parameter may be.
+        descriptors: the descriptor of each described parameter.
         dims: each named dim, with all the bounds that it has anywhere.
     """
 
@@ -103,7 +103,7 @@ class CompiledDescriptors:
         return Bindings(run.sizes, run.leaves)
 
     def is_kept(self, arguments: Mapping[str, object]) -> bool:
-        """Whether a call keeps the descriptors, as far as is quickly seen: it may say no."""
+        """Return True if a fast check shows that a call fits; False may be wrong."""
         if self._quick is not None:
             return self._quick(arguments) is not None
         try:
@@ -113,10 +113,10 @@ class CompiledDescriptors:
         return True
 
     def _run(self, arguments: Mapping[str, object]) -> Run:
-        """A whole check, which finds every mismatch.
+        """Check a call in full, and find every mismatch.
 
         Raises:
-            DescriptorViolation: there is one.
+            DescriptorViolation: there is a mismatch.
         """
         run = Run(arguments)
         for name, path, default, check in self._checks:
@@ -132,7 +132,7 @@ class CompiledDescriptors:
         return run
 
     def leaf_descriptor(self, path: Path) -> MetaTensorType | None:
-        """The one description that governs a tensor at `path`, or None: the leaf is open.
+        """Return the one metadata that describes a tensor at `path`; None if the leaf is open.
 
         Args:
             path: the parameter's name, then the entries of
@@ -244,7 +244,7 @@ _STARRED = {
 def _require_kind(
     signature: inspect.Signature, parameter: inspect.Parameter, descriptor: Descriptor
 ) -> None:
-    """What stars gather is a tuple or a dict, and no argument of another parameter."""
+    """Refuse a descriptor of ``*args`` or ``**kwargs`` that is not one of a tuple or a dict."""
     if parameter.kind not in _STARRED or isinstance(descriptor, TSMetaType | TSUnion | TSOptional):
         return
     stars, words, kind, spelling = _STARRED[parameter.kind]
@@ -305,10 +305,10 @@ def _sizes(meta: MetaTensorType) -> Iterator[tuple[str, DimForm]]:
 
 
 def _solve(leaves: list[tuple[str, MetaTensorType]], dims: dict[str, Dim]) -> None:
-    """Adds the names that no dim is alone, but that an expression gives, one after the other.
+    """Add the names that are not a dim by themselves, and that an expression is solved for.
 
     Raises:
-        DescriptorError: nothing gives a name a size.
+        DescriptorError: a name can't be solved for.
     """
     pending = [
         (f"{where}{part}", form)
@@ -333,7 +333,7 @@ def _solve(leaves: list[tuple[str, MetaTensorType]], dims: dict[str, Dim]) -> No
 
 
 def _require_sizes(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, Dim]) -> None:
-    """Expressions are sizes for some of the sizes that the names in them allow."""
+    """Refuse an expression that is negative for all sizes that its names allow."""
     for where, meta in leaves:
         for part, form in _sizes(meta):
             if not isinstance(form, DimExpr):

@@ -1,4 +1,4 @@
-"""``check``: whether a value is of a type, and every place where it is not."""
+"""``check``: every place where a value is not of its type."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Mismatch:
 
     Attributes:
         path: the place, as Python would write it: ``x["w"][3]``.
-        expected: what the type asks for there.
-        got: what is there.
+        expected: the type of the place.
+        got: the value, in words.
     """
 
     path: str
@@ -67,17 +67,17 @@ class Mismatch:
 
 
 def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]:
-    """Every place where a value is not of a type; none if it is.
+    """Return every place where a value is not of a type; an empty list if it is of the type.
 
     Sizes of one name are equal within the whole type.
 
     Args:
         value: anything.
         type_: a type, or an annotation (see `from_annotation`).
-        name: how the paths call the value.
+        name: the value's name in the paths.
 
     Raises:
-        AnnotationError: `type_` is no type.
+        AnnotationError: `type_` is not a type.
 
     Example:
         >>> from tsfunc.types import parse
@@ -96,7 +96,7 @@ def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]
 
 @functools.lru_cache(maxsize=4096)
 def predicate(type_: TSAllType) -> Fits:
-    """A function that is true of values of a type alone, though perhaps not of all of them."""
+    """Return a function that is true only of values of a type, perhaps not of all."""
     return generate(type_, decide)
 
 
@@ -106,7 +106,7 @@ def decide(type_: TSAllType) -> Fits:
 
 
 def mismatches(values: Iterable[tuple[str, Any, TSAllType]]) -> list[Mismatch]:
-    """Every place where named values are not of their types; sizes of one name are equal in all."""
+    """Return the mismatches of named values; sizes of one name are equal in all of them."""
     run = _Run()
     for name, value, type_ in values:
         run.visit(value, type_, name)
@@ -259,7 +259,7 @@ class _Run:
             self.found.append(Mismatch(path, wanted, _text(value, type_.meta)))
 
     def shape(self, value: torch.Tensor, type_: TSTensor, path: str) -> bool:
-        """Whether the sizes are those promised; the first to have a name says what it means."""
+        """Return True if the sizes fit; the first dim that has a name binds it."""
         shape = value.shape
         dims = type_.meta.dims_of_rank(len(shape))
         if dims is None:
@@ -315,7 +315,7 @@ class _Run:
         self.found.append(Mismatch(path, wanted, _text(value, type_.meta)))
 
     def with_sizes(self, type_: TSTensor, shape: torch.Size, expected: object) -> str:
-        """What is expected, and where the names that the shape disagrees with got their sizes."""
+        """Return the expected type, with the places that bound the names of mismatched dims."""
         dims = type_.meta.dims_of_rank(len(shape)) or ()
         names: list[str] = []
         for size, dim in zip(shape, dims, strict=bool(dims)):

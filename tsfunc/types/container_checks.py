@@ -1,4 +1,4 @@
-"""The checks of containers and of alternatives, made of the checks of what is in them."""
+"""The checks of containers and of unions, made of the checks of their parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types where control flow joins: the branches of a condition, and what a loop carries round.
+"""Types where control flow joins: the branches of a condition, and the carry of a loop.
 
 A symbol keeps its type: after a branch it is the join of what the branches made of it, and that
 must be a type which something can be computed with; what a loop carries is the same at each turn.
@@ -28,7 +28,7 @@ from tsfunc.types.lattice import is_subtype, join, nominal_view, plain
 def join_branches(
     branches: Mapping[str, TSAllType], *, where: str = "cond", exact: bool = False
 ) -> TSType:
-    """The type of what one of several branches returns.
+    """Return the type of the result of one of several branches.
 
     Args:
         branches: what errors call a branch, and the type of what it returns.
@@ -71,7 +71,7 @@ same type from each branch.
 
 
 def branch_faults(left: TSType, right: TSType, path: str = "", *, exact: bool) -> list[str]:
-    """A line for each place where the types of two branches do not go together.
+    """Return a line for each place where the types of two branches do not go together.
 
     Args:
         left, right: the types.
@@ -96,11 +96,11 @@ def _fault(at: str, one: TSType, other: TSType, exact: bool) -> str:
 def check_carry(
     before: TSAllType, after: TSAllType, *, where: str = "while_loop", name: str = "the carry"
 ) -> TSType:
-    """The type of what a loop carries from each turn to the next.
+    """Return the type of the carry of a loop.
 
     Args:
         before: the type of the initial value.
-        after: the type of what the body returns for it.
+        after: the type of the value that the body returns for it.
         where: how errors call the operator.
         name: how errors call the carried value.
 
@@ -133,7 +133,7 @@ and dtype.
 
 
 def carry_faults(before: TSType, after: TSType, path: str = "") -> list[str]:
-    """A line for each place where what a body returns may not stand for what it was given."""
+    """Return a line for each place where the body's result does not fit the carry that it got."""
     return [
         f"At {at} {one} has become {other}" if at else f"{one} has become {other}"
         for at, one, other in differences(before, after, path)
@@ -142,9 +142,9 @@ def carry_faults(before: TSType, after: TSType, path: str = "") -> list[str]:
 
 
 def _same_sizes(before: TSType, after: TSType) -> bool:
-    """Whether sizes that are known stay as they are.
+    """Return True if known sizes stay the same.
 
-    A name is here the size of one value, the initial one, and not any size that comes.
+    A name is the size of one value here, the initial one, and not any size.
     """
     if not isinstance(before, TSTensor) or not isinstance(after, TSTensor):
         return True

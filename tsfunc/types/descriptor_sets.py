@@ -1,7 +1,7 @@
-"""`Descriptors`: what is promised of each parameter of a function, as a value of its own.
+"""`Descriptors`: the descriptors of a function's parameters, as one value.
 
-They can be taken from examples, widened by more of them, joined, compared, split into narrower
-ones, printed, and read back.
+They can be inferred from examples, widened by more of them, joined, compared, split into narrower
+ones, printed, and parsed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tsfunc.types.sizes import substituted
 
 
 class Descriptors(Mapping[str, Descriptor]):
-    """What is promised of a function's parameters; `specialize` takes it as it takes a dict.
+    """The descriptors of a function's parameters; `specialize` takes them as it takes a dict.
 
     Args:
         described: parameter name to descriptor, as `specialize` takes it.
 
     Raises:
-        DescriptorError: a key is no name of a parameter, or a descriptor is malformed.
+        DescriptorError: a key can't be the name of a parameter, or a descriptor is malformed.
 
-    ``d <= e`` if every call that keeps ``d`` keeps ``e``; what is not described is open.
+    ``d <= e`` if every call that fits ``d`` fits ``e``; a parameter without descriptor is open.
 
     Example:
         >>> d = Descriptors({"x": MetaTensorType(["n", 64], dtype=torch.float32), "train": False})
@@ -84,7 +84,7 @@ class Descriptors(Mapping[str, Descriptor]):
 
     @classmethod
     def parse(cls, text: str, scope: Mapping[str, object] | None = None) -> Descriptors:
-        """The descriptors that a text says; the inverse of ``str``.
+        """Parse the text that ``str`` returns.
 
         Args:
             text: ``name: descriptor``, a line each, or with commas between them.
@@ -119,7 +119,7 @@ class Descriptors(Mapping[str, Descriptor]):
         return _as_set(other) < self
 
     def join(self, other: Mapping[str, object]) -> Descriptors:
-        """What both promise: every call that keeps either keeps it.
+        """Return the least descriptors that every call of either fits.
 
         Sizes that differ get a name, the same where they are the same in all places. Values that
         differ are joined by their type.
@@ -144,7 +144,7 @@ class Descriptors(Mapping[str, Descriptor]):
         return Descriptors({name: each for name, each in pairs if each != ANY})
 
     def widen(self, example: Mapping[str, object]) -> Descriptors:
-        """The least that is promised here and true of one more example.
+        """Return the least descriptors above these that one more example fits.
 
         Args:
             example: parameter name to value.
@@ -156,7 +156,7 @@ class Descriptors(Mapping[str, Descriptor]):
         return self.join(infer_descriptors(example))
 
     def split(self, **alternatives: Iterable[Any]) -> tuple[Descriptors, ...]:
-        """Narrower descriptors, for a program each.
+        """Return narrower descriptors, each for a program of its own.
 
         Args:
             alternatives: by the name of a parameter descriptors that are narrower than its own,
@@ -261,7 +261,7 @@ def _size_of(name: str, size: Any) -> DimForm:
 
 
 def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType:
-    """A description in which a named size is another, in its bounds or altogether."""
+    """Return metadata with a named size narrowed to bounds or to a number."""
 
     def replaced(dim: DimForm) -> DimForm:
         if isinstance(dim, Dim) and dim.name == name:
@@ -286,7 +286,7 @@ def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType
 
 
 def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
-    """The most that is true of all examples of a call.
+    """Return the narrowest descriptors that all examples of a call fit.
 
     Tensors are described by dtype, shape, device, requires_grad and layout, as far as they agree
     in all examples. Sizes that differ get a name, and the same name where they are equal in every
@@ -297,7 +297,7 @@ def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
         examples: parameter name to value; at least one.
 
     Raises:
-        DescriptorError: there is no example, or one is no dict of names.
+        DescriptorError: no example was given, or one is not a dict of names.
 
     Example:
         >>> print(infer_descriptors(
@@ -329,9 +329,9 @@ def _of_example(example: Any) -> Descriptors:
 
 
 def descriptor_of(value: Any) -> Descriptor:
-    """All that is true of a value: the descriptions of the tensors in it, and plain values.
+    """Return the descriptor of a value: metadata of the tensors in it, plain values as literals.
 
-    Of an object only its class is said.
+    An object is described by its class alone.
     """
 
     def leaf(each: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a descriptor says of a value: its class, the tensors in it, what it contains.
+"""Questions about descriptors: the class of the values, their tensors, their parts.
 
 A descriptor is a type, see ``grammar``: one for each parameter of a call.
 """

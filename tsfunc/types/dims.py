@@ -1,7 +1,7 @@
-"""The sizes that a shape may promise: a number, a name, an expression, or nothing.
+"""The sizes in a shape: a number, a name, an expression, or nothing.
 
-What a user writes (``DimSpec``) is read once, by `parse_dim`, into one of four forms
-(``DimForm``), which every later stage matches on::
+`parse_dim` reads a size as a user writes it (``DimSpec``) into one of four forms (``DimForm``),
+which every later stage matches on::
 
     3, Dim("n", min=2), DimExpr("2 * n + 1"), None
 """
@@ -31,11 +31,11 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 _LONGEST_EXPRESSION = 200
-"""Characters. Longer ones are no sizes of anything, and deep nesting would exhaust the parser."""
+"""Characters; deep nesting would exhaust the parser."""
 
 
 def is_dim_name(name: object) -> bool:
-    """Whether `name` can name a dim: a Python identifier that is no keyword."""
+    """Return True if `name` can name a dim: a Python identifier that is not a keyword."""
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
@@ -54,15 +54,15 @@ class Dim:
         name: a Python identifier.
         min: the smallest size that is allowed, or None.
         max: the largest size that is allowed, or None.
-        multiple_of: what every size is a multiple of, or None.
+        multiple_of: a number that divides every size, or None.
         one_of: the only sizes that are allowed, or None.
 
-    What these say together is kept in one form: `min` and `max` are sizes that are allowed, and
-    `one_of` has those that the rest allows.
+    The bounds are kept in one form: `min` and `max` are sizes that are allowed, and `one_of` has
+    those that the rest allows.
 
     Raises:
-        DescriptorError: the name is no identifier, a bound is no non-negative int, or no size
-            keeps all of them.
+        DescriptorError: the name is not an identifier, a bound is not a non-negative int, or no
+            size fits all of them.
 
     Example:
         >>> batch = Dim("batch", min=2)
@@ -135,11 +135,11 @@ class Dim:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether any size is refused."""
+        """True if any size is refused."""
         return not (self.min is None and self.max is None and self.multiple_of is None)
 
     def admits(self, size: int) -> bool:
-        """Whether `size` is one that is allowed."""
+        """Return True if a size is allowed."""
         if self.one_of is not None:
             return size in self.one_of
         return (
@@ -149,7 +149,7 @@ class Dim:
         )
 
     def admits_all(self, other: Dim) -> bool:
-        """Whether every size that `other` allows is allowed here."""
+        """Return True if every size that `other` allows is allowed here."""
         if other.one_of is not None:
             return all(map(self.admits, other.one_of))
         if other.max is not None and other.max - (other.min or 0) <= _FEW * (
@@ -165,7 +165,7 @@ class Dim:
         )
 
     def meet(self, other: Dim) -> Dim:
-        """The dim of the same name that allows what both allow.
+        """Return the dim of the same name that allows the sizes that both allow.
 
         Raises:
             DescriptorError: no size keeps both.
@@ -181,7 +181,7 @@ class Dim:
         return Dim(self.name, low, high, math.lcm(*steps) if steps else None, common)
 
     def hull(self, other: Dim) -> Dim:
-        """The dim of the same name that allows what either allows, as narrow as bounds can say."""
+        """Return the narrowest dim of the same name that allows the sizes that either allows."""
         for one, rest in ((self, other), (other, self)):
             if one.admits_all(rest):
                 return replace(one, name=self.name)
@@ -192,7 +192,7 @@ class Dim:
         return Dim(self.name, low, high, math.gcd(_step(self), _step(other)) or None)
 
     def bounds_of(self, size: int) -> Dim:
-        """The dim of the same name with those of the bounds that a size keeps.
+        """Return the dim of the same name with those of the bounds that a size fits.
 
         Example:
             >>> Dim("n", min=2, multiple_of=2).bounds_of(7), Dim("n", one_of=(2, 4)).bounds_of(3)
@@ -209,11 +209,11 @@ class Dim:
 
 
 _FEW = 4096
-"""Sizes, of which as many are looked at one by one."""
+"""The number of sizes up to which all are tried one by one."""
 
 
 def _step(dim: Dim) -> int:
-    """What all sizes are a multiple of."""
+    """Return a number that divides all sizes."""
     return math.gcd(*dim.one_of) if dim.one_of is not None else dim.multiple_of or 1
 
 
@@ -222,7 +222,7 @@ def _are_sizes(sizes: object) -> bool:
 
 
 def _normal_bounds(dim: Dim) -> dict[str, Any]:
-    """What a dim's bounds say together."""
+    """Return a dim's bounds in their one form."""
     step = dim.multiple_of or 1
     low = -(-(dim.min or 0) // step) * step
     high = None if dim.max is None else dim.max // step * step
@@ -242,7 +242,7 @@ def _normal_bounds(dim: Dim) -> dict[str, Any]:
 
 
 def _said(dim: Dim) -> list[str]:
-    """Each thing that is said of a dim."""
+    """Return the bounds of a dim in words."""
     said = {
         "at least": dim.min,
         "at most": dim.max,
@@ -260,7 +260,7 @@ class DimExpr:
         text: the expression; it is kept in a normal spelling.
 
     Raises:
-        DescriptorError: the text is no such expression.
+        DescriptorError: the text is not such an expression.
 
     Example:
         >>> odd = DimExpr("2*n+1")
@@ -315,7 +315,7 @@ class DimExpr:
         return _parse_expression(self.text)[1]
 
     def evaluate(self, sizes: Mapping[str, int]) -> int:
-        """The size, given those of the named dims; it may come out negative.
+        """Return the size, given those of the named dims; it may be negative.
 
         Raises:
             KeyError: a name is not among `sizes`.
@@ -335,7 +335,7 @@ DimForm: TypeAlias = int | Dim | DimExpr | None
 
 
 def parse_dim(spec: object) -> DimForm:
-    """What a dim written in a shape stands for.
+    """Return the form of a dim that is written in a shape.
 
     Args:
         spec: a non-negative int; a name; an expression such as ``"2*n+1"``; a `Dim`; or None
@@ -361,7 +361,7 @@ def parse_dim(spec: object) -> DimForm:
 
 
 def spell_dim(form: DimForm) -> DimSpec:
-    """The shortest way to write a dim: what `parse_dim` reads back as `form`."""
+    """Return the shortest spelling of a dim, which `parse_dim` reads back."""
     if isinstance(form, DimExpr):
         return form.text
     if isinstance(form, Dim):
@@ -418,7 +418,7 @@ def _parse_expression(text: str) -> tuple[str, tuple[str, ...], _Evaluator]:
 
 
 def _build(node: ast.expr, names: dict[str, None], text: str) -> _Evaluator:
-    """What computes `node`; adds the names that it meets to `names`."""
+    """Return a function that computes `node`; add the names in it to `names`."""
     match node:
         case ast.Constant(value=int(value)) if _is_int(value):
             return lambda sizes: value

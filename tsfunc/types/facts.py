@@ -1,7 +1,7 @@
-"""Facts about named sizes as text, such as ``n % 4 == 0`` and ``n <= 2 * m``, read with care.
+"""Facts about named sizes as text, such as ``n % 4 == 0`` and ``n <= 2 * m``.
 
-A file says in this way what a program asks of named sizes. Only comparisons of arithmetic on names
-and numbers are read; guards are generated anew from what was read.
+A file stores the conditions of a program on named sizes in this form. Only comparisons of
+arithmetic on names and numbers are accepted, and guards are generated from the parsed facts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _FUNCTIONS = frozenset({
 
 
 def fact_code(text: str, variables: Mapping[str, str]) -> str:
-    """A fact as Python that can run where ``math`` is known.
+    """Return a fact as Python code that needs ``math`` in its scope.
 
     Args:
         text: comparisons of sums, products, quotients and remainders of names and numbers, of
             ``min``, ``max``, ``abs``, ``round``, ``int``, ``float`` and some functions of ``math``
             of these, joined by ``and``, ``or`` and ``not``.
-        variables: what the code calls each name.
+        variables: name to its variable in the code.
 
     Raises:
-        DescriptorError: the text is no such fact, or has a name that is not among `variables`.
+        DescriptorError: the text is not such a fact, or has a name that is not in `variables`.
 
     Example:
         >>> fact_code("n % 2 == 0 and n > m", {"n": "size_n", "m": "size_m"})

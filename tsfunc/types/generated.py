@@ -54,11 +54,11 @@ Fits = Callable[..., bool]
 
 
 def generate(type_: TSAllType, decide: Callable[[TSAllType], Fits]) -> Fits:
-    """A function of a value that is true only if the value is of a type.
+    """Return a function of a value that is true only if the value is of a type.
 
     Args:
-        decide: gives such a function for what generated code does not decide: a class with
-            fields, an interface, a future.
+        decide: returns such a function for a type that generated code does not decide: a class
+            with fields, an interface, a future.
     """
     if _leaves_names_open(type_):
         return _unsure
@@ -73,10 +73,10 @@ def generate_call(
     types: Mapping[str, TSType],
     decide: Callable[[TSAllType], Fits],
 ) -> Fits:
-    """A function of a function's parameters that is true only if each argument is of its type.
+    """Return a function of the parameters that is true only if each argument is of its type.
 
     Args:
-        name: what the errors of Python call it, where the arguments are too many or too few.
+        name: its name in Python's errors about too many or too few arguments.
         types: parameter name to type; sizes of one name are equal within all of them.
     """
     if any(map(_leaves_names_open, types.values())):
@@ -122,10 +122,10 @@ class _Name(str):
 
 
 def _leaves_names_open(type_: TSAllType) -> bool:
-    """Whether generated code can't hold the named sizes of a type against each other.
+    """Return True if generated code can't compare the named sizes of a type.
 
-    It reads them one after the other: a computed size may come before its names, and what
-    `decide` looks at does not say what it has read.
+    The code reads them one after the other: a computed size may come before its names, and the
+    functions of `decide` do not return the sizes that they have read.
     """
     return any(
         isinstance(dim, DimExpr) or (behind and isinstance(dim, Dim))
@@ -159,13 +159,13 @@ def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm,
 
 
 def _is_derived(kind: str, value: object) -> bool:
-    """Whether a value of a class derived from int, float or str counts as one."""
+    """Return True if a value of a class derived from int, float or str counts as one."""
     own = primitive_of(value)
     return own is not None and own.name == kind
 
 
 def _is_plain(cls: type) -> bool:
-    """Whether ``isinstance`` says all about a class: it has no fields, and answers as usual."""
+    """Return True if ``isinstance`` decides a class: no fields, and no metaclass of its own."""
     return not dataclasses.is_dataclass(cls) and type(cls) in (type, abc.ABCMeta)
 
 

@@ -51,7 +51,7 @@ class TSMetaType:
 
 @dataclass(frozen=True)
 class TSPrimitiveType:
-    """A type of single values that goes by a name of its own; a ``bool`` is no ``int``."""
+    """A type of single values that has a name of its own; a ``bool`` is not an ``int``."""
 
     name: Literal["int", "float", "double", "bool", "str", "None"]
 
@@ -341,7 +341,7 @@ class TSFields:
 class TSModuleType:
     """The type of one ``nn.Module``, read off the instance; two of one class may differ in it.
 
-    It is no `TSType`: it can't be written as an annotation and composes with nothing. Where a
+    It is not a `TSType`: it can't be written as an annotation and composes with nothing. Where a
     type is needed, a module is one of its class, a `TSCustomClass`.
     """
 

@@ -103,7 +103,7 @@ def _elements(values: Sequence[Any], tensor: _DESCRIBED, default: TSType) -> TST
 
 
 def is_tuple(value: object) -> bool:
-    """Whether a value is a tuple to the language; ``torch.Size`` is a class of its own."""
+    """Return True if a value is a tuple of the language; ``torch.Size`` is a class of its own."""
     return isinstance(value, tuple) and type(value) not in BUILTIN_CLASSES
 
 
@@ -130,7 +130,7 @@ def _single(value: Any, tensor: _DESCRIBED) -> TSType:
 
 
 def _held(future: Any, tensor: _DESCRIBED) -> TSType:
-    """What a future holds, if it is there already."""
+    """Return the type of a future's value, `Any` if it is not there yet."""
     if not future.done():
         return ANY
     try:

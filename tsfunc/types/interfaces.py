@@ -1,4 +1,4 @@
-"""Interfaces: whether a class has what an interface asks for."""
+"""Interfaces: the methods that a class lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tsfunc.types.lattice import is_subtype
 
 
 def missing_methods(cls: type, interface: type) -> list[tuple[str, tuple[str, str]]]:
-    """The methods of an interface that a class lacks or has with other types.
+    """Return the methods of an interface that a class lacks or has with other types.
 
     A class that is derived from the interface has them; any other must have each under its name,
     taking what the interface says and returning no more than it says.
@@ -51,7 +51,7 @@ def _accepts(cls: type, own: Any, interface: type, wanted: Any) -> bool:
 
 
 def _below(one: Any, other: Any, one_scope: Any, other_scope: Any) -> bool:
-    """Whether an annotation is a subtype of another; where one is missing, nothing is said."""
+    """Return True if an annotation is a subtype of another, or one of them is missing."""
     if inspect.Parameter.empty in (one, other):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Descriptors with other sizes in the places of named ones, and descriptors as Python."""
+"""Descriptors with named sizes replaced, and descriptors as Python code."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ _NAME = re.compile(r"[^\W\d]\w*")
 
 
 def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor:
-    """A descriptor in which some named sizes are something else.
+    """Return a descriptor with some named sizes replaced.
 
     Args:
-        descriptor: of one parameter.
-        dims: by name what is in the place of a size; None leaves it open, and with it what is
-            computed from it.
+        descriptor: the descriptor of one parameter.
+        dims: name to the new size; None leaves it open, and with it the sizes computed from it.
 
     Example:
         >>> from tsfunc import Dim, MetaTensorType
@@ -74,7 +73,7 @@ def _operand(form: DimForm) -> str:
 
 
 def as_python(descriptor: Descriptor) -> str:
-    """A descriptor as it would be written in a program that has imported what it names.
+    """Return a descriptor as Python code that has imported the names in it.
 
     Example:
         >>> from tsfunc.types import as_descriptor

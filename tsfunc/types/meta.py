@@ -1,4 +1,4 @@
-"""`MetaTensorType`: what is known of a tensor before it comes."""
+"""`MetaTensorType`: the metadata of a tensor argument."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNION: Any = Union  # type checkers know it only with constant arguments
 
 @dataclass(frozen=True, init=False, repr=False)
 class MetaTensorType:
-    """What a descriptor promises of a tensor; None stands for what is not known.
+    """The metadata of a tensor; None stands for a property that is not known.
 
     A list or tuple as first argument is the shape.
 
@@ -52,7 +52,7 @@ class MetaTensorType:
             a tensor keeps it if it is contiguous in it.
 
     Raises:
-        DescriptorError: an argument could not describe any tensor.
+        DescriptorError: no tensor could have this metadata.
 
     Example:
         >>> meta = MetaTensorType(["n", 64], dtype=torch.float32, device="cpu")
@@ -109,10 +109,10 @@ class MetaTensorType:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> MetaTensorType:
-        """The full description of a tensor, each size a number.
+        """Return the metadata of a tensor, each size a number.
 
         Raises:
-            DescriptorError: `tensor` is no tensor.
+            DescriptorError: `tensor` is not a tensor.
 
         Example:
             >>> print(MetaTensorType.of(torch.zeros(2, 3)))
@@ -147,7 +147,7 @@ class MetaTensorType:
         return parse_tensor(text)
 
     def __le__(self, other: object) -> bool:
-        """Whether every tensor that this describes is described by `other` too.
+        """Return True if every tensor that this describes is described by `other` too.
 
         Example:
             >>> MetaTensorType([3, 3]) <= MetaTensorType(["n", "n"]) <= MetaTensorType(rank=2)
@@ -171,7 +171,9 @@ class MetaTensorType:
         return other < self if isinstance(other, MetaTensorType) else NotImplemented
 
     def join(self, other: MetaTensorType) -> MetaTensorType:
-        """What both promise. Sizes that differ get a name; of different ranks the last are kept.
+        """Return the metadata common to both.
+
+        Sizes that differ get a name; of different ranks the last dims are kept.
 
         Example:
             >>> print(MetaTensorType([3, 3], dtype=float).join(MetaTensorType([4, 4])))
@@ -184,7 +186,7 @@ class MetaTensorType:
         return join_metas(self, other)
 
     def widen(self, example: torch.Tensor) -> MetaTensorType:
-        """The least that is promised here and true of one more tensor.
+        """Return the least metadata above this that one more tensor has.
 
         Example:
             >>> print(MetaTensorType.of(torch.ones(3)).widen(torch.ones(5, dtype=torch.float64)))
@@ -193,7 +195,7 @@ class MetaTensorType:
         return self.join(MetaTensorType.of(example))
 
     def split(self, **alternatives: Sequence[Any]) -> tuple[MetaTensorType, ...]:
-        """Narrower descriptions, for a program each.
+        """Return narrower metadata, each for a program of its own.
 
         Args:
             alternatives: by the name of an attribute its values (``dtype=[...]``), or by the name
@@ -216,7 +218,7 @@ class MetaTensorType:
 
     @functools.cached_property
     def dims(self) -> tuple[DimForm, ...] | None:
-        """What each dim of the shape stands for; None where the rank is not known.
+        """The form of each dim of the shape; None if the rank is not known.
 
         An int is fixed, a `Dim` named, a `DimExpr` computed from named ones, None open.
         """
@@ -224,30 +226,30 @@ class MetaTensorType:
 
     @functools.cached_property
     def trailing(self) -> tuple[DimForm, ...]:
-        """What the last dims stand for where ``...`` comes before them; else nothing."""
+        """The forms of the last dims if ``...`` stands before them; else empty."""
         return _forms(self.shape[1:]) if self.shape and self.shape[0] is ... else ()
 
     @functools.cached_property
     def stride_forms(self) -> tuple[int | DimExpr | None, ...]:
-        """What each stride is; nothing where none is known."""
+        """The form of each stride; empty if none is known."""
         return tuple(
             DimExpr(each) if isinstance(each, str) else each for each in self.strides or ()
         )
 
     @property
     def sizes(self) -> tuple[DimForm, ...]:
-        """All sizes that are spoken of, in the shape and in the strides."""
+        """All sizes in the shape and in the strides."""
         return (*(self.dims or self.trailing), *self.stride_forms)
 
     def dims_of_rank(self, rank: int) -> tuple[DimForm, ...] | None:
-        """What each dim of a tensor of a rank is; None where tensors of the rank don't fit."""
+        """Return the form of each dim of a tensor of a rank; None if such tensors don't fit."""
         if self.dims is not None:
             return self.dims if len(self.dims) == rank else None
         leading = rank - len(self.trailing)
         return None if leading < 0 else (None,) * leading + self.trailing
 
     def is_laid_out(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has the memory format, and the strides that are numbers."""
+        """Return True if a tensor has the memory format, and the strides that are numbers."""
         if self.strides is None and self.memory_format is None:
             return True
         if tensor.layout != torch.strided:
@@ -300,7 +302,7 @@ class MetaTensorType:
 
 
 def is_in_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
-    """Whether a tensor is contiguous in a memory format."""
+    """Return True if a tensor is contiguous in a memory format."""
     rank = FORMAT_RANKS.get(memory_format)
     of_rank = rank is None or tensor.dim() == rank
     return of_rank and tensor.is_contiguous(memory_format=memory_format)
@@ -327,7 +329,7 @@ def _size_text(size: object) -> str:
 
 
 def on_device(got: torch.device, expected: torch.device) -> bool:
-    """True if a device is the expected one; a device without an index stands for every index."""
+    """Return True if a device is the expected one; without an index that is any of its type."""
     return got == expected or (expected.index is None and got.type == expected.type)
 
 

@@ -1,4 +1,4 @@
-"""Reads the arguments of `MetaTensorType`."""
+"""The arguments of `MetaTensorType`, checked and normalized."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Shape: TypeAlias = tuple["DimSpec | EllipsisType", ...]
 
 
 def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of each attribute, in one form.
+    """Return the attributes of `MetaTensorType` in one form.
 
     Raises:
         DescriptorError: an argument could not describe any tensor.

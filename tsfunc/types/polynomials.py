@@ -1,6 +1,6 @@
-"""Expressions over named sizes as polynomials: when two are the same, and solved for a name.
+"""Expressions over named sizes as polynomials: equality, bounds, substitution and solutions.
 
-What is divided by ``//`` without being known to go evenly is taken for a name of its own.
+A quotient by ``//`` that is not known to be exact is an atom of its own, like a name.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class Polynomial:
         """
         total = 0.0
         for monomial, factor in self.terms.items():
-            low, high = 1.0, 1.0
-            for atom, power in monomial:
-                if atom.startswith("("):  # a quotient
-                    return -math.inf
-                least, most = ranges.get(atom, (0, None))
-                low *= least**power
-                high *= math.inf if most is None else most**power
-            total += factor * (low if factor > 0 else high)
+            if any(atom.startswith("(") for atom, _ in monomial):  # a quotient
+                return -math.inf
+            bounds = [(*ranges.get(atom, (0, None)), power) for atom, power in monomial]
+            if factor > 0:
+                total += factor * math.prod(low**power for low, _, power in bounds)
+            elif all(high != 0 for _, high, _ in bounds):
+                highs = (math.inf if high is None else high**power for _, high, power in bounds)
+                total += factor * math.prod(highs)
         return total
 
     def divided(self, divisor: int) -> Polynomial | None:
@@ -182,13 +182,8 @@ def normal_text(text: str) -> str:
 
 
 def is_never_positive(text: str) -> bool:
-    """Whether an expression of sizes has nothing that is added, for all that is seen."""
-    try:
-        terms = Polynomial.of(text).terms
-    except (TooLargeError, RecursionError):
-        return False
-    plain = all(atom.isidentifier() for monomial in terms for atom, _ in monomial)
-    return plain and all(factor < 0 for factor in terms.values())
+    """Return True if an expression is at most 0 for all sizes, as far as `most` can tell."""
+    return most(text, {}) <= 0
 
 
 def polynomial_of(key: int | str) -> Polynomial:
@@ -237,35 +232,13 @@ def solved_for(text: str, name: str) -> tuple[str, str] | None:
 
 
 def most(text: str, ranges: Mapping[str, tuple[int, int | None]]) -> float:
-    """A number that an expression is not above.
+    """Return a number that an expression is not above.
 
     Args:
         text: the expression.
-        ranges: of each name the least and the largest number that it is, None where there is none.
+        ranges: the least and the largest size (or None) of each name; a missing one is open.
     """
-    return _range(ast.parse(text, mode="eval").body, ranges)[1]
-
-
-def _range(node: ast.expr, ranges: Mapping[str, tuple[int, int | None]]) -> tuple[float, float]:
-    """Two numbers between which an expression is."""
-    match node:
-        case ast.Constant(value=int(value)):
-            return value, value
-        case ast.Name(id=name):
-            low, high = ranges[name]
-            return low, math.inf if high is None else high
-        case ast.UnaryOp(operand=operand):
-            inner = _range(operand, ranges)
-            return -inner[1], -inner[0]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            one, other = _range(left, ranges), _range(right, ranges)
-            return one[0] + other[0], one[1] + other[1]
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            one, other = _range(left, ranges), _range(right, ranges)
-            return one[0] - other[1], one[1] - other[0]
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            one, other = _range(left, ranges), _range(right, ranges)
-            ends = [a * b if a and b else 0 for a in one for b in other]
-            return min(ends), max(ends)
-        case _:
-            return -math.inf, math.inf
+    try:
+        return -(-Polynomial.of(text)).least(ranges)
+    except (TooLargeError, RecursionError):
+        return math.inf

@@ -1,4 +1,4 @@
-"""What users write for a descriptor, read into one."""
+"""Descriptors as users write them, read into types."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ _SUPPORTED = (
 
 
 def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
-    """What a user's descriptor stands for.
+    """Return the descriptor that a user's object stands for.
 
     Args:
         written: a `MetaTensorType`; a class or typing object; a container (any pytree node)
-            of descriptors; or any other Python value, which then must come as it is.
-        where: how error messages call it.
+            of descriptors; or any other Python value, which the argument then must be.
+        where: its place, for error messages.
 
     Raises:
         DescriptorError: it is a typing object that no value can be checked against.
@@ -143,7 +143,7 @@ _TENSOR_TEXT = re.compile(r"(?:tensor|[a-z]+\d+\w*|bool)\[.*\]")
 
 
 def _from_value(value: Any, where: str) -> Descriptor:
-    """A value, which a call is compared with: it has to stay what it is."""
+    """Return the type of a literal, which must be hashable so that it can't change."""
     if isinstance(value, str) and _TENSOR_TEXT.match(value):
         raise DescriptorError(
             f"{where}: {value!r} is a string, but reads as the description of a tensor; write "
@@ -228,7 +228,7 @@ def _from_class(cls: type, where: str, inside: tuple[type, ...] = ()) -> Descrip
 def _annotated(
     cls: type, names: tuple[str, ...], inside: tuple[type, ...]
 ) -> tuple[Descriptor, ...]:
-    """What the annotations of a class say of some attributes; without one, nothing."""
+    """Return the types of some attributes of a class; `Any` for one without annotation."""
     types_, inside = attribute_types(cls), (*inside, cls)
     return tuple(_from_type(types_.get(name, ANY), inside) for name in names)
 

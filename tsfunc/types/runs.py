@@ -1,8 +1,8 @@
-"""Runs: what the check of one call has found so far.
+"""Runs: the state of the check of one call.
 
 NOTE [one check, one report]
-A check never stops at the first mismatch: it adds to the `Run` that it is given, so that one
-error lists all. Text is made only for what failed; a call that fits pays for comparisons alone.
+A check does not stop at the first mismatch: it adds to the `Run` that it is given, so that one
+error lists all. Text is made only for mismatches; a call that fits pays for comparisons alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 class Failure(NamedTuple):
-    """One mismatch: how deep it lies (to tell which alternative came closest), and its line."""
+    """One mismatch: its line, and its depth, which tells the closest alternative of a union."""
 
     depth: tuple[int, bool]
     line: str
 
 
 class Run:
-    """What one check of one call has found so far."""
+    """The mismatches, and the sizes of names, that the check of one call has found so far."""
 
     __slots__ = ("arguments", "failures", "leaves", "pending", "places", "sizes")
 
@@ -40,17 +40,17 @@ class Run:
         self.failures: list[Failure] = []
 
     def fail(self, path: Path, part: str, what: str) -> None:
-        """Add a mismatch of what lies at `path`, in its attribute or item `part`."""
+        """Add a mismatch of the value at `path`, in its attribute or item `part`."""
         line = f"{place_text(path, self.arguments)}{part}: {what}"
         self.failures.append(Failure((len(path), bool(part)), line))
 
     def bound_at(self, name: str) -> str:
-        """Where a named dim got its size."""
+        """Return the place that bound a named dim, in words."""
         path, part = self.places[name]
         return f"{name} is {self.sizes[name]} at {place_text(path, self.arguments)}{part}"
 
     def fork(self) -> Run:
-        """A run that starts from what this one knows, for an alternative that may not fit."""
+        """Return a run with the same state, for an alternative that may not fit."""
         run = Run(self.arguments)
         run.sizes.update(self.sizes)
         run.places.update(self.places)
@@ -59,7 +59,7 @@ class Run:
         return run
 
     def adopt(self, other: Run) -> None:
-        """Go on from what a fork of this run has found; its failures are not taken over."""
+        """Take over the state of a fork of this run, without its failures."""
         self.sizes, self.places = other.sizes, other.places
         self.leaves, self.pending = other.leaves, other.pending
 
@@ -68,7 +68,7 @@ Check: TypeAlias = Callable[[Any, Path, Run], None]
 
 
 def place_text(path: Path, arguments: Mapping[str, object]) -> str:
-    """A path as Python would write it: ``params['w'][0]``, ``state.step``."""
+    """Return a path as Python would write it: ``params['w'][0]``, ``state.step``."""
     text, value = str(path[0]), arguments.get(path[0])
     for entry in path[1:]:
         text += entry_text(type(value), entry)

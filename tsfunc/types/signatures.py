@@ -1,4 +1,4 @@
-"""Signatures: the types of a function's parameters and of what it returns."""
+"""Signatures: the types of a function's parameters and of its result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Signature:
         return generate_call(self.name, self._signature, self.parameters, decide)
 
     def check(self, *args: Any, **kwargs: Any) -> list[Mismatch]:
-        """Every place where the arguments of a call are not what the parameters ask for.
+        """Return every place where the arguments of a call are not of the parameters' types.
 
         Raises:
             TypeError: the arguments are too many or too few.
@@ -95,7 +95,7 @@ def signature(func: Any) -> Signature:
         func: a function, a method, a ``functools.partial``, a module, a class, or another callable.
 
     Raises:
-        AnnotationError: an annotation is no type, or `self` has one.
+        AnnotationError: an annotation is not a type, or `self` has one.
 
     Example:
         >>> def f(x, n: int, scale=1.0, mask=None) -> torch.Tensor: ...
@@ -145,7 +145,7 @@ def _parameter_type(parameter: inspect.Parameter, scope: Scope, name: str) -> TS
 
 
 def signature_of(func: Callable[..., Any]) -> inspect.Signature:
-    """What a function or module takes; of one written in C, which does not say, anything."""
+    """Return the signature of a function or module; that of one written in C takes anything."""
     try:
         return inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
     except ValueError:
@@ -153,7 +153,10 @@ def signature_of(func: Callable[..., Any]) -> inspect.Signature:
 
 
 def takes_any_keyword(func: Callable[..., Any]) -> bool:
-    """Whether a function has ``**kwargs``, whose order it then can see; not what it wraps."""
+    """Return True if a function has ``**kwargs``, and so sees their order.
+
+    A function that it wraps does not count.
+    """
     try:
         own = func.forward if isinstance(func, torch.nn.Module) else func
         parameters = inspect.signature(own, follow_wrapped=False).parameters.values()
@@ -233,7 +236,7 @@ def _require_plain_self(func: Any, name: str) -> None:
 
 
 def _scope(func: Any, owner: type | None) -> Scope:
-    """What the names in a function's annotations stand for."""
+    """Return the objects that the names in a function's annotations stand for."""
     module = sys.modules.get(getattr(func, "__module__", None) or "")
     names = getattr(func, "__globals__", vars(module) if module else {})
     return ChainMap(closure_of(func), dict(class_scope(owner)) if owner else {}, names)

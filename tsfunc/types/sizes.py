@@ -1,9 +1,9 @@
-"""Sizes of two types held against each other: which names stand for which sizes.
+"""The sizes of two types compared: the meaning of each name.
 
 NOTE [names of sizes]
 A name says that sizes are equal, within one type: ``Tuple[f32[n], f32[n]]`` is two tensors of one
-length. ``f32[3]`` is a subtype of ``f32[n]``, with 3 for n, and ``f32[3, 4]`` is none of
-``f32[n, n]``. A name that stands once, without bounds, says no more than ``?``.
+length. ``f32[3]`` is a subtype of ``f32[n]``, with 3 for n, and ``f32[3, 4]`` is not one of
+``f32[n, n]``. A name that stands once, without bounds, means the same as ``?``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tsfunc.types.dims import Dim, DimExpr, DimForm, parse_dim
 from tsfunc.types.polynomials import polynomial_of, solve
 
 Key: TypeAlias = int | str
-"""What tells one size of a type from another: a number, a name, the text of an expression."""
+"""The identity of a size of a type: a number, a name, the text of an expression."""
 
 
 class Absent(enum.Enum):
@@ -37,7 +37,7 @@ _NAME = re.compile(r"[^\W\d]\w*")
 
 
 def all_bounds(dims: Iterable[DimForm]) -> dict[str, Dim]:
-    """Each name with all the bounds that it has anywhere."""
+    """Return each name with all the bounds that it has anywhere."""
     found: dict[str, Dim] = {}
     for dim in dims:
         if isinstance(dim, Dim):
@@ -49,7 +49,7 @@ def all_bounds(dims: Iterable[DimForm]) -> dict[str, Dim]:
 
 
 class Instance:
-    """What the names of a wider type stand for in a narrower one, as far as the two were compared.
+    """The sizes of a narrower type that the names of a wider one stand for, so far.
 
     Args:
         narrower: all sizes of the narrower type.
@@ -62,18 +62,18 @@ class Instance:
         self._opens = 0
 
     def copy(self) -> Instance:
-        """The comparison so far, to go on with something that may turn out not to fit."""
+        """Return a copy, to continue with a type that may not fit."""
         made = Instance(())
         made.adopt(self)
         return made
 
     def adopt(self, other: Instance) -> None:
-        """Goes on from what a copy has found."""
+        """Take over the state of a copy."""
         self._bounds, self._opens = other._bounds, other._opens
         self._meaning, self._pending = dict(other._meaning), list(other._pending)
 
     def fits(self, size: DimForm, wider: DimForm) -> bool:
-        """Whether a size is one of those that the wider size allows, so far."""
+        """Return True if a size is one that the wider size allows, so far."""
         if wider is None:
             return True
         low, high = self._range(size)
@@ -134,7 +134,7 @@ class Instance:
         return size.name if isinstance(size, Dim) else size
 
     def _value(self, expression: DimExpr) -> Key | None:
-        """What an expression of the wider type comes to in the sizes of the narrower one."""
+        """Return an expression of the wider type in the sizes of the narrower one."""
         meaning = {name: self._meaning.get(name, name) for name in expression.names}
         if any(isinstance(key, str) and key.startswith("?") for key in meaning.values()):
             return None
@@ -145,7 +145,7 @@ class Instance:
 
 
 class Generalization:
-    """The sizes that two types have in common: what is true of both is kept.
+    """The sizes that two types have in common.
 
     A pair of sizes that stands in several places is one size there, and gets one name. All pairs
     are first counted by `count`; `size` then says what each has become. A pair that stands once is
@@ -283,7 +283,7 @@ class Generalization:
 
 
 _MOST_CHOICES = 64
-"""Ways to read the names of an expression on the other side, of which as many are tried."""
+"""The number of ways to read the names of an expression on the other side that are tried."""
 
 
 def names_of_dim(dim: SideForm) -> tuple[str, ...]:
@@ -292,7 +292,7 @@ def names_of_dim(dim: SideForm) -> tuple[str, ...]:
 
 
 def substituted(text: str, meant: Mapping[str, Key]) -> str:
-    """An expression with other sizes for its names."""
+    """Return an expression with other sizes for its names."""
 
     def other(name: re.Match[str]) -> str:
         text = str(meant[name[0]])
@@ -317,7 +317,7 @@ def _same(one: SideForm, other: DimForm) -> bool:
 
 
 def _normal(size: DimForm) -> Key | None:
-    """What two spellings of one size have in common."""
+    """Return one key for all spellings of a size."""
     if isinstance(size, DimExpr):
         return size.normal
     return size.name if isinstance(size, Dim) else size

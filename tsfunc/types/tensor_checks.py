@@ -1,4 +1,4 @@
-"""The checks of tensors: their attributes, and the sizes that names and expressions stand for."""
+"""The checks of tensors: their metadata, and the sizes of names and expressions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _sizes_check(forms: tuple[DimForm, ...], first: int, dims: Mapping[str, Dim]
 
 
 def _check_memory(meta: MetaTensorType, value: torch.Tensor, path: Path, run: Run) -> None:
-    """The strides and the memory format of a tensor, which a sparse one does not have."""
+    """Check the strides and the memory format of a tensor, which a sparse one does not have."""
     if value.layout != torch.strided:
         expected = meta.memory_format or f"strides {list(meta.strides or ())}"
         run.fail(path, ".layout", f"expected {expected}, got {value.layout}")
@@ -106,7 +106,7 @@ def _check_memory(meta: MetaTensorType, value: torch.Tensor, path: Path, run: Ru
 
 
 def _bind(dim: Dim, size: int, part: str, path: Path, run: Run) -> None:
-    """The first occurrence of a named dim gives its size; the others must agree."""
+    """Bind a named dim at its first occurrence; check it at the others."""
     known = run.sizes.get(dim.name)
     if known is None:
         run.sizes[dim.name] = size
@@ -120,9 +120,9 @@ def _bind(dim: Dim, size: int, part: str, path: Path, run: Run) -> None:
 
 
 def check_expressions(run: Run) -> None:
-    """Checks the computed dims, once the call has bound all the names that it binds.
+    """Check the computed dims, after all named dims are bound.
 
-    A name that no dim is alone is found by solving an expression for it.
+    A name that is not a dim by itself is solved for.
     """
     pending, before = run.pending, None
     while pending and len(pending) != before:

@@ -168,7 +168,7 @@ class _Reader:
         return self.text[self.at :].strip()
 
     def take(self, pattern: str | re.Pattern[str]) -> str | None:
-        """What stands next, if it matches; blanks before it are skipped."""
+        """Take the next characters if they match, and skip blanks before them."""
         found = re.compile(rf"\s*({getattr(pattern, 'pattern', pattern)})").match(
             self.text, self.at
         )
@@ -406,7 +406,7 @@ class _Reader:
 
 
 def _split(dims: str) -> list[str]:
-    """The dims of a shape; a comma inside of braces is no end of one."""
+    """Split the dims of a shape at commas outside of braces."""
     return re.split(r",(?![^{]*\})", dims) if dims.strip() else []
 
 

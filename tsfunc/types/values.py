@@ -19,7 +19,7 @@ _LONGEST_REPR = 80
 
 
 def same_value(expected: object, got: object) -> bool:
-    """Whether a program that has `expected` burnt in holds for `got`.
+    """Return True if a program with the constant `expected` is right for `got`.
 
     Stricter than ``==``: the types must agree too (``1``, ``1.0`` and ``True`` make different
     dtypes), ``0.0`` is not ``-0.0``, and NaN is NaN. Tensors are the same if they are one
@@ -92,7 +92,7 @@ def _same_tensor(expected: torch.Tensor, got: torch.Tensor) -> bool:
 
 
 def describe(value: object) -> str:
-    """A value as error messages show it: what it is, with its type.
+    """Return a value as error messages show it, with its type.
 
     Example:
         >>> describe(3), describe(torch.zeros(2, 3)), describe(None)
@@ -122,7 +122,7 @@ class Attribute:
 
 
 def entry_text(kind: type, entry: object) -> str:
-    """How a child is reached: ``.field`` in a named tuple, ``['key']`` or ``[0]`` elsewhere."""
+    """Return the access to a child: ``.field`` of a named tuple, else ``['key']`` or ``[0]``."""
     if isinstance(entry, Attribute):
         return f".{entry.name}"
     field = _field(kind, entry)
@@ -130,7 +130,7 @@ def entry_text(kind: type, entry: object) -> str:
 
 
 def field_text(kind: type, entry: object) -> str:
-    """How a child is named in the text of a descriptor."""
+    """Return the name of a child in the text of a descriptor."""
     return _field(kind, entry) or key_text(entry)
 
 
@@ -145,7 +145,7 @@ def _field(kind: type, entry: object) -> str | None:
 
 
 def key_text(key: object) -> str:
-    """The key of a dict as text; one that has none is described, and can't be read back."""
+    """Return the key of a dict as text; one without text is described, and can't be parsed."""
     text = literal_text(key)
     return describe(key) if text is None else text.removeprefix("Literal[").removesuffix("]")
 
@@ -154,7 +154,7 @@ _LITERALS = (int, bool, float, complex, str, bytes)
 
 
 def literal_text(value: object) -> str | None:
-    """A value as text that reads back; None if there is none."""
+    """Return a value as text that can be parsed; None if there is none."""
     if value is None:
         return "None"
     if type(value) in _LITERALS or (
