@@ -204,7 +204,8 @@ def _arguments(frame: FrameType) -> str:
     shown = []
     for name in code.co_varnames[:count]:
         value = frame.f_locals.get(name)
-        if isinstance(value, torch.Tensor):
+        # Not isinstance, which a stand-in for a value of type Any refuses.
+        if issubclass(type(value), torch.Tensor):
             with DisableTorchFunctionSubclass():
                 shape = ", ".join(map(str, value.shape))
                 shown.append(f"{name}: {str(value.dtype).removeprefix('torch.')}[{shape}]")
