@@ -245,3 +245,18 @@ def test_a_member_that_a_derived_class_overrides_later_is_seen(
     for name in ("scale", "act", "shift", "__call__"):
         delattr(overridden, name)
         assert g(x) == f(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("first", [None, torch.strided, torch.sparse_coo])
+def test_compressed_arguments_are_refused_with_and_without_a_program(
+    layout: torch.layout, first: torch.layout | None
+) -> None:
+    f = tsfunc.specialize(lambda x: x.to_dense() * 2)
+    x = torch.eye(2)
+    if first is not None:
+        f(x if first is torch.strided else x.to_sparse(layout=first))
+    with pytest.raises(tsfunc.errors.TypeCheckError, match="to_dense"):
+        f(x.to_sparse(layout=layout))
+    assert torch.equal(f(x.to_sparse()), x * 2) and torch.equal(f(x), x * 2)

@@ -160,12 +160,14 @@ def _tensor(
     """A tensor: type, device, layout of memory, and each size that is not a named dim's."""
     i, example = spec.position, spec.example
     scope[f"dtype_{i}"], scope[f"device_{i}"] = example.dtype, example.device
+    scope[f"layout_{i}"] = example.layout
     scope[f"class_{i}"], scope["is_tensor_of"] = users_class(type(example)), is_tensor_of
     plain = "Tensor" if scope[f"class_{i}"] is torch.Tensor else f"class_{i}"
     grad = "" if spec.any_grad else f" or a.requires_grad is not {example.requires_grad}"
     lines = [
         f"if type(a) is not {plain} and not is_tensor_of(a, class_{i}): return None",
         f"if a.dtype is not dtype_{i} or a.device != device_{i}{grad}: return None",
+        f"if a.layout is not layout_{i}: return None",  # of which some have no strides
     ]
     if _is_fixed(spec):
         lines.append(f"if a.shape != {tuple(spec.dims)!r}: return None")

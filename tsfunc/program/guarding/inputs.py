@@ -24,6 +24,7 @@ import optree
 import torch
 
 from tsfunc.bridge.trace.asked import users_class
+from tsfunc.errors import TypeCheckError
 from tsfunc.program.reading.holding import is_instance
 from tsfunc.program.reading.shown import has_contents
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
@@ -169,7 +170,11 @@ def describe_inputs(
     contract: CompiledDescriptors | None,
     bindings: Bindings | None,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
-    """The tensors among the arguments, and the named dims."""
+    """The tensors among the arguments, and the named dims.
+
+    Raises:
+        TypeCheckError: a tensor is of a compressed sparse layout.
+    """
     bounds: dict[str, Dim] = {}
     if contract is not None and bindings is not None:
         bounds = {name: contract.dims[name] for name in bindings.sizes}
@@ -180,12 +185,21 @@ def describe_inputs(
         if not isinstance(value, torch.Tensor):
             continue
         path = places[i]
+        if value.layout in _COMPRESSED:
+            raise TypeCheckError(
+                f"specialize: expected strided or COO tensors, got {value.layout} for "
+                f"{'.'.join(map(str, path))}. A trace can't follow compressed tensors. Pass "
+                f"x.to_dense() or x.to_sparse()."
+            )
         forms = bindings.dims(path) if bindings is not None else None
         dims = _dims(value, forms, bounds)
         for dim in dims:
             used.update(names_in(dim))
         inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
     return inputs, {name: dim for name, dim in bounds.items() if name in used}
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def _dims(
