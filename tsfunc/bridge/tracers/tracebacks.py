@@ -203,7 +203,7 @@ def _arguments(frame: FrameType) -> str:
     count = code.co_argcount + code.co_kwonlyargcount
     shown = []
     for name in code.co_varnames[:count]:
-        value = frame.f_locals.get(name)
+        value: Any = frame.f_locals.get(name)
         # Not isinstance, which a stand-in for a value of type Any refuses.
         if issubclass(type(value), torch.Tensor):
             with DisableTorchFunctionSubclass():
