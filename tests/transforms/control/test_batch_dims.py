@@ -459,3 +459,15 @@ def test_tangents_of_tensors_that_no_vmap_maps(row: str, seed: str) -> None:
     ours, plain = _pushed(case.ours), _pushed(case.plain)
     inputs = case.inputs()
     same(ours(*inputs), plain(*inputs), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "row", ["custom_jvp", "autograd.Function", "linear_solve", "implicit_root"]
+)
+def test_tangents_of_tensors_that_only_the_outer_vmap_maps(row: str, seed: str) -> None:
+    case = Case(row, "", seed)
+    case.map(4, (None, None, 0, None))
+    case.ours, case.plain = _pushed(case.ours), _pushed(case.plain)
+    case.map(6, (0, -1, None, 1))
+    inputs = case.inputs()
+    same(case.ours(*inputs), case.plain(*inputs), rtol=1e-8, atol=1e-8)

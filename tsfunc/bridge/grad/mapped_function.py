@@ -8,7 +8,7 @@ what ``forward`` would record.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
-from tsfunc.dispatch.state import outside_all_levels, using
+from tsfunc.dispatch.state import outside_all_levels, tls, using
 from tsfunc.ops.dims import batched_at
 
 _torch_setup_context = Function.setup_context
@@ -361,17 +361,26 @@ def differentiable(x: torch.Tensor) -> bool:
 def on_primals(jvp: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``jvp`` method that sees no tangents but those that it is given.
 
-    For plain tensors it runs outside of all levels: its own transforms must not return tracers of
-    a vmap that the call only happens to be in.
+    It runs outside of the levels that no tangent belongs to: its own transforms must not return
+    tracers of a vmap that the call only happens to be in.
     """
 
     def run(ctx: Any, *tangents: Any) -> Any:
-        plain = not any(isinstance(t, Tracer) for t in tangents)
-        with outside_all_levels() if plain else nullcontext():
+        with _inside_level_of(tangents):
             return jvp(_Primals(ctx), *tangents)
 
     run.on_primals = True  # type: ignore[attr-defined]
     return run
+
+
+def _inside_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
+    """Context manager: no level inside of the innermost level of some values is active."""
+    depth = max((x.dispatch_level.depth for x in values if isinstance(x, Tracer)), default=-1)
+    levels = tls.state.levels
+    if not any(level.depth > depth for level in levels):
+        return nullcontext()
+    own: Any = next((level for level in levels if level.depth == depth), None)
+    return outside_all_levels() if own is None else using(own.inner)
 
 
 def with_outer_tangents(jvp: Callable[..., Any]) -> Callable[..., Any]:
