@@ -129,7 +129,15 @@ class MeshError(TsfuncError, ValueError):
 
 
 class RanksDisagree(TsfuncError, RuntimeError):
-    """Ranks call other collectives than one another, or differ where they promise to be equal."""
+    """Ranks call other collectives than one another, or differ where they promise to be equal.
+
+    Attributes:
+        axis_name: the mesh axis along which they differ.
+    """
+
+    def __init__(self, message: str, axis_name: object = None) -> None:
+        super().__init__(message)
+        self.axis_name = axis_name
 
 
 class RanksFailed(TsfuncError, RuntimeError):

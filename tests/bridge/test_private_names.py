@@ -33,6 +33,7 @@ Source = tuple[str, str]  # a file's name and its text
 # What has the private attributes that are read off values; one is added here when needed.
 HOLDERS: dict[str, Callable[[], Any]] = {
     "Node": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
+    "ProcessGroup": lambda: torch.distributed.ProcessGroup,
     "OpOverload": lambda: torch.ops.aten.sin.default,
     "OpOverloadPacket": lambda: torch.ops.aten.sin,
     "Tensor": lambda: torch.ones(1),

@@ -378,3 +378,28 @@ def test_sizes_that_do_not_fit_several_axes_are_refused_by_all_their_names() -> 
 def test_none_among_the_values_stays() -> None:
     found = vmap(lambda x: psum({"x": x, "none": None}, "i"), axis_name="i")(torch.ones(3))
     assert found["x"].tolist() == [3, 3, 3] and found["none"] is None
+
+
+def test_a_choice_by_an_inner_example_that_differs_along_the_axis() -> None:
+    x = torch.linspace(-1.0, 2.0, 6).view(2, 3)
+
+    def chosen(v: Tensor) -> Tensor:
+        out: Tensor = cond(v > 0, lambda v: v * psum(v.sin(), "i"), lambda v: psum(v, "i"), v)
+        return out
+
+    def looped(v: Tensor) -> Tensor:
+        def step(v: Tensor) -> Tensor:
+            new: Tensor = v + 1 + psum(v.sin(), "i").abs()
+            return new
+
+        out: Tensor = while_loop(lambda v: v < 4, step, v)
+        return out
+
+    want = torch.where(x > 0, x * x.sin().sum(0), x.sum(0).expand(2, 3))
+    torch.testing.assert_close(vmap(vmap(chosen), axis_name="i")(x), want)
+    now, steps = x, 0
+    while bool((now < 4).any()):
+        now = torch.where(now < 4, now + 1 + now.sin().sum(0).abs(), now)
+        steps += 1
+    assert steps > 1
+    torch.testing.assert_close(vmap(vmap(looped), axis_name="i")(x), now)

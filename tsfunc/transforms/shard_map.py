@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -17,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
+from tsfunc.bridge.mesh.agreement import agree, exchanged_texts
 from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
 from tsfunc.bridge.mesh.meshes import Mesh, registered
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
-from tsfunc.errors import MeshError
+from tsfunc.dispatch.places import place_of
+from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.spread import spread_once
 from tsfunc.transforms.virtual_mesh import VirtualMesh, run_nested
@@ -39,6 +41,7 @@ def shard_map(
     randomness: str = "error",
     inputs: Literal["global", "local"] = "global",
     outputs: Literal["global", "local", "dtensor"] = "global",
+    check: Literal["programs", "calls"] | None = "programs",
 ) -> Callable[..., Any]:
     """Map a function of shards over the ranks of a mesh.
 
@@ -60,6 +63,9 @@ def shard_map(
             taken by their shards, and must be placed as their spec says.
         outputs: "global" puts the shards together, for every rank; "local" returns this rank's
             shards; "dtensor" returns DTensors.
+        check: "calls" has the ranks agree on each collective before they run it, by a small one:
+            ranks that call other collectives, or raise, end all with an error instead of wrong
+            numbers or a wait. "programs" does so outside of programs. None does without.
 
     Returns:
         A function of the arguments of ``func``. Every transform applies to it, and inside of it.
@@ -71,6 +77,7 @@ def shard_map(
         MeshError: a spec does not fit the mesh or a tensor, a DTensor is placed otherwise, or the
             mesh's axes have no names.
         ValueError: an option has no such value, or an active ``vmap`` has the name of an axis.
+        RanksDisagree: another rank calls another collective, or has raised.
 
     Example:
         >>> import torch
@@ -85,6 +92,7 @@ def shard_map(
     _check_option("randomness", randomness, ("error", "same", "different", "split"))
     _check_option("inputs", inputs, ("global", "local"))
     _check_option("outputs", outputs, ("global", "local", "dtensor"))
+    _check_option("check", check, ("programs", "calls", None))
 
     @outside_dynamo
     def mapped(*args: Any) -> Any:
@@ -99,7 +107,7 @@ def shard_map(
         found = mesh_of(mesh)
         axes = bound_axes(found.sizes, axis_names)
         _refuse_hidden(axes)
-        with bound(found, axes) as levels:
+        with bound(found, axes, check) as levels:
             shards = _shards(args, in_specs, levels, inputs, mesh)
             body = func
             if randomness == "split":
@@ -111,7 +119,9 @@ def shard_map(
 
 
 @contextmanager
-def mesh_axes(mesh: AnyMesh) -> Iterator[None]:
+def mesh_axes(
+    mesh: AnyMesh, *, check: Literal["programs", "calls"] | None = "programs"
+) -> Iterator[None]:
     """Context manager: bind a mesh's axes to their names, in code that runs once on every rank.
 
     Tensors are this rank's own, and nothing is wrapped: collectives by the axes' names exchange
@@ -119,6 +129,7 @@ def mesh_axes(mesh: AnyMesh) -> Iterator[None]:
 
     Args:
         mesh: a ``DeviceMesh`` with names, or a dict from names to process groups.
+        check: as for ``shard_map``.
 
     Raises:
         MeshError: the mesh's axes have no names, or are those of another mesh in use.
@@ -139,7 +150,8 @@ def mesh_axes(mesh: AnyMesh) -> Iterator[None]:
     found = mesh_of(mesh)
     axes = tuple(found.sizes)
     _refuse_hidden(axes)
-    with bound(found, axes):
+    _check_option("check", check, ("programs", "calls", None))
+    with bound(found, axes, check):
         yield
 
 
@@ -162,10 +174,32 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 @contextmanager
-def bound(mesh: Mesh, axes: Sequence[str]) -> Iterator[dict[str, MeshLevel]]:
-    """Context manager: levels that bind the axes to their names."""
+def bound(mesh: Mesh, axes: Sequence[str], check: str | None) -> Iterator[dict[str, MeshLevel]]:
+    """Context manager: levels that bind the axes to their names.
+
+    Where calls are checked, the ranks agree at the end on how the block has ended, so that one that
+    raises does not leave others waiting.
+    """
     with ExitStack() as stack:
-        yield {name: stack.enter_context(MeshLevel(mesh, name)) for name in axes}
+        levels = {name: stack.enter_context(MeshLevel(mesh, name, check)) for name in axes}
+        checked = [level for level in levels.values() if level.checks_calls]
+        try:
+            yield levels
+        except BaseException as error:
+            _tell(checked, error)
+            raise
+        for level in checked:
+            agree(mesh, level.axis_name, "the end of the body")
+
+
+def _tell(levels: Sequence[MeshLevel], error: BaseException) -> None:
+    """Tell the other ranks that this one's body has raised."""
+    known = error.axis_name if isinstance(error, RanksDisagree) else None
+    text = f"raised {type(error).__name__}: {error} at {place_of(error)}"
+    for level in levels:
+        if level.axis_name != known:  # along which the others have raised the same
+            with suppress(RuntimeError):  # a group that can't be reached any more
+                exchanged_texts(level.mesh, level.axis_name, text)
 
 
 def _refuse_hidden(axes: Sequence[Hashable]) -> None:
@@ -178,7 +212,7 @@ def _refuse_hidden(axes: Sequence[Hashable]) -> None:
             )
 
 
-def _check_option(name: str, value: str, allowed: Sequence[str]) -> None:
+def _check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
         raise ValueError(
             f"shard_map: {name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}."

@@ -19,7 +19,7 @@ from tsfunc.bridge.control.subsets import SubsetLevel
 from tsfunc.bridge.grad.linear_maps import LinearMap, at_level, batched_value, linear, rebuilt
 from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.tracers.tracer import TracerLevel
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import UnboundAxisError
 
@@ -38,25 +38,32 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> Axis:
         UnboundAxisError: no active level binds it; the message lists those that are bound.
         NeedsWholeBatch: a branch or a loop's body runs on an active subset of the examples.
     """
-    subset = None
+    # The subset of examples that the code runs on, where it may be another one at each index of an
+    # axis outside: that of other ranks, or one that differs among the examples of a vmap.
+    on_ranks: NeedsWholeBatch | None = None
+    by_example: NeedsWholeBatch | None = None
     for level in reversed(tls.state.levels):
         if isinstance(level, MeshLevel):
             if level.axis_name == name:
-                # The other ranks may take the branch with other examples.
-                if subset is not None and not alone:
-                    raise subset
+                if on_ranks is not None and not alone:
+                    raise on_ranks
                 return level
         elif isinstance(level, BatchLevel):
-            if isinstance(level.origin, SubsetLevel):
-                subset = NeedsWholeBatch(level.origin.whole)
+            subset = level.origin
             if level.axis_name == name and name is not None:
-                if isinstance(level.origin, SubsetLevel) and not alone:
-                    raise NeedsWholeBatch(level.origin.whole)
+                if isinstance(subset, SubsetLevel) and not alone:
+                    raise NeedsWholeBatch(subset.whole)
+                if by_example is not None and not alone:
+                    raise by_example
                 return level
+            if isinstance(subset, SubsetLevel):
+                on_ranks = NeedsWholeBatch(subset.whole)
+                if isinstance(subset.index, Tracer):
+                    by_example = on_ranks
         elif isinstance(level, HiddenVmap):
-            subset = CannotUnbatch(level.parent.origin.whole)
+            on_ranks = CannotUnbatch(level.parent.origin.whole)
             if level.parent.axis_name == name and name is not None:
-                raise subset
+                raise on_ranks
     raise UnboundAxisError(_unbound(name, what), name)
 
 

@@ -12,13 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsfunc.bridge.mesh.agreement import agree
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
+from tsfunc.dispatch.places import users_place
 
 
 def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
     """Return the result of a kind of exchange along an axis, a contiguous tensor of its own."""
-    found = mesh_named(mesh)
+    text, _, check = mesh.partition(";")
+    found = mesh_named(text)
+    if check and kind in _COMMUNICATING:
+        agree(found, axis, f"{kind}{list(ints)} of {x.dtype} {tuple(x.shape)} at {users_place()}")
     return _KINDS[kind](x.resolve_conj().resolve_neg(), ints, found, axis)
+
+
+# The kinds that exchange values; the others are a rank's own business.
+_COMMUNICATING = frozenset({"sum", "gather", "scatter", "all_to_all", "permute", "tile"})
 
 
 def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:

@@ -8,15 +8,41 @@ whatever runs the function again (checkpoints, rules of the user's in a backward
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from tsfunc.bridge.mesh.meshes import Mesh
 from tsfunc.bridge.mesh.operators import axis_index, mapped
+from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.dispatch import DispatchKey, Level
 from tsfunc.dispatch.state import tls, using
+
+
+class _Observed(threading.local):
+    """The axes over which values were exchanged on this thread, while ``observing``."""
+
+    axes: set[str] | None = None
+
+
+_observed = _Observed()
+
+
+@contextmanager
+def observing() -> Iterator[set[str]]:
+    """Context manager: gives the axes over which the code of the block exchanges values."""
+    outer = _observed.axes
+    seen: set[str] = set()
+    _observed.axes = seen
+    try:
+        yield seen
+    finally:
+        _observed.axes = outer
+        if outer is not None:
+            outer |= seen
 
 
 class MeshLevel(Level):
@@ -26,21 +52,33 @@ class MeshLevel(Level):
         mesh: the mesh.
         axis_name: the axis.
         batch_size: how many ranks the axis has.
+        check: "calls", None, or "programs", which stands for "calls" outside of programs.
     """
 
-    __slots__ = ("axis_name", "batch_size", "mesh")
+    __slots__ = ("axis_name", "batch_size", "check", "mesh")
 
     batch_size: int
 
-    def __init__(self, mesh: Mesh, axis_name: str) -> None:
+    def __init__(self, mesh: Mesh, axis_name: str, check: str | None = "programs") -> None:
         super().__init__(DispatchKey.BackendSelect, f"mesh axis {axis_name!r}")
         self.mesh = mesh
         self.axis_name = axis_name
         self.batch_size = mesh.sizes[axis_name]
+        self.check = check
 
     def exchanged(self, kind: str, ints: Any, value: torch.Tensor) -> torch.Tensor:
         """Return a collective of a value (``operators`` has the kinds)."""
-        return mapped(value, kind, list(ints), self.axis_name, self.mesh.text)
+        if _observed.axes is not None:
+            _observed.axes.add(self.axis_name)
+        mesh = f"{self.mesh.text};calls" if self.checks_calls else self.mesh.text
+        return mapped(value, kind, list(ints), self.axis_name, mesh)
+
+    @property
+    def checks_calls(self) -> bool:
+        """Whether ranks agree before each collective: NOTE [agreements] in ``agreement``."""
+        if self.check != "programs":
+            return self.check == "calls"
+        return not any(isinstance(level, TraceLevel) for level in tls.state.levels)
 
     def index(self, device: torch.device | None) -> torch.Tensor:
         """Return this rank's index along the axis."""

@@ -48,8 +48,8 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def sizes_of(text: str) -> Mapping[str, int]:
-    """Return the sizes by name of a mesh's text."""
-    pairs = (part.rpartition("=") for part in text.split(","))
+    """Return the sizes by name of a mesh's text, without the check that may follow it."""
+    pairs = (part.rpartition("=") for part in text.partition(";")[0].split(","))
     return {name: int(size) for name, _, size in pairs}
 
 

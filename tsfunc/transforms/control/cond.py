@@ -31,6 +31,7 @@ from tsfunc.bridge.control.subsets import guarded_subset, run_in_subset, subset_
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import batched, in_torch
+from tsfunc.transforms.control.agreed import agreed_index, agreed_predicate, exchanging
 from tsfunc.transforms.control.arguments import (
     Batching,
     also_called,
@@ -114,6 +115,11 @@ def cond(
         return in_torch.cond(pred, true_fun, false_fun, operands)
     if not kwargs:
         operands = operands_of(operands, true_fun)
+    axes = exchanging("cond", (true_fun, false_fun), operands)
+    if axes and not _is_static(pred):
+        index, branches = agreed_predicate(pred, axes, true_fun, false_fun)
+        names = ("false_fun", "true_fun", "both branches")
+        return _Call("switch", branches, names, operands, batching).by_user(index)
     return _Call(
         "cond", (false_fun, true_fun), ("false_fun", "true_fun"), operands, batching
     ).by_user(pred)
@@ -184,10 +190,17 @@ def switch(
     check_callable("switch", **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
     if torch_records():
         return in_torch.switch(index, branches, operands)
+    operands = operands_of(operands, branches[0])
+    axes = exchanging("switch", branches, operands)
+    if axes and not _is_static(index):
+        index, branches = agreed_index(index, axes, branches)
     names = tuple(f"branch {i}" for i in range(len(branches)))
-    return _Call(
-        "switch", tuple(branches), names, operands_of(operands, branches[0]), batching
-    ).by_user(index)
+    return _Call("switch", tuple(branches), names, operands, batching).by_user(index)
+
+
+def _is_static(choice: Any) -> bool:
+    """True for a Python value in a trace, which is a constant of the program."""
+    return current_trace() is not None and not isinstance(choice, torch.Tensor)
 
 
 @run_by(Switch)

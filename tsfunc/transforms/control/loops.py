@@ -33,6 +33,7 @@ from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched, in_torch
+from tsfunc.transforms.control.agreed import agreed_loop, exchanging
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import (
     ByExample,
@@ -102,7 +103,7 @@ def while_loop(
     if torch_records():
         return in_torch.while_loop(cond_fun, body_fun, init_val)
     if not takes_entries(cond_fun, init_val):
-        return Loop("while_loop", cond_fun, body_fun, checkpoint).whole(init_val)
+        return _loop("while_loop", cond_fun, body_fun, checkpoint, init_val).whole(init_val)
 
     def body(carry: Any) -> Any:
         new = body_fun(*carry)
@@ -110,7 +111,7 @@ def while_loop(
             new = (new,)
         return type(init_val)(new) if type(new) in (tuple, list) else new
 
-    loop = Loop("while_loop", lambda carry: cond_fun(*carry), body, checkpoint)
+    loop = _loop("while_loop", lambda carry: cond_fun(*carry), body, checkpoint, init_val)
     loop.written = body_fun
     return loop.whole(init_val)
 
@@ -151,6 +152,13 @@ def fori_loop(
     check_callable("fori_loop", body_fun=body_fun)
     if torch_records():
         return in_torch.fori_loop(lower, upper, body_fun, init_val)
+    if isinstance(lower, torch.Tensor) or isinstance(upper, torch.Tensor):
+        # The ranks of a mesh may count differently far.
+        carry = (torch.as_tensor(lower), torch.as_tensor(upper), init_val)
+        step = lambda carry: (carry[0] + 1, carry[1], body_fun(carry[0], carry[2]))  # noqa: E731
+        if exchanging("fori_loop", (step,), (carry,)):
+            counts = lambda carry: carry[0] < carry[1]  # noqa: E731
+            return _loop("fori_loop", counts, step, checkpoint, carry).whole(carry)[2]
     bounds: list[Any] = [_bound(value) for value in (lower, upper)]
     trace = current_trace()
     if trace is not None and _numbered(*bounds):
@@ -175,6 +183,22 @@ def fori_loop(
     loop = _Counted("fori_loop", lambda carry: carry[0] < carry[1], body, checkpoint)
     loop.numbered = loop.written = body_fun
     return loop.whole((*bounds, init_val))[2]
+
+
+def _loop(
+    what: str,
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[[Any], Any],
+    checkpoint: Checkpoint,
+    carry: Any,
+) -> Loop:
+    """A loop, which ends on all ranks at once where it exchanges values along mesh axes."""
+    axes = exchanging(what, (cond_fun, body_fun), (carry,))
+    if not axes:
+        return Loop(what, cond_fun, body_fun, checkpoint)
+    loop = Loop(what, *agreed_loop(axes, cond_fun, body_fun), checkpoint)
+    loop.written = body_fun
+    return loop
 
 
 def _bound(value: Any) -> Any:

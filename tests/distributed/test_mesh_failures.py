@@ -1,0 +1,105 @@
+"""Ranks that disagree end with an error that has a line for each, and none returns numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import tsfunc
+from tests.distributed.checks import Check, failures
+from tsfunc import P, shard_map
+from tsfunc.errors import RanksDisagree
+
+Body = Callable[[Tensor, int], Any]
+
+
+def other_shape(x: Tensor, rank: int) -> Any:
+    return tsfunc.psum(torch.ones(3 + rank), "i")
+
+
+def other_type(x: Tensor, rank: int) -> Any:
+    return tsfunc.psum(x.double() if rank else x, "i")
+
+
+def other_kind(x: Tensor, rank: int) -> Any:
+    return tsfunc.psum(x, "i") if rank else tsfunc.all_gather(x, "i").sum(0)
+
+
+def swapped(x: Tensor, rank: int) -> Any:
+    if rank:
+        first = tsfunc.psum(x, "i")
+        return first * tsfunc.psum(x.sin(), "i")
+    second = tsfunc.psum(x.sin(), "i")
+    return second * tsfunc.psum(x, "i")
+
+
+def unused(x: Tensor, rank: int) -> Any:
+    if rank:
+        tsfunc.psum(x, "i")
+    return x
+
+
+def raising(x: Tensor, rank: int) -> Any:
+    if rank:
+        raise ArithmeticError("the second rank can't")
+    return tsfunc.psum(x, "i")
+
+
+BODIES: dict[str, tuple[Body, str]] = {
+    "other shapes": (other_shape, r"(?s)rank 0: sum.*\(3,\).*rank 1: sum.*\(4,\)"),
+    "other types": (other_type, "(?s)rank 0: sum.*float32.*rank 1: sum.*float64"),
+    "other kinds": (other_kind, "(?s)rank 0: gather.*rank 1: sum"),
+    "swapped calls": (swapped, "(?s)rank 0: sum.*rank 1: sum"),
+    "a call that others do not make": (unused, "(?s)rank 0: tile.*rank 1: sum"),
+    "a rank that raises": (raising, "(?s)rank 0: sum.*rank 1: raised ArithmeticError"),
+}
+
+
+def refused(body: Body, pattern: str) -> Check:
+    def run(rank: int, size: int) -> None:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+        f = shard_map(lambda x: body(x, rank), mesh, P("i"), P("i"), check="calls")
+        started = time.monotonic()
+        if body is raising and rank == 1:
+            with pytest.raises(ArithmeticError):
+                f(torch.ones(4))
+        else:
+            with pytest.raises(RanksDisagree, match=pattern):
+                f(torch.ones(4))
+        assert time.monotonic() - started < 20  # and not the 30 seconds of the group's timeout
+        # The group goes on to serve.
+        again = shard_map(lambda x: tsfunc.psum(x, "i"), mesh, P("i"), P())
+        torch.testing.assert_close(again(torch.arange(2.0)), torch.tensor([1.0]))
+
+    return run
+
+
+def equal_errors(rank: int, size: int) -> None:
+    """An error that all ranks raise is that error."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+
+    def body(x: Tensor) -> Tensor:
+        raise ArithmeticError("none can")
+
+    with pytest.raises(ArithmeticError, match="none can"):
+        shard_map(body, mesh, P("i"), P("i"))(torch.ones(4))
+
+
+CHECKS: dict[str, Check] = {name: refused(*case) for name, case in BODIES.items()}
+CHECKS["an error on all ranks"] = equal_errors
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[str]]:
+    return failures(CHECKS)
+
+
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
+    assert not errors[name], "\n".join(errors[name])
