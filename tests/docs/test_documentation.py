@@ -21,6 +21,7 @@ MODULES = [m.name for m in pkgutil.walk_packages(tsfunc.__path__, "tsfunc.")]
     [
         "README.md", "docs/operators.md", "docs/files.md", "docs/programs.md",
         "docs/descriptors.md", "docs/soundness.md", "docs/core.md", "docs/errors.md",
+        "docs/mesh.md",
     ],
 )  # fmt: skip
 def test_snippets_run_in_order(page: str) -> None:

@@ -148,5 +148,4 @@ LINEAR: Mapping[str, Callable[[Sequence[Any]], bool]] = {
         for name in names
     },
     "_dtensor::shard_dim_alltoall": lambda args: True,
-    "tsfunc_mesh::map": lambda args: True,
 }  # fmt: skip

@@ -57,7 +57,7 @@ _SCATTERED = ["scatter_reduce.two", "scatter_reduce_.two"]
 _OF_TORCH = frozenset(
     "aten prims debugprims rngprims quantized _quantized quantization static_runtime onednn"
     " mkldnn mkldnn_prepacked mkl symm_mem profiler inductor inductor_prims sparse _test _native"
-    " debug_mode_ops export".split()
+    " debug_mode_ops export tsfunc_mesh".split()
 )
 
 # How an operator is met: given its name, keys and arguments, what goes on with the call, and the
@@ -218,9 +218,7 @@ def _push(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any
         out, pushed = wait(*primals), wait(*tangents)
     else:
         out = go_on(*primals, **kwargs)
-        pushed = overload(*tangents, **kwargs)  # type: ignore[misc]
-        if not name.startswith("tsfunc_mesh"):
-            pushed = pytrees.tree_map(wait, pushed)
+        pushed = pytrees.tree_map(wait, overload(*tangents, **kwargs))  # type: ignore[misc]
     with DisableTorchFunctionSubclass():
         if isinstance(out, torch.Tensor):
             return forward_ad.make_dual(out, pushed)

@@ -23,6 +23,11 @@ share              a value that all have, by the number of ranks       (leave)
 The last five are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
 ``in_dims`` and ``out_dims`` are these specs, and not those of ``torch.chunk`` and the like, which
 know of one process only.
+
+Private names used here (torch 2.11 to 2.14): ``_C._AutoDispatchBelowAutograd`` and
+``_C._after_autograd_keyset`` call an operator past autograd;
+``_C.DisableTorchFunctionSubclass`` reads a tracer's own tangent; ``forward_ad._current_level`` says
+whether a dual level is entered.
 """
 
 from __future__ import annotations
@@ -33,8 +38,15 @@ from typing import Any
 import torch
 import torch.library
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _after_autograd_keyset,
+    _AutoDispatchBelowAutograd,
+)
+from torch.autograd import Function, forward_ad
 
+from tsfunc.bridge.grad.autograd import outside_graph
+from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.mesh.engine import exchange, result_dtype
 from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
 from tsfunc.bridge.trace.tracing import TraceLevel
@@ -55,7 +67,8 @@ INDEX: Any = torch.ops.tsfunc_mesh.index.default
 
 
 def _run(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
-    return exchange(x, kind, ints, axis, mesh)
+    # Past autograd, where detach() leaves a tangent behind too.
+    return exchange(x.detach(), kind, ints, axis, mesh)
 
 
 def _run_index(axis: str, mesh: str, *, device: torch.device) -> Tensor:
@@ -115,16 +128,48 @@ def transposed(kind: str, ints: Sequence[int]) -> tuple[str, list[int]]:
     return _TRANSPOSED[kind], ints
 
 
-def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.call = inputs[1:]
+class _Exchange(Function):
+    """An exchange in a graph: its backward is the transpose, its tangent the exchange itself.
+
+    torch's own node of an operator (``torch.library.register_autograd``) has no forward mode, and
+    is a function of the user's to a trace; this one leaves a program one node of ``map``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, grad_mode: bool, x: Tensor, *call: Any) -> Any:
+        ctx.call = call
+        # Values inside of tracers belong to other levels, whose graphs go on.
+        with outside_graph(grad_mode):
+            return _below_autograd(keys, x, *call)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        kind, ints, axis, mesh = ctx.call
+        pulled = mapped(cotangent, *transposed(kind, ints), axis, mesh)
+        return (None, None, pulled, None, None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, _keys: Any, _grad_mode: Any, tangent: Any, *_: Any) -> Any:
+        kind, ints, axis, mesh = ctx.call
+        return mapped(tangent, kind, list(ints), axis, mesh)
 
 
-def _pull(ctx: Any, cotangent: Tensor) -> Any:
-    kind, ints, axis, mesh = ctx.call
-    return (mapped(cotangent, *transposed(kind, ints), axis, mesh), None, None, None, None)
+def _below_autograd(keys: Any, x: Tensor, *call: Any) -> Any:
+    with _AutoDispatchBelowAutograd():
+        return MAP.redispatch(keys & _after_autograd_keyset, x, *call)
 
 
-torch.library.register_autograd("tsfunc_mesh::map", _pull, setup_context=_set_up, lib=_library)
+def _autograd(keys: Any, x: Tensor, *call: Any) -> Any:
+    grad_mode = torch.is_grad_enabled()
+    with DisableTorchFunctionSubclass():
+        recorded = grad_mode and x.requires_grad
+        pushed = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    if recorded or pushed:
+        return torch_apply(_Exchange, keys, grad_mode, x, *call)
+    return _below_autograd(keys, x, *call)
+
+
+_library.impl("map", _autograd, "Autograd", with_keyset=True)
 
 
 def mapped(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tensor:

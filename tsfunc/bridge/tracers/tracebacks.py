@@ -130,7 +130,9 @@ def _folded(trace: TracebackType | None) -> TracebackType | None:
         elif frame.f_code.co_filename.startswith(GENERATED):
             places = frame.f_globals.get(PLACES, {})
             place = places.get(line)
-            if place is not None and place.file and not place.file.startswith(_HIDDEN):
+            # A program that was loaded from a file has its lines as texts.
+            shown = isinstance(place, Place) and bool(place.file)
+            if shown and not place.file.startswith(_HIDDEN):
                 kept.append(_frame_at(place))
     folded: TracebackType | None = None
     for frame, last, line in reversed(kept):

@@ -1,0 +1,146 @@
+"""One file for one process and for several: named axes over a mesh.
+
+    python examples/distributed.py                             # a VirtualMesh in this process
+    torchrun --nproc-per-node 4 examples/distributed.py        # a mesh of four processes
+
+Each function computes on shards and is compared with the same computation on whole tensors:
+private data-parallel gradients, a tensor-parallel network, parameters that are gathered inside of
+``grad`` (ZeRO-3), and ring attention by ``ppermute`` in a ``scan``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tsfunc import (
+    P,
+    VirtualMesh,
+    all_gather,
+    axis_size,
+    grad,
+    ppermute,
+    psum,
+    scan,
+    shard_map,
+    vmap,
+)
+
+Params = dict[str, Tensor]
+
+
+def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of a network of two layers."""
+    hidden = torch.tanh(x @ params["w1"])
+    return (hidden @ params["w2"] - y).square().sum()
+
+
+def clipped(params: Params, x: Tensor, y: Tensor) -> Params:
+    """One example's gradient, of norm 1 at most."""
+    found: Params = grad(loss)(params, x, y)
+    norm = sum((g.square().sum() for g in found.values()), torch.zeros(())).sqrt()
+    return {name: g / norm.clamp(min=1.0) for name, g in found.items()}
+
+
+def private_gradient(mesh: Any) -> Callable[..., Any]:
+    """The sum of clipped gradients, of examples that are spread over both axes."""
+
+    def local(params: Params, x: Tensor, y: Tensor) -> Params:
+        each = vmap(clipped, in_dims=(None, 0, 0))(params, x, y)
+        total: Params = psum({name: g.sum(0) for name, g in each.items()}, ("dp", "tp"))
+        return total
+
+    both = P(("dp", "tp"))
+    return shard_map(local, mesh, (P(), both, both), P())
+
+
+def tensor_parallel(mesh: Any) -> Callable[..., Any]:
+    """The loss of a batch over ``dp``, by a network whose hidden layer is spread over ``tp``."""
+
+    def local(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ params["w1"])
+        out = psum(hidden @ params["w2"], "tp")
+        total: Tensor = psum((out - y).square().sum(), "dp")
+        return total
+
+    specs = {"w1": P(None, "tp"), "w2": P("tp")}
+    return shard_map(local, mesh, (specs, P("dp"), P("dp")), P())
+
+
+def gathered_parameters(mesh: Any) -> Callable[..., Any]:
+    """Gradients of parameters of which each rank has a shard: they come as shards, summed."""
+
+    def local(params: Params, x: Tensor, y: Tensor) -> Params:
+        def whole(shards: Params) -> Tensor:
+            gathered = all_gather(shards, ("dp", "tp"), tiled=True)
+            return loss(gathered, x, y)
+
+        found: Params = grad(whole)(params)
+        return found
+
+    both = P(("dp", "tp"))
+    return shard_map(local, mesh, (both, both, both), both)
+
+
+def ring_attention(mesh: Any) -> Callable[..., Any]:
+    """Attention over a sequence that is spread over ``dp``; keys and values go round."""
+
+    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = axis_size("dp")
+        around = [(i, (i + 1) % n) for i in range(n)]
+
+        def step(carry: Any, _: Tensor) -> Any:
+            top, weights, out, k, v = carry
+            scores = q @ k.T / q.shape[-1] ** 0.5
+            new = torch.maximum(top, scores.amax(-1, keepdim=True))
+            now = (scores - new).exp()
+            before = (top - new).exp()
+            weights = weights * before + now.sum(-1, keepdim=True)
+            out = out * before + now @ v
+            k, v = ppermute((k, v), "dp", around)
+            return (new, weights, out, k, v), None
+
+        first = q[:, :1] * 0
+        carry = (first - 1e30, first, torch.zeros_like(v), k, v)
+        (_, weights, out, _, _), _ = scan(step, carry, torch.zeros(n))
+        result: Tensor = out / weights
+        return result
+
+    return shard_map(local, mesh, P("dp"), P("dp"))
+
+
+def main(mesh: Any) -> None:
+    """Run each function on shards and compare it with whole tensors."""
+    torch.manual_seed(0)  # every rank makes the same tensors
+    params = {"w1": torch.randn(8, 16) / 3, "w2": torch.randn(16, 4) / 4}
+    x, y = torch.randn(16, 8), torch.randn(16, 4)
+    close = torch.testing.assert_close
+
+    want = {name: g.sum(0) for name, g in vmap(clipped, (None, 0, 0))(params, x, y).items()}
+    close(private_gradient(mesh)(params, x, y), want, atol=1e-4, rtol=1e-4)
+
+    whole = grad(loss)(params, x, y)
+    close(grad(tensor_parallel(mesh))(params, x, y), whole, atol=1e-4, rtol=1e-4)
+    close(gathered_parameters(mesh)(params, x, y), whole, atol=1e-4, rtol=1e-4)
+
+    q, k, v = torch.randn(3, 8, 4)
+    attention = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    close(ring_attention(mesh)(q, k, v), attention, atol=1e-4, rtol=1e-4)
+    print(f"equal to whole tensors over {mesh}")
+
+
+if __name__ == "__main__":
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+        size = dist.get_world_size()
+        half = 2 if size % 2 == 0 else 1
+        main(init_device_mesh("cpu", (size // half, half), mesh_dim_names=("dp", "tp")))
+        dist.destroy_process_group()
+    else:
+        main(VirtualMesh(dp=2, tp=2))
