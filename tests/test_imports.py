@@ -22,6 +22,7 @@ ROOMS = (
     "rage",
     "config",
     "errors",
+    "releases",
     "pytrees",
     "types",
     "dispatch",
@@ -30,6 +31,7 @@ ROOMS = (
     "program",
     "transforms",
     "testing",
+    "doctor",
     "cli",
     "__main__",
 )

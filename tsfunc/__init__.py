@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tsfunc import dispatch, errors, ops
-from tsfunc import transforms as transforms  # with what it tells the bridge
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
-from tsfunc.config import config
-from tsfunc.late import late
+import torch
+
+from tsfunc.releases import warn_if_untested
+
+warn_if_untested(torch.__version__)  # before an import that a newer torch can break
+
+from tsfunc import dispatch, errors, ops  # noqa: E402
+from tsfunc import transforms as transforms  # noqa: E402  # with what it tells the bridge
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel  # noqa: E402
+from tsfunc.config import config  # noqa: E402
+from tsfunc.late import late  # noqa: E402
 
 # What every transform needs is loaded above, each transform itself when it is asked for.
 if TYPE_CHECKING:

@@ -78,6 +78,17 @@ def build_handlers() -> None:
     print(f"{path} was compiled in {seconds:.0f} s. The next process that imports tsfunc uses it.")
 
 
+@app.command("doctor")
+def examine_installation() -> None:
+    """Versions, backends and devices, and checks of the private names of torch that are used."""
+    from tsfunc import doctor  # loads torch's compilers
+
+    report = doctor.examine()
+    print(report)
+    if report.failures:
+        raise typer.Exit(1)
+
+
 def _in_a_terminal() -> bool:
     return sys.stdin.isatty()
 

@@ -22,6 +22,7 @@
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
     MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
+    UntestedTorchWarning (UserWarning)        torch is newer than the releases that were tested
 
 Each is also the built-in exception that a caller of torch.func would catch.
 """
@@ -162,6 +163,14 @@ class ReadOnceWarning(UserWarning):
 
 class SlowFallbackWarning(UserWarning):
     """An operator without a batching rule runs once per example of the batch."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """torch is newer than the releases that the package was tested with.
+
+    The package warns once, as it is imported. A filter by category would import the package, so
+    filter by the message: ``warnings.filterwarnings("ignore", message="tsfunc was tested")``.
+    """
 
 
 class MemoryBudgetWarning(UserWarning):

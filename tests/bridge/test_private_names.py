@@ -1,8 +1,9 @@
-"""Every private name of torch's that the bridge uses is there.
+"""torch has every private name that the bridge uses, and each behaves as the bridge expects.
 
-The names are read off the bridge's own source, so that none is forgotten: imports of private
-modules or names, attribute chains that start at something imported from torch, and private
-attributes of torch's objects (``OpOverload._schema``), which are read off a value.
+The names come from the bridge's source, so that none is forgotten: imports of private modules or
+names, attribute chains that start at something imported from torch, and private attributes of
+torch's objects (``OpOverload._schema``), which are read from a value. The list with the checks,
+``tsfunc/bridge/private_names.py``, has all of them and no others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from torch.autograd import forward_ad
 
 from tests.test_imports import dotted_name, imported, is_private, torch_names
+from tsfunc.bridge.private_names import PRIVATE_NAMES, PrivateNames, Risk, by_risk, covered, table
+from tsfunc.bridge.private_names import missing as missing_in_torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BRIDGE = ROOT / "tsfunc" / "bridge"
@@ -157,3 +160,56 @@ def test_a_name_that_is_gone_is_told_with_the_file_that_uses_it() -> None:
 def test_an_attribute_of_a_value_is_found_and_our_own_is_not() -> None:
     source = ("doors.py", "def f(op, level):\n    op._schema\n    level._ours\n    op.__name__\n")
     assert list(read_off_values(source, {"_ours"})) == [("_schema", "doors.py:2")]
+
+
+@pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda entry: entry.title)
+def test_a_listed_name_is_there_and_behaves(entry: PrivateNames) -> None:
+    assert entry.check() == []
+
+
+@pytest.mark.parametrize("name", [*NAMES, *ATTRIBUTES])
+def test_a_name_in_the_source_is_listed(name: str) -> None:
+    assert covered(name), (
+        f"{name} ({', '.join([*NAMES.get(name, ()), *ATTRIBUTES.get(name, ())])}) is not in "
+        f"tsfunc/bridge/private_names.py: add it with a check and a stand-in."
+    )
+
+
+def test_a_listed_name_is_in_the_source() -> None:
+    text = "\n".join(text for file, text in ALL if file != "private_names.py")
+    listed = [name for entry in PRIVATE_NAMES for name in entry.single_names()]
+    assert len(listed) == len(set(listed))
+    assert [name for name in listed if name.rpartition(".")[2] not in text] == []
+
+
+def test_a_name_that_is_not_listed_is_noticed() -> None:
+    assert covered("torch._C.DispatchKey.CPU")
+    assert covered("torch._C._functorch")
+    assert covered("_schema")
+    assert not covered("torch._C._Gone")
+    assert not covered("torch._C.DispatchKeyring")
+    assert not covered("_gone")
+
+
+def test_a_check_that_fails_names_what_is_missing_or_differs() -> None:
+    def differs() -> None:
+        raise RuntimeError("expected 1, got 2")
+
+    def entry(names: tuple[str, ...]) -> PrivateNames:
+        return PrivateNames("A purpose", names, "", "", Risk.LOW, "", differs)
+
+    assert entry(("torch._C._Gone",)).check() == [f"torch {torch.__version__} has no torch._C._Gone"]
+    assert entry(("torch._C.DispatchKey",)).check() == [
+        "A purpose: RuntimeError: expected 1, got 2"
+    ]
+    assert missing_in_torch("torch._C._Gone|torch._C.DispatchKey") is None
+    assert missing_in_torch("torch._C._Gone|torch._gone.name") is not None
+    assert missing_in_torch("OpOverload._gone") is not None
+
+
+def test_the_docs_have_the_list() -> None:
+    page = (ROOT / "docs" / "dependencies.md").read_text("utf-8")
+    assert table() in page, "paste the output of python -m tsfunc.bridge.private_names"
+    assert list(by_risk()) == sorted(by_risk(), key=lambda entry: list(Risk).index(entry.risk))
+    for entry in PRIVATE_NAMES:
+        assert entry.use and entry.stand_in and entry.releases

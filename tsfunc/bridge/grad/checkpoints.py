@@ -12,16 +12,17 @@ refuse passes that are asked for certain inputs, as those of transforms are, and
 where no autograd is recorded would go through it without a graph. Where a transform is active the
 other form is run instead, which gives the same.
 
-Private names used here (torch 2.11 to 2.13): ``torch.utils.checkpoint`` looks up
-``_checkpoint_without_reentrant_generator`` for the one form and ``CheckpointFunction`` for the
-other.
+Private names used here: ``torch.utils.checkpoint`` looks up ``CheckpointFunction`` for the reentrant
+form. For the other form it looks up ``_checkpoint_without_reentrant_generator`` up to torch 2.13,
+which takes the function's arguments after its options, and since torch 2.14
+``_checkpoint_without_reentrant_generator_impl``, which takes them as a tuple and a dict.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -36,22 +37,45 @@ from tsfunc.bridge.tracers.reruns import another_run, first_run
 from tsfunc.bridge.tracers.tracer import TracerLevel, current_tracer_level, innermost_level
 from tsfunc.dispatch.state import tls, using
 
-_theirs: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _Steps = Generator[None, None, None]
+_CURRENT = "_checkpoint_without_reentrant_generator_impl"
+_FORMER = "_checkpoint_without_reentrant_generator"
+_NAME = _CURRENT if hasattr(torch.utils.checkpoint, _CURRENT) else _FORMER
+_theirs: Callable[..., Any] = getattr(torch.utils.checkpoint, _NAME)
 # How many arguments it has between the function and the function's own arguments.
 _OPTIONS = list(inspect.signature(_theirs).parameters).index("args") - 1
 
 
 @on_first_transform
 def _install() -> None:
-    """Has checkpoints run their functions again at the levels that they were made in."""
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = _generator
+    """Let checkpoints run their functions again at the levels that they were made in."""
+    setattr(torch.utils.checkpoint, _NAME, _current if _NAME == _CURRENT else _former)
 
 
 @functools.wraps(_theirs)
-def _generator(fn: Callable[..., Any], *options: Any, **kwargs: Any) -> Any:
+def _current(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any
+) -> _Steps:
+    return _generator(fn, args, lambda again: _theirs(again, args, kwargs, **options))
+
+
+@functools.wraps(_theirs)
+def _former(fn: Callable[..., Any], *options_and_args: Any, **kwargs: Any) -> _Steps:
+    args = options_and_args[_OPTIONS:]
+    return _generator(fn, args, lambda again: _theirs(again, *options_and_args, **kwargs))
+
+
+def _generator(
+    fn: Callable[..., Any], args: Sequence[Any], make: Callable[[Callable[..., Any]], _Steps]
+) -> _Steps:
+    """Return the steps of a checkpoint whose function runs again at the levels of this call.
+
+    Args:
+        fn: the function.
+        args: its arguments.
+        make: makes torch's steps for the function that is to run again.
+    """
     state = tls.state
-    options, args = options[:_OPTIONS], options[_OPTIONS:]
     given = innermost_level(args)
     if not state.levels and given is not None:
         state = given.inner  # on a thread that was started inside of it
@@ -70,8 +94,7 @@ def _generator(fn: Callable[..., Any], *options: Any, **kwargs: Any) -> Any:
         ):
             return fn(*given, **kwargs)
 
-    generator = _theirs(again, *options, *args, **kwargs)
-    return _noting(generator, duals, args, made)
+    return _noting(make(again), duals, args, made)
 
 
 def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any]) -> _Steps:

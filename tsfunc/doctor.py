@@ -1,0 +1,92 @@
+"""The command ``tsfunc doctor``: versions, devices, and checks of torch's private names."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+from tsfunc import releases
+from tsfunc.bridge.private_names import PRIVATE_NAMES
+
+_PACKAGES = "optree platformdirs rich safetensors typer sympy numpy".split()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of :func:`examine`.
+
+    Attributes:
+        facts: label and value of each fact about the installation.
+        failures: a line for each private name of torch that is missing or behaves differently.
+        checked: the number of names that were checked.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    failures: tuple[str, ...]
+    checked: int
+
+    def __str__(self) -> str:
+        width = max(len(label) for label, _ in self.facts)
+        lines = [f"{label.ljust(width)}  {value}" for label, value in self.facts]
+        if self.failures:
+            lines.append(f"\n{len(self.failures)} of torch's private names failed their check:")
+            lines += [f"  {line}" for line in self.failures]
+        return "\n".join(lines)
+
+
+def examine() -> Report:
+    """Collect facts about the installation, and check torch's private names.
+
+    Returns:
+        The report. It prints as the command does.
+
+    Example:
+        >>> examine().failures
+        ()
+    """
+    failures = tuple(line for entry in PRIVATE_NAMES for line in entry.check())
+    checked = sum(len(entry.names) for entry in PRIVATE_NAMES)
+    good = "all as expected" if not failures else f"{len(failures)} failed"
+    facts = [
+        ("tsfunc", _version("tsfunc")),
+        ("torch", f"{torch.__version__} ({_tested()})"),
+        ("Python", f"{platform.python_version()} ({platform.python_implementation()})"),
+        ("system", platform.platform()),
+        *((name, _version(name)) for name in _PACKAGES),
+        ("backends", "python, aot_eager, inductor" if _compiler() else "python, aot_eager"),
+        ("C++ compiler", _compiler() or "not found: the backend inductor needs one"),
+        ("devices", ", ".join(_devices())),
+        ("private names", f"{checked} checked, {good}"),
+    ]
+    return Report(tuple(facts), failures, checked)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _tested() -> str:
+    known = ", ".join(releases.TESTED_TORCH)
+    release = torch.__version__.partition("+")[0]
+    return "tested" if release in releases.TESTED_TORCH else f"not tested; tested are {known}"
+
+
+def _compiler() -> str | None:
+    names = [os.environ.get("CXX", ""), "g++", "clang++", "cl"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def _devices() -> list[str]:
+    found = [f"cpu ({torch.get_num_threads()} threads)"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        found += [f"{kind}:{i}" for i in range(torch.accelerator.device_count())]
+    return found

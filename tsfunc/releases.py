@@ -1,0 +1,33 @@
+"""The releases of torch and Python that the package was tested with."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+from tsfunc.errors import UntestedTorchWarning
+
+# The quick suite was run with each of them.
+TESTED_TORCH = ("2.13.0", "2.14.1")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: (2, 14, 1) for "2.14.1+cu130"."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def warn_if_untested(version: str) -> None:
+    """Warn if a version of torch is newer than all that the package was tested with.
+
+    Args:
+        version: the version of torch.
+    """
+    newest = max(TESTED_TORCH, key=release)
+    if release(version) > release(newest):
+        warnings.warn(
+            f"tsfunc was tested with torch up to {newest}, got torch {version}, which may have "
+            f"changed what tsfunc relies on. `python -m tsfunc doctor` checks it.",
+            UntestedTorchWarning,
+            stacklevel=3,
+        )
