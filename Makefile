@@ -1,8 +1,12 @@
 # Everything runs in .venv, which `make setup` makes; every target below makes it first if need be.
+# With TORCH=VERSION a target runs with that release of torch, in .venv-VERSION.
 #
 #   make test                         the suite
 #   make test ARGS='-k vmap'          part of it, or any other options of pytest
 #   make test TSFUNC_DEVICE=cuda      on another device
+#   make test TORCH=2.14.1            with another release of torch
+#   make test-newest                  the part that depends most on torch, with the newest release
+#   make test-all                     slow tests too, with the pinned and with the newest release
 #   make fuzz                         random programs for a minute (SEED=N for those of a seed)
 #   make soak HOURS=8                 random programs for hours; failures are in build/fuzz
 #   make setup PYTHON=python3.12      with another Python (3.10 to 3.13)
@@ -13,15 +17,18 @@ ARGS ?=
 SEED ?=
 HOURS ?= 8
 
-BIN := .venv/bin
-STAMP := .venv/.up-to-date
-TORCH := $(shell grep '^torch==' constraints.txt)
+PINNED := $(patsubst torch==%,%,$(shell grep '^torch==' constraints.txt))
+NEWEST := 2.14.1
+TORCH := $(PINNED)
+VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-$(TORCH))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.up-to-date
 # One torch thread a worker: the workers are the parallelism.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
-.PHONY: setup demo test test-all fuzz soak lint format bench clean
+.PHONY: setup demo test test-newest test-one test-releases test-all fuzz soak lint format bench clean
 
 setup: $(STAMP)
 
@@ -30,9 +37,10 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt tsfunc/bridge/compiled/handlers.cpp
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 14) or sys.exit( \
 	    "tsfunc needs Python 3.10 to 3.13, and $(PYTHON) is %d.%d: make PYTHON=..." % v[:2])'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==$(TORCH)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[dev]'
 	-$(BIN)/python -m tsfunc build # optional: needs a C++ compiler
 	touch $@
 
@@ -42,9 +50,29 @@ demo: setup
 test: setup
 	$(PYTEST) -m 'not slow' $(ARGS)
 
-test-all: setup
+# The tests of what releases of torch change: private names, autograd.Function, checkpoints, modes,
+# control flow in torch's graphs, torch.func, torch.compile, export, backends, the catalogue.
+NEWEST_TESTS := tests/bridge tests/ops/catalogue tests/ops/test_linalg.py \
+    tests/programming_model/test_control_flow.py tests/program/test_files_rules.py \
+    tests/test_doctor.py tests/test_releases.py tests/test_without_numpy.py \
+    tests/transforms/control/test_in_torch.py tests/transforms/control/test_torch_operators.py \
+    tests/transforms/test_checkpoint.py tests/transforms/test_compile.py \
+    tests/transforms/test_custom_function.py tests/transforms/test_dispatch_modes.py \
+    tests/transforms/test_forward.py tests/transforms/test_torch_func.py
+
+test-newest:
+	$(MAKE) test TORCH=$(NEWEST) ARGS='$(NEWEST_TESTS) $(ARGS)'
+
+# Every test with one release of torch.
+test-one: setup
 	$(PYTEST) $(ARGS)
+
+# With TORCH=VERSION: with that release alone.
+test-all: $(if $(filter command line,$(origin TORCH)),test-one,test-releases)
 	$(if $(ARGS),,$(FUZZ) --seconds 900)
+
+test-releases: test-one
+	$(MAKE) test-one TORCH=$(NEWEST)
 
 fuzz: setup
 	$(FUZZ) --seconds 60
@@ -65,5 +93,5 @@ bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

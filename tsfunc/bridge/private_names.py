@@ -164,9 +164,7 @@ def _entry(
 
     def add(behaves: Check) -> Check:
         dotted = tuple(f"{below}.{name}" if below else name for name in names.split())
-        PRIVATE_NAMES.append(
-            PrivateNames(title, dotted, use, stand_in, risk, releases, behaves)
-        )
+        PRIVATE_NAMES.append(PrivateNames(title, dotted, use, stand_in, risk, releases, behaves))
         return behaves
 
     return add
@@ -191,7 +189,7 @@ def _expect(condition: object, what: str) -> None:
 )
 def _dispatch_keys() -> None:
     C = torch._C
-    key = C._parse_dispatch_key("AutogradCPU")
+    key: Any = C._parse_dispatch_key("AutogradCPU")
     excluded = C._dispatch_tls_is_dispatch_key_excluded
     before = C._dispatch_tls_local_include_set(), C._dispatch_tls_local_exclude_set()
     with C._ExcludeDispatchKeyGuard(C.DispatchKeySet(key)):
@@ -200,7 +198,7 @@ def _dispatch_keys() -> None:
             _expect(not excluded(key), "the forced sets")
     with C._SetExcludeDispatchKeyGuard(key, True):
         _expect(excluded(key), "an excluded key")
-    included = C._parse_dispatch_key("TESTING_ONLY_GenericMode")
+    included: Any = C._parse_dispatch_key("TESTING_ONLY_GenericMode")
     with C._IncludeDispatchKeyGuard(included):
         _expect(C._dispatch_tls_local_include_set().has(included), "an included key")
     _expect(not excluded(key), "the sets that were there before")
@@ -217,7 +215,7 @@ def _dispatch_keys() -> None:
 )
 def _wrappers() -> None:
     class Wrapper(torch.Tensor):
-        __torch_function__ = torch._C._disabled_torch_function_impl
+        __torch_function__: Any = torch._C._disabled_torch_function_impl
 
         @classmethod
         def __torch_dispatch__(cls, *_: Any) -> Any:
@@ -257,7 +255,10 @@ def _torch_function() -> None:
         _expect(isinstance(torch.sin(x), torch.Tensor), "a call without __torch_function__")
         with torch._C._EnableTorchFunction():
             _expect(torch.sin(x) == "seen", "a call of __torch_function__")
-    _expect(isinstance(skip(torch.sin, (Seen,), (x,), {}), torch.Tensor), "one call without __torch_function__")
+    _expect(
+        isinstance(skip(torch.sin, (Seen,), (x,), {}), torch.Tensor),
+        "one call without __torch_function__",
+    )
 
 
 @_entry(
@@ -453,8 +454,8 @@ def _operators() -> None:
 
 @_entry(
     "Operators of the user's own",
-    """torch._library.custom_ops.CustomOpDef torch._library.custom_ops.OPDEFS
-    torch._library.custom_ops._maybe_get_opdef CustomOpDef._backward_fn CustomOpDef._lib
+    """torch.library._defs torch._library.custom_ops.CustomOpDef torch._library.custom_ops.OPDEFS
+    torch._library.custom_ops._maybe_get_opdef CustomOpDef._lib
     CustomOpDef._opoverload CustomOpDef._vmap_fn""",
     use="What torch.library registers for an operator: its overload, derivative and vmap.",
     stand_in="The same facts recorded by wrappers around torch.library's public functions.",
@@ -466,7 +467,7 @@ def _custom_operators() -> None:
     definition = _HOLDERS["CustomOpDef"]()
     _expect(_maybe_get_opdef(definition._opoverload) is definition, "the definition of an overload")
     _expect(any(known is definition for known in OPDEFS.values()), "the definition in the table")
-    _expect(definition._backward_fn is None, "no derivative before one is registered")
+    _expect(isinstance(torch.library._defs, set), "the names of operators that Python defines")
     _expect(definition._vmap_fn is None, "no vmap before one is registered")
 
 
@@ -553,6 +554,50 @@ def _fake_tensors() -> None:
             raise RuntimeError("expected an error for a result that depends on data")
     with fake_tensor.in_kernel_invocation_manager(mode):
         _expect(x.device.type == "meta", "the device of a fake tensor in a kernel")
+
+
+@_entry(
+    "Shapes of operators in torch's traces",
+    "torch._subclasses.fake_impls.register_op_impl",
+    use="Views of open sizes are views in the traces that torch makes of a program.",
+    stand_in="reshape in place of view in what torch traces.",
+    risk=Risk.HIGH,
+)
+def _fake_implementations() -> None:
+    from torch._subclasses import fake_impls
+
+    decorator: Any = fake_impls.register_op_impl([])  # for no operators
+    _expect(decorator(_identity) is _identity, "a decorator")
+
+
+@_entry(
+    "Passes over Inductor's graphs",
+    """torch._inductor.custom_graph_pass.CustomGraphPass
+    torch._inductor.custom_graph_pass.get_hash_for_files""",
+    use="Inductor compiles programs with loops whose carries own their memory.",
+    stand_in="The same pass over the program, before Inductor takes it.",
+    risk=Risk.MEDIUM,
+)
+def _inductor_passes() -> None:
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    _expect(hasattr(CustomGraphPass, "uuid"), "the key of a pass in Inductor's cache")
+    _expect(len(get_hash_for_files((__file__,))) > 0, "a hash of files")
+
+
+@_entry(
+    "Classes of process groups",
+    """torch._C._distributed_c10d.FakeWork torch._C._distributed_c10d.ProcessGroup
+    torch._C._distributed_c10d.ReduceOp torch._C._distributed_c10d.Work""",
+    use="Collectives that write into their arguments are functional ones in a trace.",
+    stand_in="torch.distributed.ProcessGroup, ReduceOp and Work; a finished work of our own.",
+    risk=Risk.MEDIUM,
+)
+def _process_groups() -> None:
+    distributed = torch._C._distributed_c10d
+    _expect(distributed.ProcessGroup is torch.distributed.ProcessGroup, "the public class")
+    _expect(distributed.ReduceOp is torch.distributed.ReduceOp, "the public class")
+    _expect(hasattr(distributed.Work.boxed(distributed.FakeWork()), "wait"), "a work that is done")
 
 
 @_entry(
@@ -743,8 +788,10 @@ def table() -> str:
     """Return the list as the table of Markdown that ``docs/dependencies.md`` contains."""
     lines = ["| risk | purpose | names | stand-in |", "|---|---|---|---|"]
     for entry in by_risk():
-        names = ", ".join(f"`{name}`" for name in entry.names)
-        lines.append(f"| {entry.risk.value} | {entry.title}. {entry.use} | {names} | {entry.stand_in} |")
+        names = ", ".join(f"`{name}`" for name in entry.names).replace("|", "\\|")
+        lines.append(
+            f"| {entry.risk.value} | {entry.title}. {entry.use} | {names} | {entry.stand_in} |"
+        )
     return "\n".join(lines)
 
 

@@ -12,9 +12,9 @@ refuse passes that are asked for certain inputs, as those of transforms are, and
 where no autograd is recorded would go through it without a graph. Where a transform is active the
 other form is run instead, which gives the same.
 
-Private names used here: ``torch.utils.checkpoint`` looks up ``CheckpointFunction`` for the reentrant
-form. For the other form it looks up ``_checkpoint_without_reentrant_generator`` up to torch 2.13,
-which takes the function's arguments after its options, and since torch 2.14
+Private names used here: ``torch.utils.checkpoint`` looks up ``CheckpointFunction`` for the
+reentrant form. For the other form it looks up ``_checkpoint_without_reentrant_generator`` up to
+torch 2.13, which takes the function's arguments after its options, and since torch 2.14
 ``_checkpoint_without_reentrant_generator_impl``, which takes them as a tuple and a dict.
 """
 
