@@ -49,6 +49,7 @@ INNER_ROOMS = {
         "batch",
         "mesh",
         "control",
+        "private_names",
     ),
     "program": ("passes", "dims", "reading", "guarding", "graphs", "calling", "files"),
 }

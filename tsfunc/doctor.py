@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tsfunc import releases
+from tsfunc.bridge import compiled
 from tsfunc.bridge.private_names import PRIVATE_NAMES
 
 _PACKAGES = "optree platformdirs rich safetensors typer sympy numpy".split()
@@ -59,6 +60,7 @@ def examine() -> Report:
         ("system", platform.platform()),
         *((name, _version(name)) for name in _PACKAGES),
         ("backends", "python, aot_eager, inductor" if _compiler() else "python, aot_eager"),
+        ("handlers", _handlers()),
         ("C++ compiler", _compiler() or "not found: the backend inductor needs one"),
         ("devices", ", ".join(_devices())),
         ("private names", f"{checked} checked, {good}"),
@@ -77,6 +79,15 @@ def _tested() -> str:
     known = ", ".join(releases.TESTED_TORCH)
     release = torch.__version__.partition("+")[0]
     return "tested" if release in releases.TESTED_TORCH else f"not tested; tested are {known}"
+
+
+def _handlers() -> str:
+    """Say which code serves batched tensors."""
+    if not compiled.is_enabled():
+        return f"Python ({compiled.SWITCH}=0)"
+    if compiled.library_path().exists():
+        return "compiled"
+    return "Python (python -m tsfunc build compiles them)"
 
 
 def _compiler() -> str | None:

@@ -134,6 +134,7 @@ _HOLDERS: dict[str, Callable[[], Any]] = {
     "OpOverload": lambda: torch.ops.aten.sin.default,
     "OpOverloadPacket": lambda: torch.ops.aten.sin,
     "Tensor": lambda: torch.ones(1),
+    "ProcessGroup": lambda: torch.distributed.ProcessGroup,
     "UntypedStorage": lambda: torch.ones(1).untyped_storage(),
 }
 
@@ -181,7 +182,8 @@ def _expect(condition: object, what: str) -> None:
     """DispatchKey DispatchKeySet _ExcludeDispatchKeyGuard _ForceDispatchKeyGuard
     _IncludeDispatchKeyGuard _SetExcludeDispatchKeyGuard _dispatch_keyset_full_after
     _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set
-    _dispatch_tls_local_include_set _parse_dispatch_key""",
+    _dispatch_tls_local_include_set _parse_dispatch_key _PreserveDispatchKeyGuard
+    _AutoDispatchBelowAutograd _after_autograd_keyset""",
     below="torch._C",
     use="A level captures the sets of included and excluded keys, and restores them in its rules.",
     stand_in="The guards of c10 in a compiled extension; they are part of the C++ interface.",
@@ -198,6 +200,12 @@ def _dispatch_keys() -> None:
             _expect(not excluded(key), "the forced sets")
     with C._SetExcludeDispatchKeyGuard(key, True):
         _expect(excluded(key), "an excluded key")
+    with C._PreserveDispatchKeyGuard():
+        C._dispatch_tls_set_dispatch_key_excluded(key, True)
+    _expect(not excluded(key), "the preserved sets")
+    with C._AutoDispatchBelowAutograd():
+        _expect(excluded(key), "autograd's keys excluded")
+    _expect(not C._after_autograd_keyset.has(key), "the keys after autograd")
     included: Any = C._parse_dispatch_key("TESTING_ONLY_GenericMode")
     with C._IncludeDispatchKeyGuard(included):
         _expect(C._dispatch_tls_local_include_set().has(included), "an included key")
@@ -270,7 +278,8 @@ def _torch_function() -> None:
     torch._ops._get_dispatch_mode_pre_dispatch
     torch.utils._python_dispatch.TorchDispatchMode
     torch.utils._python_dispatch._get_current_dispatch_mode_stack
-    torch.utils._device.DeviceContext""",
+    torch.utils._device.DeviceContext torch.overrides._pop_mode
+    torch.utils._python_dispatch._pop_mode""",
     use="A trace sets the modes of its caller apart, and asks which of torch's modes are active.",
     stand_in="torch.overrides for function modes; the context managers of the modes themselves.",
     risk=Risk.MEDIUM,
@@ -285,6 +294,8 @@ def _modes() -> None:
         popped = C._pop_torch_dispatch_stack(None)
         C._push_on_torch_dispatch_stack(popped)
         _expect(popped is mode, "the mode on top")
+        _expect(_python_dispatch._pop_mode() is mode, "the mode on top")
+        C._push_on_torch_dispatch_stack(mode)
     _expect(C._get_dispatch_mode(C._TorchDispatchModeKey.FAKE) is None, "no fake tensor mode")
     _expect(C._get_dispatch_mode(C._TorchDispatchModeKey.PROXY) is None, "no proxy mode")
     proxy: Any = C._TorchDispatchModeKey.PROXY
@@ -293,6 +304,8 @@ def _modes() -> None:
     with torch.device("meta"):
         _expect(C._len_torch_function_stack() == depth + 1, "an active function mode")
         function_mode = C._pop_torch_function_stack()
+        C._push_on_torch_function_stack(function_mode)
+        _expect(torch.overrides._pop_mode() is function_mode, "the mode on top")
         C._push_on_torch_function_stack(function_mode)
 
 
@@ -326,7 +339,8 @@ def _autograd_nodes() -> None:
 
 @_entry(
     "Switches of autograd, and tangents",
-    """torch._C._set_grad_enabled torch._C._is_fwd_grad_enabled
+    """torch._C._set_grad_enabled torch._C.is_grad_enabled torch._C._is_fwd_grad_enabled
+    torch._C._set_fwd_grad_enabled torch._C._exit_dual_level
     torch.autograd.forward_ad._set_fwd_grad_enabled torch.autograd.forward_ad._current_level
     torch.autograd.forward_ad._maybe_load_decompositions torch._VF._make_dual""",
     use="A level has grad modes and tangents of its own.",
@@ -341,6 +355,9 @@ def _switches() -> None:
     _expect(changed, "a grad mode that changes")
     with forward_ad._set_fwd_grad_enabled(False):
         _expect(not torch._C._is_fwd_grad_enabled(), "forward mode switched off")
+        torch._C._set_fwd_grad_enabled(True)
+        _expect(torch._C._is_fwd_grad_enabled(), "forward mode switched on")
+    _expect(callable(torch._C._exit_dual_level), "what leaves the dual level")
     level = forward_ad._current_level
     with forward_ad.dual_level():
         _expect(forward_ad._current_level == level + 1, "the number of the dual level")
@@ -398,7 +415,7 @@ def _checkpoints() -> None:
     """torch._C._functorch._add_batch_dim torch._C._functorch.get_unwrapped
     torch._C._functorch.is_batchedtensor torch._C._functorch.is_functorch_wrapped_tensor
     torch._C._functorch.maybe_current_level torch._C._functorch.maybe_get_bdim
-    torch._C._functorch.maybe_get_level
+    torch._C._functorch.maybe_get_level torch._C._functorch.pop_dynamic_layer_stack
     torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack""",
     use="Calls go to torch.func's transform where one is the innermost, and its tensors are told.",
     stand_in="A refusal of torch.func's transforms inside of and around this package's.",
@@ -422,6 +439,7 @@ def _functorch_stack() -> None:
     torch.func.vmap(f)(torch.ones(2, 3))
     _expect(seen == [True] * 4, f"facts of a batched tensor, got {seen}")
     _expect(F.maybe_current_level() is None, "None outside of torch.func's transforms")
+    _expect(callable(F.pop_dynamic_layer_stack), "what takes a transform off the stack")
 
 
 @_entry(
@@ -588,7 +606,8 @@ def _inductor_passes() -> None:
 @_entry(
     "Classes of process groups",
     """torch._C._distributed_c10d.FakeWork torch._C._distributed_c10d.ProcessGroup
-    torch._C._distributed_c10d.ReduceOp torch._C._distributed_c10d.Work""",
+    torch._C._distributed_c10d.ReduceOp torch._C._distributed_c10d.Work
+    ProcessGroup._allgather_base ProcessGroup._device_types ProcessGroup._reduce_scatter_base""",
     use="Collectives that write into their arguments are functional ones in a trace.",
     stand_in="torch.distributed.ProcessGroup, ReduceOp and Work; a finished work of our own.",
     risk=Risk.MEDIUM,
