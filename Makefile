@@ -34,14 +34,13 @@ setup: $(STAMP)
 
 # torch goes first and pinned: that way pip takes the build it is set up for (a CPU wheel, say),
 # and the second install finds its requirement met.
-$(STAMP): pyproject.toml constraints.txt tsfunc/bridge/compiled/handlers.cpp
+$(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 14) or sys.exit( \
 	    "tsfunc needs Python 3.10 to 3.13, and $(PYTHON) is %d.%d: make PYTHON=..." % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==$(TORCH)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[dev]'
-	-$(BIN)/python -m tsfunc build # optional: needs a C++ compiler
 	touch $@
 
 demo: setup

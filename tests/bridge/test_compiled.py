@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.hot_calls import HotTracer, MadeTracer
 
 built = pytest.mark.skipif(
     "__torch_function__" not in vars(MadeTracer),
-    reason="the compiled handlers are not built: make setup builds them where g++ is",
+    reason="the compiled handlers are not built: python -m tsfunc build",
 )
 
 Function = Callable[..., torch.Tensor]
@@ -38,7 +38,7 @@ def function_handler(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test with the function handler of either kind."""
     own = vars(MadeTracer).get("__torch_function__")
     if request.param == "compiled" and own is None:
-        pytest.skip("the compiled handlers are not built: make setup builds them where g++ is")
+        pytest.skip("the compiled handlers are not built: python -m tsfunc build")
     if request.param == "python" and own is not None:
         set_handler(HotTracer.__dict__["__torch_function__"])
     yield request.param

@@ -12,6 +12,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.tracebacks import inner_function
 from tsfunc.ops.sparse_elementwise import batched_sparse
 from tsfunc.transforms.vmap_spec import Spec, is_dim, name_of
 
@@ -120,9 +121,10 @@ def _attributes(leaf: Any) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(leaf, functools.partial):
         yield " with arguments", (leaf.args, leaf.keywords)
-    closure = getattr(leaf, "__closure__", None)
+    inner = inner_function(leaf)
+    closure = getattr(inner, "__closure__", None)
     if isinstance(closure, tuple):
-        names = leaf.__code__.co_freevars
+        names = inner.__code__.co_freevars
         for name, cell in zip(names, closure, strict=True):
             try:
                 yield f" with {name!r} from around it", cell.cell_contents

@@ -138,7 +138,8 @@ def test_a_loop_over_numbers_is_one_node() -> None:
     program = specialize(f)
     x = torch.randn(3)
     assert_same(program(x), f(x))
-    assert len(program.graph_module.graph.nodes) < 10
+    # One loop, whose carries are copied into memory of their own first; not a hundred steps.
+    assert len(program.graph_module.graph.nodes) <= 10
     batched = specialize(vmap(f))
     assert_same(batched(x.view(3, 1))[1], vmap(f)(x.view(3, 1))[1])
 

@@ -468,26 +468,50 @@ class DispatchHandler : public c10::OperatorKernel {
  public:
   explicit DispatchHandler(PyObject* op) : op_(op) { Py_INCREF(op); }
 
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    if (c10::impl::dispatch_mode_enabled() || !run(op, stack)) give_to_python(op, stack);
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    if (c10::impl::dispatch_mode_enabled()) return give_to_python(op, keys, stack);
+    if (!any_subclass(op, *stack)) {
+      // The keys of a mode are included, but the mode is off the stack while its handler runs.
+      return op.redispatchBoxed(
+          keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python),
+          stack);
+    }
+    if (!run(op, stack)) give_to_python(op, keys, stack);
   }
 
  private:
-  // As torch's own fallback for the key Python: a mode first, then the tensors' class.
-  static void give_to_python(const c10::OperatorHandle& op, Stack* stack) {
-    at::impl::MaybeSetTLSOnEntryGuard entry;
-    static const c10::DispatchKeySet before = c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
-        (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
-         c10::DispatchKeySet(c10::DispatchKey::Python));
-    c10::impl::ExcludeDispatchKeyGuard guard(before);
-    int64_t modes = c10::impl::TorchDispatchModeTLS::stack_len();
-    if (modes > 0) {
-      // A reference to the mode: the handler may pop it.
-      auto mode = c10::impl::TorchDispatchModeTLS::get_stack_at(modes - 1);
-      mode->pyinterpreter()->dispatch(op, stack);
-    } else {
-      (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
+  // True if a tensor among the arguments has a class that defines __torch_dispatch__.
+  static bool any_subclass(const c10::OperatorHandle& op, const Stack& stack) {
+    auto has_class = [](const at::Tensor& tensor) {
+      return tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python);
+    };
+    for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
+      if (value.isTensor()) {
+        if (has_class(value.toTensor())) return true;
+      } else if (value.isTensorList()) {
+        for (const at::Tensor& item : value.toTensorList())
+          if (has_class(item)) return true;
+      } else if (value.isOptionalTensorList()) {
+        for (const std::optional<at::Tensor>& item : value.toOptionalTensorList())
+          if (item.has_value() && has_class(*item)) return true;
+      }
     }
+    return false;
+  }
+
+  // Call torch's own fallback for the key Python: it is the kernel of an operator without another.
+  static void give_to_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    at::impl::MaybeSetTLSOnEntryGuard entry;
+    static const auto* fallback = [] {
+      static torch::Library library(
+          torch::Library::FRAGMENT, "tsfunc_handlers", std::nullopt, __FILE__, __LINE__);
+      library.def("fallback(Tensor x) -> Tensor");
+      auto handle =
+          c10::Dispatcher::singleton().findSchemaOrThrow("tsfunc_handlers::fallback", "");
+      return new c10::SafeKernelFunction(
+          handle.getComputedKernelForDispatchKey(c10::DispatchKey::Python));
+    }();
+    fallback->callBoxed(op, keys, stack);
   }
 
   void learn(const c10::OperatorHandle& op) {
@@ -501,6 +525,23 @@ class DispatchHandler : public c10::OperatorKernel {
       several_ |= result.real_type()->kind() != c10::TypeKind::TensorType;
     several_ |= op.schema().returns().size() != 1;
     learned_ = true;
+  }
+
+  static Owned number(const at::Tensor& tensor) {
+    switch (tensor.scalar_type()) {
+      case at::kDouble:
+        return Owned(PyFloat_FromDouble(*tensor.const_data_ptr<double>()));
+      case at::kLong:
+        return Owned(PyLong_FromLongLong(*tensor.const_data_ptr<int64_t>()));
+      case at::kBool:
+        return Owned(PyBool_FromLong(*tensor.const_data_ptr<bool>()));
+      case at::kComplexDouble: {
+        auto value = *tensor.const_data_ptr<c10::complex<double>>();
+        return Owned(PyComplex_FromDoubles(value.real(), value.imag()));
+      }
+      default:
+        return Owned(THPVariable_Wrap(tensor));
+    }
   }
 
   Owned to_python(const c10::IValue& value, Kind kind) {
@@ -519,6 +560,9 @@ class DispatchHandler : public c10::OperatorKernel {
         Py_INCREF(Py_None);
         return Owned(Py_None);
       }
+      // A number that C++ has made a tensor of counts less in type promotion: torch's own
+      // fallback gives Python the number, too.
+      if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return number(tensor);
       return Owned(THPVariable_Wrap(tensor));
     }
     return Owned(torch::jit::toPyObject(value).release().ptr());

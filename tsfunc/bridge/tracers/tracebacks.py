@@ -71,6 +71,16 @@ def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
     return decorate
 
 
+def inner_function(func: Any) -> Any:
+    """Return the callable that a boundary was put around, or the callable itself."""
+    code = getattr(func, "__code__", None)
+    if code in _boundaries and func.__closure__:
+        cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
+        if "entry" in cells:
+            return cells["entry"].cell_contents
+    return func
+
+
 def is_boundary(method: F) -> F:
     """Decorate a callable that calls :func:`fold` itself."""
     code: Any = getattr(method, "__code__")  # noqa: B009 - no attribute of every Callable
