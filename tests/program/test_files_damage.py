@@ -368,7 +368,11 @@ GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
      "expected a function on sizes"),
     ("lines that are code", set_in("mul", "line", "\nprint()"), r"line: expected a line of text"),
     ("dtypes", set_in("mul", "args", [{"node": "x"}, {"dtype": "float33"}]), "a dtype of torch"),
-    ("nan", lambda d: set_in("mul", "args", [{"float": "NaN"}])(d), "expected nan, -nan, inf or -inf"),
+    (
+        "nan",
+        lambda d: set_in("mul", "args", [{"float": "NaN"}])(d),
+        "expected nan, -nan, inf or -inf",
+    ),
     ("integers", set_in("mul", "args", [{"node": "x"}, 1 << 80]), "expected an integer"),
     ("sizes", lambda d: node(d, "mul")["type"].update(shape=[1 << 62, 1 << 62]), "is no such"),
     ("size expressions", lambda d: node(d, "mul")["type"].update(shape=[["**", 2, "n"], 3]),
