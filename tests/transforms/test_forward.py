@@ -407,7 +407,8 @@ def test_a_gradient_of_a_tangent_is_that_of_double_backward(
     t = torch.tensor([[1.0, -0.5], [0.25, 2.0], [0.7, 0.3]], dtype=torch.float64)
 
     def pushed(x: Tensor) -> Tensor:
-        return jvp(f, (x,), (t,))[1].square().sum()
+        out: Tensor = jvp(f, (x,), (t,))[1].square().sum()
+        return out
 
     def by_double_backward(x: Tensor) -> Tensor:
         out = f(x)

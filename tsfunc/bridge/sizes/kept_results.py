@@ -264,7 +264,7 @@ class KeptResults:
                 look = self.looks.of(value)
                 # Where it lies in its memory matters for few.
                 known = type(look.offset) is not int or op.name in _OF_OFFSETS
-                parts.append(look if known else Look(*look[:2], None, *look[3:]))
+                parts.append(look if known else look._replace(offset=None))
                 # Whether two are one.
                 parts.append(next((i for i, x in enumerate(tensors) if x is value), -1))
                 tensors.append(value)
