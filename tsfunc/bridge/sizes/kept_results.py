@@ -264,7 +264,10 @@ class KeptResults:
                 look = self.looks.of(value)
                 # Where it lies in its memory matters for few.
                 known = type(look.offset) is not int or op.name in _OF_OFFSETS
-                parts.append(look if known else look._replace(offset=None))
+                if not known:
+                    shape, strides, _, dtype, device, is_conj, is_neg = look
+                    look = Look(shape, strides, None, dtype, device, is_conj, is_neg)
+                parts.append(look)
                 # Whether two are one.
                 parts.append(next((i for i, x in enumerate(tensors) if x is value), -1))
                 tensors.append(value)
