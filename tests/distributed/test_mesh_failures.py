@@ -80,6 +80,34 @@ def refused(body: Body, pattern: str) -> Check:
     return run
 
 
+def other_programs(rank: int, size: int) -> None:
+    """Ranks that run different programs learn it at the first exchange of the program."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    bodies = [lambda x: tsfunc.psum(x.sin(), "i"), lambda x: tsfunc.psum(x.cos(), "i")]
+    for backend in ("python", "aot_eager"):
+        mapped = shard_map(bodies[rank], mesh, P("i"), P())
+        program = tsfunc.specialize(mapped, backend=backend)
+        with pytest.raises(RanksDisagree, match=r"(?s)rank 0: program .*rank 1: program "):
+            program(torch.ones(4))
+
+
+def other_values(rank: int, size: int) -> None:
+    """Arguments and results that specs promise to be equal are compared."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    x = torch.arange(4.0)
+    own = shard_map(lambda x: x.sum(), mesh, P("i"), P(), check="values")
+    for f in (own, tsfunc.specialize(own)):
+        with pytest.raises(RanksDisagree, match=r"(?s)rank 0: a result whose spec promises"):
+            f(x)
+    total = shard_map(lambda x: tsfunc.psum(x.sum(), "i"), mesh, P("i"), P(), check="values")
+    for f in (total, tsfunc.specialize(total)):
+        torch.testing.assert_close(f(x), x.sum())
+        for kind in (x.bool(), x + 1j * x, x.to(torch.int8), x[:0]):
+            torch.testing.assert_close(f(kind), kind.sum())
+        with pytest.raises(RanksDisagree, match=r"(?s)rank 0: an argument whose spec promises"):
+            f(x + rank)
+
+
 def equal_errors(rank: int, size: int) -> None:
     """An error that all ranks raise is that error."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
@@ -93,6 +121,8 @@ def equal_errors(rank: int, size: int) -> None:
 
 CHECKS: dict[str, Check] = {name: refused(*case) for name, case in BODIES.items()}
 CHECKS["an error on all ranks"] = equal_errors
+CHECKS["other programs"] = other_programs
+CHECKS["other values"] = other_values
 
 
 @pytest.fixture(scope="module")

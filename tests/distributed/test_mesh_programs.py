@@ -5,18 +5,21 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tsfunc
 from tests.distributed.checks import Check, failures
-from tsfunc import P, shard_map
+from tsfunc import P, VirtualMesh, shard_map
+from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
 from tsfunc.errors import MeshError
-from tsfunc.testing import spawn
+from tsfunc.testing import simulated_rank, spawn
 
 close = torch.testing.assert_close
 CHECKS: dict[str, Check] = {}
@@ -71,6 +74,62 @@ def a_backend_compiles_a_program(rank: int, size: int) -> None:
     close(compiled(*arguments()), tsfunc.grad(loss)(*arguments()))
 
 
+def every_kind(w: Tensor, x: Tensor) -> Tensor:
+    """A loss with each collective, of real, complex, whole and boolean numbers."""
+    n = tsfunc.axis_size("i")
+    moved = tsfunc.ppermute(x, "i", [(k, k + 1) for k in range(n - 1)])
+    rows: Tensor = tsfunc.all_gather((x + moved) @ w, "i", tiled=True)
+    own: Tensor = tsfunc.psum_scatter(rows * tsfunc.axis_index("i"), "i", tiled=True)
+    sent: Tensor = tsfunc.all_to_all(rows, "i", 0, 0, tiled=True)
+    signs = tsfunc.all_gather(x[0] > 0, "i").sum() + tsfunc.psum((x > 0).sum(), "i")
+    waves: Tensor = tsfunc.all_gather(torch.complex(x, x.cos()), "i").abs()
+    parts = own.sin().sum() + (sent * rows).mean() + waves.sum()
+    out: Tensor = tsfunc.psum(parts * signs, "i")
+    return out
+
+
+@check
+def inductor_has_functional_collectives(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    loss = shard_map(every_kind, mesh, (P(), P("i")), P())
+    w, x = arguments()
+    for f in (loss, tsfunc.grad(loss, (0, 1))):
+        compiled = tsfunc.specialize(f, backend="inductor")
+        close(compiled(w, x), f(w, x))
+    compiled = tsfunc.specialize(loss, backend="inductor")
+    leaf = w.clone().requires_grad_()
+    compiled(leaf, x).backward()
+    close(leaf.grad, tsfunc.grad(loss)(w, x))
+    module = compiled.program.graph_module
+    lowered = make_fx(module, decomposition_table=DECOMPOSITIONS)(w, x)
+    names = [str(node.target) for node in lowered.graph.nodes]
+    assert not any("tsfunc_mesh" in name for name in names)
+    assert "_c10d_functional.all_reduce.default" in names
+
+
+@check
+def collectives_of_equal_values_are_local(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        twice = tsfunc.psum(w.sin(), "i") + tsfunc.psum(tsfunc.psum(x.sum(0), "i"), "i")
+        every = tsfunc.all_gather(twice, "i", axis=1).cos()
+        out: Tensor = tsfunc.psum((x @ twice).sum() * every.sum(), "i")
+        return out
+
+    loss = shard_map(body, mesh, (P(), P("i")), P())
+    args = arguments()
+    for f in (loss, tsfunc.grad(loss, (0, 1)), tsfunc.hessian(loss)):
+        close(tsfunc.specialize(f)(*args), f(*args))
+    program = tsfunc.specialize(loss)
+    close(tsfunc.grad(program, (0, 1))(*args), tsfunc.grad(loss, (0, 1))(*args))
+    program(*args)
+    assert [use.times for use in program.properties().collectives] == [2]
+    assert {use.collective: use.times for use in tsfunc.explain(loss, *args).collectives} == {
+        "psum": 4, "all_gather": 1,
+    }  # fmt: skip
+
+
 @check
 def dtensors_and_shards(rank: int, size: int) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -105,6 +164,39 @@ def a_local_view_binds_axes(rank: int, size: int) -> None:
                         axis_name="k")(torch.ones(3))  # fmt: skip
     with pytest.raises(tsfunc.errors.UnboundAxisError, match="mesh_axes"):
         tsfunc.psum(x, "i")
+
+
+@check
+def a_specialized_function_uses_axes_that_are_bound(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    other = {"i": dist.new_group([rank], use_local_synchronization=True)}
+    x = torch.arange(3.0) + rank
+
+    def step(x: Tensor) -> Tensor:
+        out: Tensor = tsfunc.pmean(x.square(), "i") + tsfunc.axis_index("i")
+        return out
+
+    specialized = tsfunc.specialize(step)
+    gradient = tsfunc.specialize(tsfunc.grad(lambda x: step(x).sum()))
+    for _ in range(2):
+        with tsfunc.mesh_axes(mesh):
+            want = step(x)
+            for _ in range(3):
+                close(specialized(x), want)
+            close(gradient(x), tsfunc.grad(lambda x: step(x).sum())(x))
+            assert "'i=2" in str(specialized.program)
+        with tsfunc.mesh_axes(other):
+            close(specialized(x), x.square())
+        with pytest.raises(tsfunc.errors.UnboundAxisError, match="mesh_axes"):
+            specialized(x)
+        inside = shard_map(specialized, mesh, P(), P("i"))
+        close(inside(torch.ones(3)), torch.cat([torch.ones(3) + k for k in range(size)]))
+    assert len(specialized.programs) == 2  # one for each mesh
+    with tempfile.TemporaryDirectory() as folder, tsfunc.mesh_axes(mesh):
+        specialized(x)
+        specialized.save(Path(folder) / "step.ts")
+        loaded = tsfunc.load(Path(folder) / "step.ts")
+        close(loaded(x), step(x))
 
 
 @check
@@ -167,3 +259,67 @@ def test_a_program_says_which_mesh_it_needs(tmp_path: Path) -> None:
     loaded = tsfunc.load(file)
     with pytest.raises(MeshError, match="a mesh with the axes i=2, got a process"):
         loaded(*arguments())
+
+
+def parallel_loss(w: Tensor, x: Tensor) -> Tensor:
+    """The loss of a layer, spread over both axes."""
+    hidden = torch.tanh(x @ w)
+    total: Tensor = tsfunc.psum(hidden.square().sum(), ("dp", "tp"))
+    return total
+
+
+def ring_of_blocks(x: Tensor) -> Tensor:
+    n = tsfunc.axis_size("dp")
+    around = [(k, (k + 1) % n) for k in range(n)]
+
+    def step(carry: tuple[Tensor, Tensor], _: Tensor) -> Any:
+        total, block = carry
+        return (total + block, tsfunc.ppermute(block, "dp", around)), None
+
+    total: Tensor = tsfunc.scan(step, (torch.zeros_like(x), x), torch.zeros(n))[0][0]
+    return total
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(4, 8), (16, 64)])
+def test_a_large_mesh_is_simulated(dp: int, tp: int) -> None:
+    """Programs are equal on all ranks, and counts and bytes are those of data parallelism,
+    tensor parallelism and a ring."""
+    w, x = torch.randn(8, 2 * tp), torch.randn(3 * dp, 8)
+    texts = set()
+    for rank in (0, 1, tp, dp * tp // 2 + 1, dp * tp - 1):
+        with simulated_rank(rank, dp=dp, tp=tp) as mesh:
+            loss = shard_map(parallel_loss, mesh, (P(None, "tp"), P("dp")), P())
+            gradient = tsfunc.specialize(tsfunc.grad(loss)).lower(w, x)
+            step = [(use.axis, use.collective, use.times, use.bytes)
+                    for use in gradient.properties().collectives]  # fmt: skip
+            # A shard's gradient is summed over dp, and put together over tp.
+            shard = 8 * 2 * 4
+            assert step == [("dp", "psum", 1, shard), ("tp", "all_gather", 1, shard)]
+            ring = shard_map(ring_of_blocks, mesh, P("dp"), P("dp"))
+            moves = tsfunc.specialize(ring).lower(x).properties().collectives
+            block = 3 * 8 * 4
+            assert [(use.collective, use.times, use.bytes) for use in moves] == [
+                ("all_gather", 1, block), ("ppermute", dp, dp * block),
+            ]  # fmt: skip
+            texts.add(f"{gradient}{tsfunc.specialize(ring).lower(x)}")
+    assert len(texts) == 1
+
+
+def test_a_large_mesh_in_one_process_has_its_values() -> None:
+    dp, tp = 32, 32
+    w, x = torch.randn(8, tp), torch.randn(dp, 8)
+    loss = shard_map(parallel_loss, VirtualMesh(dp=dp, tp=tp), (P(None, "tp"), P("dp")), P())
+    whole = lambda w, x: torch.tanh(x @ w).square().sum()  # noqa: E731
+    close(tsfunc.grad(loss)(w, x), tsfunc.grad(whole)(w, x))
+    ring = shard_map(ring_of_blocks, VirtualMesh(dp=dp), P("dp"), P("dp"))
+    close(ring(x), x.sum(0).expand(dp, 8))
+
+
+def test_a_rank_is_simulated_outside_of_process_groups() -> None:
+    with (
+        simulated_rank(1, i=2),
+        pytest.raises(MeshError, match="a process without a process group"),
+        simulated_rank(0, i=2),
+    ):
+        pass
+    assert not dist.is_initialized()

@@ -170,6 +170,12 @@ def _lu() -> tuple[Tensor, Tensor]:
     return factors, pivots
 
 
+def _positive() -> Tensor:
+    """Return a symmetric matrix with positive eigenvalues."""
+    a = plain(3, 3)
+    return a @ a.mT + torch.eye(3, dtype=torch.float64)
+
+
 def _ldl() -> list[Call]:
     a = plain(3, 3)
     factors, pivots = torch.linalg.ldl_factor(a + a.mT + 6 * torch.eye(3, dtype=torch.float64))
@@ -235,6 +241,8 @@ BY_HAND: Mapping[str, Calls] = {
         call(*_lu(), plain(2, 3), left=False),
     ],
     "aten::linalg_ldl_solve": _ldl,
+    "aten::linalg_matrix_sqrth": lambda: [call(_positive())],
+    "aten::linalg_polar": lambda: [call(_positive()), call(plain(4, 3))],
     "aten::_linalg_check_errors": lambda: [
         call(torch.zeros((), dtype=torch.int32), "here", is_matrix=True)
     ],

@@ -620,6 +620,18 @@ def _process_groups() -> None:
 
 
 @_entry(
+    "The simulated process group",
+    "torch.testing._internal.distributed.fake_pg",
+    use="One process acts as one rank of a large mesh.",
+    stand_in="A gloo group for each rank; or no simulation.",
+    risk=Risk.MEDIUM,
+)
+def _simulated_group() -> None:
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    _expect("fake" in torch.distributed.Backend.backend_list, "a backend named fake")
+
+
+@_entry(
     "Symbolic sizes",
     """torch._guards.Source torch.fx.experimental._config
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size
@@ -697,8 +709,8 @@ def _guards() -> None:
 
 @_entry(
     "Compilers",
-    """torch._inductor.compile_fx.compile_fx torch._dynamo.backends.registry.lookup_backend
-    torch._dynamo.exc.InvalidBackend""",
+    """torch._inductor.compile_fx.compile_fx torch._inductor.decomposition.select_decomp_table
+    torch._dynamo.backends.registry.lookup_backend torch._dynamo.exc.InvalidBackend""",
     use='specialize(backend="inductor") and other backends by name.',
     stand_in="torch.compile of the program's module.",
     risk=Risk.LOW,
@@ -706,7 +718,9 @@ def _guards() -> None:
 def _compilers() -> None:
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import InvalidBackend
+    from torch._inductor.decomposition import select_decomp_table
 
+    _expect(torch.ops.aten.lerp.Scalar in select_decomp_table(), "a table of decompositions")
     _expect(callable(lookup_backend("aot_eager")), "the backend aot_eager")
     try:
         lookup_backend("a backend that does not exist")

@@ -89,12 +89,15 @@ class Recorder:
     Attributes:
         uses: what was met, and how often.
         started: how many calls were met.
+        exchanges: for each axis of a mesh and each collective along it, how often it was called
+            and how many bytes this rank gave to it.
     """
 
     def __init__(self, place: Callable[[], tuple[Place, bool]]) -> None:
         self.place = place
         self.uses: dict[Use, Count] = {}
         self.started = 0
+        self.exchanges: dict[tuple[str, str], tuple[int, int]] = {}
         self._running = _Running()
         self._lock = threading.Lock()
 
@@ -160,6 +163,12 @@ class Recorder:
         calls = self._running.calls
         if calls:
             calls[-1] = replace(calls[-1], how=how, rule=rule, source=source)
+
+    def exchanged(self, axis: str, collective: str, size: int) -> None:
+        """Record a collective along a mesh axis, of a value of so many bytes."""
+        with self._lock:
+            times, sent = self.exchanges.get((axis, collective), (0, 0))
+            self.exchanges[axis, collective] = times + 1, sent + size
 
     def _within(self, depth: int) -> str:
         """The innermost running operator of a level."""

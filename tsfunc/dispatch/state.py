@@ -345,12 +345,15 @@ class Level:
         alive: True until the transform ends.
         outer: the state that its kernels run under.
         name: how errors call it.
+        binding: for a level without values, the text of the name that it binds: programs that are
+            made inside of it are made for this binding.
     """
 
     __slots__ = ("_entered", "_kernel_states", "_restores", "_site", "alive", "bits", "depth",
                  "inner", "key", "name", "outer")  # fmt: skip
 
     autograd: int = 0
+    binding: str = ""
     depth: int
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:

@@ -2,11 +2,13 @@
 
 Each runs the transform, and what it is defined to equal: a loop, finite differences, the function
 itself. ``tsfunc[testing]`` installs hypothesis, which finds inputs for them:
-``tsfunc.testing.strategies``. ``spawn`` runs a function on several processes.
+``tsfunc.testing.strategies``. ``spawn`` runs a function on several processes,
+``simulated_rank`` acts as one rank of a mesh of any size.
 """
 
 from __future__ import annotations
 
+from tsfunc.bridge.mesh.simulation import simulated_rank
 from tsfunc.testing.laws import check_compose, check_grads, check_specialize, check_vmap
 from tsfunc.testing.ranks import spawn
 from tsfunc.testing.rules import check_custom_rule
@@ -17,5 +19,6 @@ __all__ = [
     "check_grads",
     "check_specialize",
     "check_vmap",
+    "simulated_rank",
     "spawn",
 ]

@@ -22,6 +22,7 @@ from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
 from tsfunc.dispatch.recording import recording
 from tsfunc.ops import Row, find
+from tsfunc.program.graphs.properties import CollectiveUse
 from tsfunc.transforms.vmap_spec import name_of
 
 if TYPE_CHECKING:
@@ -89,10 +90,12 @@ class CallReport:
     Attributes:
         function: what was called.
         uses: a row for each operator, line and way, in the order of the lines.
+        collectives: how often this rank called each collective along each axis of a mesh.
     """
 
     function: str
     uses: tuple[OperatorUse, ...]
+    collectives: tuple[CollectiveUse, ...] = ()
 
     @property
     def loops(self) -> tuple[OperatorUse, ...]:
@@ -106,6 +109,7 @@ class CallReport:
             "calls": sum(use.times for use in self.uses),
             "loops": sum(use.times for use in self.loops),
             "operators": [asdict(use) for use in self.uses],
+            "collectives": [asdict(use) for use in self.collectives],
         }
 
     @property
@@ -113,7 +117,11 @@ class CallReport:
         """One line: how much was found, and whether there are loops."""
         calls, loops = sum(use.times for use in self.uses), len(self.loops)
         slow = f"{loops} of {len(self.uses)} rows by the slow loop" if loops else "no slow loop"
-        return f"{self.function}: {calls} calls of operators, {slow}"
+        exchanged = "".join(
+            f", {use.times} {use.collective} along {use.axis!r} ({use.bytes} bytes)"
+            for use in self.collectives
+        )
+        return f"{self.function}: {calls} calls of operators, {slow}{exchanged}"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for use in self.uses:
@@ -205,7 +213,9 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
     # What a trace works results out with is part of tracing them.
     kept = [(u, n) for u, n in recorder.uses.items() if u.key != DispatchKey.Specialize.name]
     found = sorted(kept, key=_order)
-    return CallReport(name_of(func), tuple(_described(use, count) for use, count in found))
+    exchanges = [CollectiveUse(*key, *count) for key, count in sorted(recorder.exchanges.items())]
+    uses = tuple(_described(use, count) for use, count in found)
+    return CallReport(name_of(func), uses, tuple(exchanges))
 
 
 def _order(found: tuple[Use, Count]) -> tuple[str, int, bool, int]:

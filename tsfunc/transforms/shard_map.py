@@ -8,9 +8,10 @@ collectives, and the boundary consists of operators of the ranks too: NOTE [exch
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.mesh.agreement import agree, exchanged_texts
-from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
-from tsfunc.bridge.mesh.meshes import Mesh, registered
+from tsfunc.bridge.mesh.levels import MeshLevel, in_trace, mesh_levels
+from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.dispatch.places import place_of
@@ -41,7 +42,7 @@ def shard_map(
     randomness: str = "error",
     inputs: Literal["global", "local"] = "global",
     outputs: Literal["global", "local", "dtensor"] = "global",
-    check: Literal["programs", "calls"] | None = "programs",
+    check: Literal["programs", "calls", "values"] | None = "programs",
 ) -> Callable[..., Any]:
     """Map a function of shards over the ranks of a mesh.
 
@@ -65,7 +66,9 @@ def shard_map(
             shards; "dtensor" returns DTensors.
         check: "calls" has the ranks agree on each collective before they run it, by a small one:
             ranks that call other collectives, or raise, end all with an error instead of wrong
-            numbers or a wait. "programs" does so outside of programs. None does without.
+            numbers or a wait. "programs" does so outside of programs, and has the ranks agree on
+            each program when it first runs. "values" also compares the bits of arguments and
+            results that specs promise to be equal. None checks nothing.
 
     Returns:
         A function of the arguments of ``func``. Every transform applies to it, and inside of it.
@@ -77,7 +80,8 @@ def shard_map(
         MeshError: a spec does not fit the mesh or a tensor, a DTensor is placed otherwise, or the
             mesh's axes have no names.
         ValueError: an option has no such value, or an active ``vmap`` has the name of an axis.
-        RanksDisagree: another rank calls another collective, or has raised.
+        RanksDisagree: another rank calls another collective, runs another program, has other
+            values where a spec promises equal ones, or has raised.
 
     Example:
         >>> import torch
@@ -92,7 +96,9 @@ def shard_map(
     _check_option("randomness", randomness, ("error", "same", "different", "split"))
     _check_option("inputs", inputs, ("global", "local"))
     _check_option("outputs", outputs, ("global", "local", "dtensor"))
-    _check_option("check", check, ("programs", "calls", None))
+    _check_option("check", check, ("programs", "calls", "values", None))
+
+    plans = _Plans("in_specs", in_specs), _Plans("out_specs", out_specs)
 
     @outside_dynamo
     def mapped(*args: Any) -> Any:
@@ -104,23 +110,23 @@ def shard_map(
                 )
             axes = bound_axes(mesh.sizes, axis_names)
             return run_nested(func, mesh, axes, in_specs, out_specs, randomness, args)
-        found = mesh_of(mesh)
-        axes = bound_axes(found.sizes, axis_names)
+        known = mesh_of(mesh)
+        axes = bound_axes(known.sizes, axis_names)
         _refuse_hidden(axes)
-        with bound(found, axes, check) as levels:
-            shards = _shards(args, in_specs, levels, inputs, mesh)
+        with bound(known, axes, check) as levels:
+            shards = _shards(args, plans[0], levels, inputs, mesh)
             body = func
             if randomness == "split":
                 body = spread_once(func, axes)
             out = body(*shards)
-            return _put_together(out, out_specs, levels, outputs, mesh)
+            return _put_together(out, plans[1], levels, outputs, mesh)
 
     return functools.wraps(func)(mapped) if hasattr(func, "__name__") else mapped
 
 
 @contextmanager
 def mesh_axes(
-    mesh: AnyMesh, *, check: Literal["programs", "calls"] | None = "programs"
+    mesh: AnyMesh, *, check: Literal["programs", "calls", "values"] | None = "programs"
 ) -> Iterator[None]:
     """Context manager: bind a mesh's axes to their names, in code that runs once on every rank.
 
@@ -150,7 +156,7 @@ def mesh_axes(
     found = mesh_of(mesh)
     axes = tuple(found.sizes)
     _refuse_hidden(axes)
-    _check_option("check", check, ("programs", "calls", None))
+    _check_option("check", check, ("programs", "calls", "values", None))
     with bound(found, axes, check):
         yield
 
@@ -158,19 +164,29 @@ def mesh_axes(
 def mesh_of(mesh: Any) -> Mesh:
     """Return the mesh of a ``DeviceMesh``, or of a dict of process groups."""
     if isinstance(mesh, DeviceMesh):
+        kept = _of_device_meshes.get(id(mesh))
+        if kept is not None and kept[0]() is mesh and is_registered(kept[1]):
+            return kept[1]
         names = mesh.mesh_dim_names
         if names is None:
             raise MeshError(
                 f"shard_map: expected a mesh whose axes have names, got {mesh}. Give it "
                 f"mesh_dim_names=."
             )
-        return registered({name: mesh.get_group(name) for name in names})
+        known = registered({name: mesh.get_group(name) for name in names})
+        key = id(mesh)
+        _of_device_meshes[key] = weakref.ref(mesh, lambda _: _of_device_meshes.pop(key)), known
+        return known
     if isinstance(mesh, Mapping):
         return registered(mesh)
     raise MeshError(
         f"shard_map: expected a DeviceMesh, a VirtualMesh or a dict of process groups, got "
         f"{type(mesh).__name__}."
     )
+
+
+# By identity: equal meshes may have other process groups, made after others were destroyed.
+_of_device_meshes: dict[int, tuple[weakref.ref[DeviceMesh], Mesh]] = {}
 
 
 @contextmanager
@@ -182,7 +198,7 @@ def bound(mesh: Mesh, axes: Sequence[str], check: str | None) -> Iterator[dict[s
     """
     with ExitStack() as stack:
         levels = {name: stack.enter_context(MeshLevel(mesh, name, check)) for name in axes}
-        checked = [level for level in levels.values() if level.checks_calls]
+        checked = [level for level in levels.values() if level.checks_calls and not in_trace()]
         try:
             yield levels
         except BaseException as error:
@@ -219,55 +235,105 @@ def _check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
         )
 
 
+class _LeafPlan(NamedTuple):
+    """The exchanges that a spec stands for.
+
+    Attributes:
+        spec: the spec.
+        spread: each dim that is spread with an axis, the slowest axis of a dim first.
+        same: the axes that the spec does not name.
+    """
+
+    spec: P
+    spread: tuple[tuple[int, str], ...]
+    same: tuple[str, ...]
+
+
+class _Plans:
+    """The exchanges of all leaves, by the structure of the arguments or results.
+
+    Args:
+        name: the parameter of ``shard_map``.
+        specs: its value.
+    """
+
+    def __init__(self, name: str, specs: Any) -> None:
+        self.name, self.specs = f"shard_map: {name}", specs
+        self._known: dict[Any, list[_LeafPlan]] = {}
+
+    def of(self, tree: Any, value: Any, levels: Mapping[str, MeshLevel]) -> list[_LeafPlan]:
+        """Return the plan of each leaf.
+
+        Args:
+            tree: the structure of the value.
+            value: the arguments or the results.
+            levels: the mesh axes by name.
+
+        Raises:
+            MeshError: the specs do not fit the value or the mesh.
+        """
+        known = self._known.get(tree)
+        if known is None:
+            sizes = {name: level.batch_size for name, level in levels.items()}
+            specs = match_specs(self.name, self.specs, value, sizes)
+            known = [
+                _LeafPlan(
+                    spec,
+                    tuple((dim, name) for dim, names in spec.dims() for name in names),
+                    tuple(name for name in levels if name not in spec.names),
+                )
+                for spec in specs
+            ]
+            if len(self._known) < _MOST_PLANS:
+                self._known[tree] = known
+        return known
+
+
+_MOST_PLANS = 64  # structures of arguments that one function keeps
+
+
 def _shards(
-    args: tuple[Any, ...], in_specs: Any, levels: Mapping[str, MeshLevel], inputs: str, mesh: Any
+    args: tuple[Any, ...], plans: _Plans, levels: Mapping[str, MeshLevel], inputs: str, mesh: Any
 ) -> Any:
     """Return the arguments as the body takes them."""
-    sizes = {name: level.batch_size for name, level in levels.items()}
-    specs = match_specs("shard_map: in_specs", in_specs, args, sizes)
     flat, tree = pytrees.flatten(args)
     shards = []
-    for x, spec in zip(flat, specs, strict=True):
+    for x, plan in zip(flat, plans.of(tree, args, levels), strict=True):
         if isinstance(x, torch.Tensor):
             if is_dtensor(x):
-                x = _local(x, spec, mesh)
-            elif inputs == "global":
-                check_divides("shard_map: in_specs", x, spec, sizes)
-                for dim, names in spec.dims():
-                    for name in names:
-                        x = levels[name].exchanged("slice", (dim,), x)
-            for name in levels:
-                if name not in spec.names:
-                    x = levels[name].exchanged("enter", (), x)
+                x = _local(x, plan.spec, mesh)
+            elif inputs == "global" and plan.spread:
+                sizes = {name: level.batch_size for name, level in levels.items()}
+                check_divides(plans.name, x, plan.spec, sizes)
+                for dim, name in plan.spread:
+                    x = levels[name].exchanged("slice", (dim,), x)
+            for name in plan.same:
+                x = levels[name].exchanged("enter", (), x)
         shards.append(x)
     return pytrees.unflatten(tree, shards)
 
 
 def _put_together(
-    out: Any, out_specs: Any, levels: Mapping[str, MeshLevel], outputs: str, mesh: Any
+    out: Any, plans: _Plans, levels: Mapping[str, MeshLevel], outputs: str, mesh: Any
 ) -> Any:
     """Return the results as the caller wants them."""
-    sizes = {name: level.batch_size for name, level in levels.items()}
-    specs = match_specs("shard_map: out_specs", out_specs, out, sizes)
     flat, tree = pytrees.flatten(out)
     results = []
-    for x, spec in zip(flat, specs, strict=True):
+    for x, plan in zip(flat, plans.of(tree, out, levels), strict=True):
         if isinstance(x, torch.Tensor):
-            for dim, _ in spec.dims():
+            for dim, _ in plan.spread:
                 if dim >= x.dim():
                     raise MeshError(
-                        f"shard_map: out_specs: expected a result with a dim {dim} for {spec!r}, "
-                        f"got one of shape {tuple(x.shape)}."
+                        f"{plans.name}: expected a result with a dim {dim} for {plan.spec!r}, got "
+                        f"one of shape {tuple(x.shape)}."
                     )
-            for name in levels:
-                if name not in spec.names:
-                    x = levels[name].exchanged("leave", (), x)
+            for name in plan.same:
+                x = levels[name].exchanged("leave", (), x)
             if outputs == "dtensor":
-                x = _distributed(x, spec, mesh)
+                x = _distributed(x, plan.spec, mesh)
             elif outputs == "global":
-                for dim, names in reversed(list(spec.dims())):
-                    for name in reversed(names):
-                        x = levels[name].exchanged("tile", (dim,), x)
+                for dim, name in reversed(plan.spread):
+                    x = levels[name].exchanged("tile", (dim,), x)
         results.append(x)
     return pytrees.unflatten(tree, results)
 

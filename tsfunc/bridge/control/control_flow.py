@@ -94,6 +94,14 @@ class ControlFlow:
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         raise NotImplementedError
 
+    def steps(self, operands: Sequence[Any]) -> int:
+        """Return how often a call runs its bodies; 1 where data decide that.
+
+        Args:
+            operands: the nodes that it is called with.
+        """
+        return 1
+
     def in_torch(self, writer: Any, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Writes the operator as torch's own (``program.torch_operators``); its results.
 

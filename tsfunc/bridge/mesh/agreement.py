@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tsfunc.bridge.mesh.meshes import Mesh
+from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
+from tsfunc.dispatch.places import users_place
 from tsfunc.errors import RanksDisagree
 
 _LENGTH = 400  # bytes of a rank's text
@@ -37,6 +38,27 @@ def agree(mesh: Mesh, axis: str, text: str) -> None:
         + "\n".join(lines),
         axis,
     )
+
+
+def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
+    """Return when all ranks along an axis run one program: NOTE [marks of programs] in ``passes``.
+
+    A program is agreed on once.
+
+    Args:
+        axis: the axis.
+        mesh: the names and sizes of the axes, and behind them the program's mark, if it has one.
+        call: the exchange that is about to be run.
+
+    Raises:
+        RanksDisagree: other ranks run other programs.
+        MeshError: this process has no such mesh.
+    """
+    text, _, mark = mesh.partition(";")
+    known = mesh_named(text)
+    if mark.startswith("program:") and (axis, mark) not in known.agreed:
+        agree(known, axis, f"{mark.replace(':', ' ')}, {call or 'compiled'} at {users_place()}")
+        known.agreed.add((axis, mark))
 
 
 def exchanged_texts(mesh: Mesh, axis: str, text: str) -> list[str] | None:

@@ -12,22 +12,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.bridge.mesh.agreement import agree
+from tsfunc.bridge.mesh.agreement import agree, agree_on_program
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
 from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.state import tls
 
 
 def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
     """Return the result of a kind of exchange along an axis, a contiguous tensor of its own."""
     text, _, check = mesh.partition(";")
     found = mesh_named(text)
-    if check and kind in _COMMUNICATING:
-        agree(found, axis, f"{kind}{list(ints)} of {x.dtype} {tuple(x.shape)} at {users_place()}")
+    if check:
+        _agree(check, x, kind, ints, found, axis)
+    recorder = tls.state.recorder
+    if recorder is not None and kind in COLLECTIVES:
+        recorder.exchanged(axis, COLLECTIVES[kind], x.numel() * x.element_size())
     return _KINDS[kind](x.resolve_conj().resolve_neg(), ints, found, axis)
 
 
-# The kinds that exchange values; the others are a rank's own business.
-_COMMUNICATING = frozenset({"sum", "gather", "scatter", "all_to_all", "permute", "tile"})
+# The kinds that exchange values, with the collective that each is; the others are a rank's own.
+COLLECTIVES = {
+    "sum": "psum",
+    "gather": "all_gather",
+    "tile": "all_gather",
+    "scatter": "psum_scatter",
+    "all_to_all": "all_to_all",
+    "permute": "ppermute",
+}
+
+# The kinds whose argument is promised to be equal on the ranks.
+_PROMISED = frozenset({"slice", "enter", "leave", "share"})
+
+
+def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, axis: str) -> None:
+    """Return when the ranks have agreed on an exchange, as far as its check asks for it.
+
+    Raises:
+        RanksDisagree: they do not.
+    """
+    call = f"{kind}{list(ints)} of {x.dtype} {tuple(x.shape)}"
+    if check.startswith("program:"):
+        agree_on_program(axis, f"{mesh.text};{check}", call)
+    elif check == "values" and kind in _PROMISED:
+        digest = _checksum(x.resolve_conj().resolve_neg())
+        where = "a result whose spec" if kind in ("leave", "share") else "an argument whose spec"
+        agree(
+            mesh,
+            axis,
+            f"{where} promises equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
+        )
+    elif check != "unchecked" and kind in COLLECTIVES:
+        agree(mesh, axis, f"{call} at {users_place()}")
+
+
+def _checksum(x: Tensor) -> int:
+    """Return a number that is another one for other bits, as good as always."""
+    octets = _in_bytes(x.contiguous()).reshape(-1).view(torch.uint8).long()
+    weights = torch.arange(1, octets.numel() + 1, device=x.device) * 0x1E3779B97F4A7C15 | 1
+    return int(((octets + 1) * weights).sum()) & 0xFFFFFFFFFFFFFFFF
 
 
 def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:

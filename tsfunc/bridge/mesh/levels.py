@@ -52,10 +52,11 @@ class MeshLevel(Level):
         mesh: the mesh.
         axis_name: the axis.
         batch_size: how many ranks the axis has.
-        check: "calls", None, or "programs", which stands for "calls" outside of programs.
+        check: "calls", "values", None, or "programs", which stands for "calls" outside of
+            programs.
     """
 
-    __slots__ = ("axis_name", "batch_size", "check", "mesh")
+    __slots__ = ("axis_name", "batch_size", "binding", "check", "mesh")
 
     batch_size: int
 
@@ -65,24 +66,34 @@ class MeshLevel(Level):
         self.axis_name = axis_name
         self.batch_size = mesh.sizes[axis_name]
         self.check = check
+        self.binding = f"{axis_name} of {mesh.text}, check={check}"
 
     def exchanged(self, kind: str, ints: Any, value: torch.Tensor) -> torch.Tensor:
         """Return a collective of a value (``operators`` has the kinds)."""
         if _observed.axes is not None:
             _observed.axes.add(self.axis_name)
-        mesh = f"{self.mesh.text};calls" if self.checks_calls else self.mesh.text
+        mesh = self.mesh.text
+        if self.check is None:
+            mesh += ";unchecked"
+        elif self.checks_calls:
+            mesh += ";values" if self.check == "values" else ";calls"
         return mapped(value, kind, list(ints), self.axis_name, mesh)
 
     @property
     def checks_calls(self) -> bool:
-        """Whether ranks agree before each collective: NOTE [agreements] in ``agreement``."""
+        """True if ranks agree before each collective: NOTE [agreements] in ``agreement``."""
         if self.check != "programs":
-            return self.check == "calls"
-        return not any(isinstance(level, TraceLevel) for level in tls.state.levels)
+            return self.check is not None
+        return not in_trace()
 
     def index(self, device: torch.device | None) -> torch.Tensor:
         """Return this rank's index along the axis."""
         return axis_index(self.axis_name, self.mesh.text, device)
+
+
+def in_trace() -> bool:
+    """True if a program is being traced, whose exchanges come later."""
+    return any(isinstance(level, TraceLevel) for level in tls.state.levels)
 
 
 def mesh_levels() -> list[MeshLevel]:

@@ -25,6 +25,7 @@ class Mesh:
         sizes: how many ranks each axis has, by name, the outermost axis first.
         groups: the process group of each axis that this rank is in.
         text: the names and sizes, as programs have them.
+        agreed: the programs, by axis and mark, that the ranks have agreed on.
     """
 
     def __init__(self, groups: Mapping[str, Any]) -> None:
@@ -34,6 +35,7 @@ class Mesh:
             name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()
         }
         self.text = mesh_text(self.sizes)
+        self.agreed: set[tuple[str, str]] = set()
 
     def index(self, axis: str) -> int:
         """Return this rank's index along an axis."""
@@ -62,6 +64,9 @@ def registered(groups: Mapping[str, Any]) -> Mesh:
     Raises:
         MeshError: the names and sizes are those of another mesh over other ranks.
     """
+    for other in _registered.values():
+        if other.groups == groups and list(other.groups) == list(groups):
+            return other
     mesh = Mesh(groups)
     known = _registered.get(mesh.text)
     if known is not None and known.ranks != mesh.ranks and _in_use(known):
@@ -72,6 +77,11 @@ def registered(groups: Mapping[str, Any]) -> Mesh:
         )
     _registered[mesh.text] = mesh
     return mesh
+
+
+def is_registered(mesh: Mesh) -> bool:
+    """True if programs find this mesh by its text."""
+    return _registered.get(mesh.text) is mesh
 
 
 def _in_use(mesh: Mesh) -> bool:

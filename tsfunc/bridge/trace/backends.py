@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,20 +39,34 @@ class CompilerFailed(Exception):
     """Internal: a backend of torch's raised an error; that is the cause."""
 
 
-def inductor(module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+def inductor(
+    module: torch.fx.GraphModule,
+    examples: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+) -> Any:
     """Inductor, whose random numbers are torch's own, so that a program draws what eager does.
+
+    Args:
+        module: the graph.
+        examples: what it is compiled for.
+        decompositions: operators that are to be compiled by their parts, beside Inductor's own.
 
     Raises:
         CompilerFailed: Inductor can't compile the module.
     """
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
 
     from tsfunc.bridge.trace.inductor_loops import LoopsMadeReady
 
     patches: dict[str, Any] = {"fallback_random": True}
     if _has_loops(module):
         patches["post_grad_custom_pre_pass"] = LoopsMadeReady()
-    return _compiled(functools.partial(compile_fx, config_patches=patches), module, examples)
+    table = None
+    if decompositions and any(node.target in decompositions for node in _every_node(module)):
+        table = {**select_decomp_table(), **decompositions}
+    compiler = functools.partial(compile_fx, config_patches=patches, decompositions=table)
+    return _compiled(compiler, module, examples)
 
 
 def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
@@ -64,6 +78,13 @@ def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[tor
             return backend(module, list(examples))
     except Exception as error:
         raise CompilerFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _every_node(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """Yield the nodes of a module and of the modules in it."""
+    for part in module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            yield from part.graph.nodes
 
 
 def _has_loops(module: torch.fx.GraphModule) -> bool:

@@ -29,6 +29,8 @@ from torch._C import (
 )
 from torch.nn.modules import module
 
+from tsfunc.dispatch.state import tls
+
 
 class Setting(NamedTuple):
     """A setting: what it is called, and what reads it."""
@@ -52,6 +54,12 @@ def _autocast_devices() -> tuple[str, ...]:
     return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
+def mesh_axes() -> str:
+    """Return the mesh axes that are bound, with their sizes and checks."""
+    levels = tls.state.levels
+    return "; ".join([level.binding for level in levels if level.binding]) if levels else ""
+
+
 def default_device() -> torch.device:
     """Where factories put tensors."""
     # Asking torch costs as much as ten operators; without modes, which it asks, it is the CPU.
@@ -69,6 +77,7 @@ _PLAIN = (
     Setting("cudnn.deterministic", _get_cudnn_deterministic),
     Setting("cudnn.benchmark", _get_cudnn_benchmark),
     Setting("float32 matmul precision", _get_float32_matmul_precision),
+    Setting("mesh axes", mesh_axes),
 )
 SETTINGS = (*_PLAIN, Setting("autocast", autocast), Setting("default device", default_device))
 
@@ -104,6 +113,8 @@ def condition(now: tuple[Any, ...], scope: dict[str, Any]) -> str:
     *plain, casts, device = now
     parts = []
     for i, (setting, value) in enumerate(zip(_PLAIN, plain, strict=True)):
+        if value == "":
+            continue  # without axes the function has found none that it asked for
         scope[f"setting_{i}"], scope[f"is_{i}"] = setting.read, value
         same = "is" if isinstance(value, bool | torch.dtype) else "=="
         parts.append(f"setting_{i}() {'is not' if same == 'is' else '!='} is_{i}")

@@ -13,6 +13,7 @@ import torch.fx
 
 from tsfunc import pytrees, rage
 from tsfunc.bridge.control.control_flow import every_node
+from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Symbols
@@ -137,8 +138,14 @@ class _Trace:
         self._attributes: list[str] = []
 
     def run(self) -> Any:
-        """Runs the function outside of all levels; what it returns."""
-        with torch_state.outside_all_levels(), state.outside_all_levels(), outside_modes():
+        """Run the function outside of all levels but those of mesh axes, and return its result."""
+        axes = MeshAxes()
+        with (
+            torch_state.outside_all_levels(),
+            state.outside_all_levels(),
+            axes.bound(),
+            outside_modes(),
+        ):
             self.level = TraceLevel(self.request.what, self.symbols)
             try:
                 with self.level, watching_random(), watching_factories(), unlogged():

@@ -16,6 +16,7 @@ last results, and assigned by Python after it.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,10 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc.bridge.control.control_flow import every_node
+from tsfunc.bridge.mesh.agreement import agree_on_program
+from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
+from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.backends import (
     Backend,
@@ -56,7 +61,7 @@ def resolve(backend: object) -> Backend | None:
     if backend == "python":
         return None
     if backend == "inductor":
-        return inductor
+        return functools.partial(inductor, decompositions=DECOMPOSITIONS)
     if isinstance(backend, str):
         try:
             return backend_of(backend)
@@ -98,6 +103,9 @@ class Compiled:
         _check(program, name, self._module, [*self._given(values), *self._lifted])
         self._assign = _assignments(program, len(values))
         self._count = program.out_tree.num_leaves
+        for node in every_node(program.graph):
+            if node.target is MAP:
+                agree_on_program(str(node.args[3]), str(node.args[4]))
         self._compile(values)
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:

@@ -8,6 +8,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.fx
 
+from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.mesh.engine import COLLECTIVES
+from tsfunc.bridge.mesh.operators import MAP
+
 Number = int | float | bool
 
 
@@ -47,10 +51,17 @@ class Properties:
 
 
 class ProgramProperties(Mapping[str, Properties]):
-    """Name to :class:`Properties`, in the program's order; ``print`` shows a table."""
+    """Name to :class:`Properties`, in the program's order; ``print`` shows a table.
 
-    def __init__(self, values: Mapping[str, Properties]) -> None:
+    Attributes:
+        collectives: how often a run of the program calls each collective along each axis of a mesh.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Properties], collectives: tuple[CollectiveUse, ...] = ()
+    ) -> None:
         self._values = values
+        self.collectives = collectives
 
     def __getitem__(self, name: str) -> Properties:
         return self._values[name]
@@ -73,6 +84,59 @@ class ProgramProperties(Mapping[str, Properties]):
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         )
+
+
+@dataclass(frozen=True)
+class CollectiveUse:
+    """How often a collective is called along one axis of a mesh.
+
+    Attributes:
+        axis: the name of the axis.
+        collective: the function (``psum``); what puts sharded results together is ``all_gather``.
+        times: how often. A program counts each branch of a choice, the body of a loop as often as
+            the loop is long, and that of a ``while_loop`` once.
+        bytes: how many bytes one rank gives to these calls; None where a named dim decides that.
+    """
+
+    axis: str
+    collective: str
+    times: int
+    bytes: int | None
+
+
+def collectives_of(graph: torch.fx.Graph) -> tuple[CollectiveUse, ...]:
+    """Return the collectives along mesh axes that a run of the graph calls."""
+    counts: dict[tuple[str, str], tuple[int, int | None]] = {}
+    _count_exchanges(graph, 1, counts)
+    return tuple(CollectiveUse(*key, *count) for key, count in sorted(counts.items()))
+
+
+def _count_exchanges(
+    graph: torch.fx.Graph, repeats: int, counts: dict[tuple[str, str], tuple[int, int | None]]
+) -> None:
+    for node in graph.nodes:
+        if isinstance(node.target, ControlFlow):
+            inner = repeats * node.target.steps(node.args)
+            for body in node.target.bodies:
+                _count_exchanges(body.graph, inner, counts)
+        elif node.target is MAP and str(node.args[1]) in COLLECTIVES:
+            x, kind, _, axis, _ = node.args
+            key = str(axis), COLLECTIVES[str(kind)]
+            times, sent = counts.get(key, (0, 0))
+            size = _bytes_of(properties_of_node(x))
+            total = None if size is None or sent is None else sent + repeats * size
+            counts[key] = times + repeats, total
+
+
+def _bytes_of(known: Properties | None) -> int | None:
+    if known is None or not isinstance(known.dtype, torch.dtype):
+        return None
+    elements = 1
+    for size in known.shape:
+        if not isinstance(size, int):
+            return None
+        elements *= size
+    return elements * known.dtype.itemsize
 
 
 def _row(value: Properties, columns: list[str]) -> Iterator[str]:
@@ -109,7 +173,7 @@ def properties_of(
             continue
         constant = (constants or {}).get(str(node.target)) if node.op == "get_attr" else None
         found[node.name] = known if constant is None else replace(known, constant=constant)
-    return ProgramProperties(found)
+    return ProgramProperties(found, collectives_of(graph))
 
 
 def properties_of_node(node: torch.fx.Node) -> Properties | None:

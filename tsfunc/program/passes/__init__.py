@@ -14,6 +14,7 @@ from tsfunc.program.passes.common import merge_common
 from tsfunc.program.passes.dead import remove_dead
 from tsfunc.program.passes.folding import fold_constants
 from tsfunc.program.passes.layouts import free_layouts
+from tsfunc.program.passes.mesh import mark_exchanges, share_equal_values
 from tsfunc.program.passes.noops import remove_noops
 from tsfunc.program.passes.slices import end_slices_alike
 
@@ -59,20 +60,24 @@ _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
     free_layouts,
     end_slices_alike,
     remove_noops,
+    share_equal_values,
     merge_common,
     fold_constants,
     remove_dead,
     remove_unused_of_blocks,
     remove_dead,
+    mark_exchanges,
 )
 
 __all__ = [
     "end_slices_alike",
     "fold_constants",
     "free_layouts",
+    "mark_exchanges",
     "merge_common",
     "remove_dead",
     "remove_noops",
     "remove_unused_of_blocks",
+    "share_equal_values",
     "simplify",
 ]

@@ -332,7 +332,10 @@ class Surroundings:
         if isinstance(value, staticmethod | classmethod):
             way = way if isinstance(value, staticmethod) else f"{way}.__func__"
             value = value.__func__
-        elif isinstance(variable.owner, type) and is_instance(value) and hasattr(value, "__get__"):
+        elif isinstance(variable.owner, type) and (
+            isinstance(value, types.ClassMethodDescriptorType)  # a new bound method at each read
+            or (is_instance(value) and hasattr(value, "__get__"))
+        ):
             base = next(each for each in bases_of(variable.owner) if variable.name in vars(each))
             way = f"{self._owner(base)}.__dict__[{variable.name!r}]"
         if isinstance(value, type(os.environ)):

@@ -58,6 +58,9 @@ class Pullback(Operator):
         super().__init__(f"{of_op.name}_pullback", of_op.bodies)
         self.op, self.count, self.by, self.of = of_op, count, tuple(by), tuple(of)
 
+    def steps(self, operands: Sequence[Any]) -> int:
+        return self.op.steps(operands)
+
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         inputs = operands[: self.count]
         cotangents = operands[self.count : self.count + len(self.of)]
@@ -95,6 +98,9 @@ class Mapped(Operator):
         super().__init__(f"{of_op.name}_mapped", of_op.bodies)
         self.op, self.batched = of_op, tuple(batched)
         self.on_subsets = of_op.on_subsets
+
+    def steps(self, operands: Sequence[Any]) -> int:
+        return self.op.steps(self._ones(operands))
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         if self.on_subsets and isinstance(self.op, Mapped) and self._is_cheap_as_one(operands):
@@ -158,6 +164,9 @@ class Replayed(Operator):
         super().__init__(of_op.name, of_op.bodies)
         self.op, self.count, self.devices = of_op, count, tuple(devices)
 
+    def steps(self, operands: Sequence[Any]) -> int:
+        return self.op.steps(operands)
+
     @property
     def random(self) -> bool:
         return False  # it draws what was drawn before
@@ -194,6 +203,9 @@ class Pushforward(Operator):
     def __init__(self, of_op: Operator, count: int, by: Sequence[int]) -> None:
         super().__init__(f"{of_op.name}_pushforward", of_op.bodies)
         self.op, self.count, self.by = of_op, count, tuple(by)
+
+    def steps(self, operands: Sequence[Any]) -> int:
+        return self.op.steps(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         inputs = operands[: self.count]

@@ -256,6 +256,13 @@ class Scan(Operator):
             found[carried:] = [writer.call(aten.flip.default, y, [0]) for y in found[carried:]]
         return found
 
+    def steps(self, operands: Sequence[Any]) -> int:
+        if self.length is not None:
+            return self.length
+        value = operands[self.carried].meta.get("val")
+        rows = value.shape[0] if isinstance(value, torch.Tensor) else 1
+        return rows if isinstance(rows, int) else 1
+
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         (body,) = self.bodies
         stacked = {j for j in used if j >= self.carried}

@@ -1,0 +1,91 @@
+"""Exchanges as torch's functional collectives, which Inductor compiles, overlaps and buckets.
+
+A decomposition is applied while a process compiles a program for itself, after autograd. It may
+therefore name process groups and use the rank, which a program must not. Exchanges whose calls are
+checked stay operators of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.bridge.mesh.engine import result_dtype
+from tsfunc.bridge.mesh.meshes import mesh_named
+from tsfunc.bridge.mesh.operators import INDEX, MAP
+
+
+def _exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Any:
+    text, _, check = mesh.partition(";")
+    if check in ("calls", "values"):
+        return NotImplemented
+    known = mesh_named(text)
+    group, size, me = known.groups[axis].group_name, known.sizes[axis], known.index(axis)
+    reals = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    if kind in ("sum", "scatter"):
+        reals = reals.to(result_dtype(kind, reals.dtype))
+    elif reals.dtype is torch.bool:
+        reals = reals.to(torch.uint8)
+    out = _of_reals(reals, kind, list(ints), group, size, me)
+    if x.is_complex():
+        return torch.view_as_complex(out)
+    return out.to(result_dtype(kind, x.dtype))
+
+
+def _of_reals(x: Tensor, kind: str, ints: list[int], group: str, size: int, me: int) -> Tensor:
+    if kind == "sum":
+        return _waited("all_reduce", _own(x), "sum", group)
+    if kind == "scatter":
+        sent = x.movedim(ints[0], 0)
+        flat = _waited("reduce_scatter_tensor", _own(sent).view(-1), "sum", size, group)
+        return flat.view(sent.shape[1:])
+    if kind in ("gather", "tile"):
+        flat = _waited("all_gather_into_tensor", _own(x).view(-1), size, group)
+        parts = flat.view(size, *x.shape).movedim(0, ints[0])
+        return _own(parts.flatten(ints[0], ints[0] + 1) if kind == "tile" else parts)
+    if kind == "all_to_all":
+        sent = x.movedim(ints[0], 0)
+        each = [sent.numel() // size] * size
+        flat = _waited("all_to_all_single", _own(sent).view(-1), each, each, group)
+        return _own(flat.view(sent.shape).movedim(0, ints[1]))
+    if kind == "permute":
+        return _permuted(x, ints, group, size, me)
+    if kind == "slice":
+        length = x.shape[ints[0]] // size
+        return _own(x.narrow(ints[0], me * length, length))
+    if kind == "share":
+        return _own(x / size)
+    return _own(x)  # enter, leave
+
+
+def _permuted(x: Tensor, ints: list[int], group: str, size: int, me: int) -> Tensor:
+    half, elements = len(ints) // 2, x.numel()
+    sends, receives = [0] * size, [0] * size
+    for source, destination in zip(ints[:half], ints[half:], strict=True):
+        if source == me:
+            sends[destination] = elements
+        if destination == me:
+            receives[source] = elements
+    sent = _own(x).view(-1) if any(sends) else x.new_empty(0)
+    flat = _waited("all_to_all_single", sent, receives, sends, group)
+    return flat.view(x.shape) if any(receives) else torch.zeros_like(x)
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _waited(name: str, x: Tensor, *args: Any) -> Tensor:
+    functional = torch.ops._c10d_functional
+    out: Tensor = functional.wait_tensor(getattr(functional, name)(x, *args))
+    return out
+
+
+def _index(axis: str, mesh: str, *, device: torch.device) -> Tensor:
+    return torch.full((), mesh_named(mesh).index(axis), dtype=torch.int64, device=device)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {MAP: _exchange, INDEX: _index}
