@@ -693,6 +693,23 @@ def _frames() -> None:
 
 
 @_entry(
+    "The flag of torch.compiler.is_compiling",
+    """torch.compiler._is_compiling_flag""",
+    use="torch.compiler.is_compiling() is True inside of a trace, for libraries that ask.",
+    stand_in="A function in the place of torch.compiler.is_compiling.",
+    risk=Risk.MEDIUM,
+)
+def _is_compiling() -> None:
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        _expect(compiler.is_compiling(), "the flag")
+    finally:
+        compiler._is_compiling_flag = before
+
+
+@_entry(
     "Guards in C++",
     "torch._C._dynamo.guards.TensorGuards",
     use="A program's guard compares the metadata of all fixed-size tensors in one call.",

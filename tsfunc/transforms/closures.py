@@ -19,6 +19,7 @@ import torch.fx
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, node_of_output
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_state import outside_all_levels as outside_torch
@@ -65,7 +66,7 @@ def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tens
     with outside_torch(), outside_all_levels():
         level = TraceLevel(what, symbols)
         level.sizes = number
-        with level, watching_random(), watching_factories():
+        with is_compiling(), level, watching_random(), watching_factories():
             inputs = [
                 level.input(f"x{i}", level.fake_like(x, x.shape, x.stride()), x.requires_grad)
                 for i, x in enumerate(examples)

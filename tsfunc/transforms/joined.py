@@ -13,6 +13,7 @@ from tsfunc.bridge.grad.autograd import tangents_here
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.compressed import is_compressed, put_together
 from tsfunc.transforms.out_dims import match_out_dims
+from tsfunc.transforms.tensor_collections import returned_collections
 from tsfunc.transforms.vmap_spec import Spec
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -42,10 +43,11 @@ class Joined:
 
     def add(self, start: int, out: Any) -> None:
         """The result of the chunk that begins at an example."""
-        values, tree = pytrees.flatten(out)
+        collections = returned_collections(self.spec, out, self.size, whole=True)
+        values, tree = pytrees.flatten(out if collections is None else collections[0])
         if self._tree is None:
             self._tree = tree
-            dims = match_out_dims(self.spec, out, tree)
+            dims = match_out_dims(self.spec, out, tree) if collections is None else collections[1]
             self._leaves = [_leaf(v, dim, self.size) for v, dim in zip(values, dims, strict=True)]
         elif tree != self._tree:
             self._refuse(tree, self._tree)

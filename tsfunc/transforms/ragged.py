@@ -32,6 +32,7 @@ from tsfunc.transforms.chunk_sizes import ChunkSizes
 from tsfunc.transforms.in_dims import is_nested, mapped
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.split import Part, Run, Runner, Source, run_traced
+from tsfunc.transforms.tensor_collections import returned_collections
 from tsfunc.transforms.vmap_spec import Spec
 
 _NUMBERS = (bool, int, float, complex)
@@ -134,7 +135,12 @@ def put_together(spec: Spec, parts: Sequence[Part], sources: Sequence[Any]) -> A
     single = bool(nested) or any(part.asked for part in parts)
     if len(parts) == 1 and not single:
         return parts[0].out
-    flats = [pytrees.flatten(part.out) for part in parts]
+    outs, dims = [part.out for part in parts], None
+    for i, part in enumerate(parts):
+        collections = returned_collections(spec, part.out, len(part.lanes), whole=True)
+        if collections is not None:
+            outs[i], dims = collections
+    flats = [pytrees.flatten(out) for out in outs]
     leaves, tree = flats[0]
     for _, other in flats[1:]:
         if other != tree:
@@ -142,7 +148,8 @@ def put_together(spec: Spec, parts: Sequence[Part], sources: Sequence[Any]) -> A
                 f"vmap({spec.name}, ...): `{spec.name}` returned different structures for "
                 f"different examples: {tree} and {other}. Return one structure for all."
             )
-    dims = match_out_dims(spec, parts[0].out, tree)
+    if dims is None:
+        dims = match_out_dims(spec, parts[0].out, tree)
     joined = _Joined(spec, [part.lanes for part in parts], nested, single)
     results = [joined.leaf([flat[0][i] for flat in flats], dims[i]) for i in range(len(leaves))]
     return pytrees.unflatten(tree, results)

@@ -40,6 +40,7 @@ from tsfunc.transforms.in_dims import is_nested, mapped, match_by_name, match_in
 from tsfunc.transforms.out_dims import match_out_dims, result_of
 from tsfunc.transforms.ragged import match_sources, run_parts
 from tsfunc.transforms.split import dense_sources
+from tsfunc.transforms.tensor_collections import collections_of, returned_collections
 from tsfunc.transforms.vmap_spec import InDims, OutDims, Spec
 
 InTree = Any  # the structure of the inputs, or, where they are tensors alone, how many
@@ -162,8 +163,13 @@ def vmap(
         if torch.is_inference_mode_enabled():
             return out_of_inference(vmapped, *args, **kwargs)
         flat: Sequence[Any]
-        if by_name:
-            flat, tree = pytrees.flatten((args, kwargs))
+        dims: Sequence[int | None] | None = None
+        given = (args, kwargs) if by_name else args
+        collections = collections_of(spec, given)
+        if collections is not None:
+            given, dims = collections
+        if by_name or dims is not None:
+            flat, tree = pytrees.flatten(given)
         else:
             for arg in args:
                 if not isinstance(arg, torch.Tensor):
@@ -172,11 +178,9 @@ def vmap(
             else:
                 # Tensors alone are flat already; their number is all there is to their structure.
                 flat, tree = args, len(args)
-        dims = plans.get(tree)
-        if dims is None:
+        if dims is None and (dims := plans.get(tree)) is None:
             matched = match_by_name(spec, args, kwargs) if by_name else match_in_dims(spec, args)
             dims = plans[tree] = matched
-        given = (args, kwargs) if by_name else args
         try:
             at, size = mapped(spec, flat, dims, given)
         except RuntimeError:
@@ -312,9 +316,12 @@ def _run(
         refuse_assigned(level)
     if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:
         return result_of(spec, out, spec.out_dims, level)
+    dims: Sequence[int | None] | None = None
+    collections = returned_collections(spec, out, level.batch_size)
+    if collections is not None:
+        out, dims = collections
     leaves, out_tree = pytrees.flatten(out)
-    dims = out_plans.get(out_tree)
-    if dims is None:
+    if dims is None and (dims := out_plans.get(out_tree)) is None:
         dims = out_plans[out_tree] = match_out_dims(spec, out, out_tree)
     results = [result_of(spec, leaf, dim, level) for leaf, dim in zip(leaves, dims, strict=True)]
     return pytrees.unflatten(out_tree, results)

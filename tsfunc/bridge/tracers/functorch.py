@@ -71,3 +71,9 @@ def batch_of_another(
     return _functorch._add_batch_dim(
         changed, _functorch.maybe_get_bdim(value), _functorch.maybe_get_level(value)
     )
+
+
+def teach_is_batched(module: Any, name: str, is_batched: Callable[[Any], bool]) -> None:
+    """Have a module's own name of torch.func's ``is_batchedtensor`` know other batched tensors."""
+    if getattr(module, name, None) is _functorch.is_batchedtensor:
+        setattr(module, name, lambda x: _functorch.is_batchedtensor(x) or is_batched(x))

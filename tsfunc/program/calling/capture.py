@@ -18,6 +18,7 @@ from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.asked import Argument
+from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.seeding import no_seeding
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
@@ -148,7 +149,9 @@ class _Trace:
         ):
             self.level = TraceLevel(self.request.what, self.symbols)
             try:
-                with self.level, watching_random(), watching_factories(), unlogged():
+                with (
+                    is_compiling(), self.level, watching_random(), watching_factories(), unlogged()
+                ):  # fmt: skip
                     return self._call(self._arguments())
             except BaseException:
                 self.symbols.end()

@@ -1,0 +1,332 @@
+"""TensorDict and its kin under ``vmap``: collections that know the batch dims of their tensors.
+
+NOTE [collections of tensors]
+A TensorDict, a tensorclass or a lazy stack is mapped over one of its own batch dims, as
+``torch.func.vmap`` does once ``tensordict.nn`` is imported. The function receives a collection
+without that dim, and what it returns gets one more: batch size, names and nested collections
+follow. ``in_dims`` and ``out_dims`` count the batch dims, so that -1 is the last of these.
+
+Each collection becomes a node whose leaves are its tensors. The node is rebuilt without the mapped
+dim (an input), or with a dim that the results have (an output). Nothing is imported: as long as
+the program has not imported tensordict there is no collection.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import optree
+
+from tsfunc import pytrees
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.functorch import teach_is_batched
+from tsfunc.transforms.in_dims import match_by_name, match_in_dims
+from tsfunc.transforms.out_dims import match_out_dims
+from tsfunc.transforms.vmap_spec import Spec
+
+
+def tensordict_module() -> Any:
+    """The module tensordict, if the program has imported it."""
+    module = sys.modules.get("tensordict")
+    if module is None or not hasattr(module, "is_tensor_collection"):
+        return None
+    for name in _ASK.difference(_taught):
+        if (asks := sys.modules.get(name)) is not None:
+            teach_is_batched(asks, "is_batchedtensor", lambda x: isinstance(x, BatchTracer))
+            _taught.add(name)
+    return module
+
+
+# tensordict cuts the graph of a tensor that becomes a module's parameter, unless it is batched:
+# these modules ask torch.func's function, which doesn't know the tensors of other vmaps.
+_ASK = frozenset({"tensordict.base", "tensordict.nn.params"})
+_taught: set[str] = set()
+
+
+class _Opaque:
+    """A leaf that stands for a collection while dims are matched."""
+
+    def __init__(self, collection: Any) -> None:
+        self.collection = collection
+
+
+class _Node:
+    """A container of a collection's tensors."""
+
+    def __init__(self, collection: Any, change: _Change) -> None:
+        self.collection = collection
+        self.change = change
+
+
+class _Change:
+    """The way in which the batch size of a collection changes when it is rebuilt.
+
+    Attributes:
+        like: the collection that is rebuilt.
+        kind: "drop" a dim, "insert" one, or "resize" one.
+        dim: counted from the front; None if the batch size stays.
+        size: the size of the dim that is inserted or resized.
+    """
+
+    def __init__(self, like: Any, kind: str, dim: int | None, size: Any = None) -> None:
+        self.like, self.kind, self.dim, self.size = like, kind, dim, size
+        self._key = type(like), _keys(like), len(like.batch_size), kind, dim
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Change) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"{type(self.like).__name__} of {', '.join(map(repr, _keys(self.like)))}"
+
+    def batch_size(self, collection: Any) -> list[Any]:
+        """The batch size of a collection after the change."""
+        return self._changed(list(collection.batch_size), self.size)
+
+    def names(self, collection: Any) -> list[Any]:
+        """The names of the batch dims after the change."""
+        names = list(collection.names)
+        resized = self.kind == "resize" and self.dim is not None
+        return names if resized else self._changed(names, None)
+
+    def _changed(self, entries: list[Any], new: Any) -> list[Any]:
+        dim = self.dim
+        if dim is None:
+            return entries
+        rest = entries[dim:] if self.kind == "insert" else entries[dim + 1 :]
+        return [*entries[:dim], *([] if self.kind == "drop" else [new]), *rest]
+
+    def in_lazy_stack(self, stack: Any) -> tuple[_Change, int]:
+        """The change in each of the collections of a lazy stack, and where they are stacked."""
+        dim, stack_dim = self.dim, stack.stack_dim
+        if dim is not None:
+            if dim > stack_dim:
+                dim -= 1
+            elif self.kind == "insert":
+                stack_dim += 1
+            elif self.kind == "drop":
+                stack_dim -= 1
+        return _Change(stack.tensordicts[0], self.kind, dim, self.size), stack_dim
+
+
+def _keys(collection: Any) -> tuple[Any, ...]:
+    return tuple(collection.keys(include_nested=True, leaves_only=True))
+
+
+def _leaves(collection: Any, change: _Change) -> Iterator[tuple[Any, int | None]]:
+    """The tensors of a collection, each with its own dim of the change.
+
+    They include those of nested collections, and are in the order of `_rebuilt`.
+    """
+    module = tensordict_module()
+    collection = _inner(collection)
+    if isinstance(collection, module.LazyStackedTensorDict):
+        each, _ = change.in_lazy_stack(collection)
+        for part in collection.tensordicts:
+            yield from _leaves(part, each)
+        return
+    if module.is_non_tensor(collection):
+        return
+    for value in _values(collection):
+        if module.is_tensor_collection(value):
+            yield from _leaves(value, change)
+        elif not _is_unbatched(value):
+            yield value, change.dim
+
+
+def _inner(collection: Any) -> Any:
+    """The collection that a tensorclass wraps; any other collection itself."""
+    module = tensordict_module()
+    if module.is_tensorclass(collection) and not module.is_non_tensor(collection):
+        return collection._tensordict
+    return collection
+
+
+def _values(collection: Any) -> list[Any]:
+    """The entries of a collection in the order in which ``apply`` meets them."""
+    values: list[Any] = []
+    collection.apply(values.append, call_on_nested=True, filter_empty=True)
+    return values
+
+
+def _is_unbatched(value: Any) -> bool:
+    """True for a tensor that has no batch dims."""
+    kind = getattr(tensordict_module(), "UnbatchedTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _rebuilt(collection: Any, change: _Change, leaves: Iterator[Any]) -> Any:
+    module = tensordict_module()
+    inner = _inner(collection)
+    if inner is not collection:
+        made = _rebuilt(inner, change, leaves)
+        return type(collection).from_tensordict(made, dict(collection._non_tensordict))
+    if isinstance(collection, module.LazyStackedTensorDict):
+        each, stack_dim = change.in_lazy_stack(collection)
+        parts = [_rebuilt(part, each, leaves) for part in collection.tensordicts]
+        return type(collection)(*parts, stack_dim=stack_dim)
+    if module.is_non_tensor(collection):
+        made = collection.clone(False)
+        made.names = None
+        made.batch_size = change.batch_size(collection)
+        made.names = change.names(collection)
+        return made
+
+    def replaced(value: Any) -> Any:
+        if module.is_tensor_collection(value):
+            return _rebuilt(value, change, leaves)
+        return value if _is_unbatched(value) else next(leaves)
+
+    return collection.apply(
+        replaced, batch_size=change.batch_size(collection), names=change.names(collection),
+        call_on_nested=True, filter_empty=False, propagate_lock=True,
+    )  # fmt: skip
+
+
+def _with_tensors_at(collection: Any, dim: int) -> Any:
+    """The collection, with its stacks along a dim made tensors."""
+    module = tensordict_module()
+    inner = _inner(collection)
+    if isinstance(inner, module.LazyStackedTensorDict) and inner.stack_dim == dim:
+        if not module.is_non_tensor(collection):
+            return collection.contiguous()
+        raise ValueError(
+            f"vmap: the values {collection.tolist()} of a tensordict differ along the mapped dim "
+            f"and are not tensors. Exclude them: tensordict.exclude(key)."
+        )
+    return collection
+
+
+def _flatten(node: _Node) -> tuple[Sequence[Any], _Change]:
+    return tuple(leaf for leaf, _ in _leaves(node.collection, node.change)), node.change
+
+
+def _unflatten(change: _Change, leaves: Sequence[Any]) -> Any:
+    return _rebuilt(change.like, change, iter(leaves))
+
+
+optree.register_pytree_node(_Node, _flatten, _unflatten, namespace=pytrees.NAMESPACE)
+
+
+def collections_of(spec: Spec, given: Any) -> tuple[Any, Sequence[int | None]] | None:
+    """The inputs with a node for each collection, and a dim for each leaf; None without any.
+
+    Args:
+        spec: of the vmap.
+        given: the positional arguments; with ``in_dims`` by name, these and the keyword arguments.
+
+    Raises:
+        ValueError: a collection does not have the dim that ``in_dims`` says.
+    """
+    if (opened := _opaque_leaves(given)) is None:
+        return None
+    leaves, tree = opened
+    opaque = pytrees.unflatten(tree, leaves)
+    dims = match_by_name(spec, *opaque) if spec.by_name else match_in_dims(spec, opaque)
+    made, flat_dims = [], []
+    for leaf, dim in zip(leaves, dims, strict=True):
+        if not isinstance(leaf, _Opaque):
+            made.append(leaf)
+            flat_dims.append(dim)
+        elif dim is None:
+            made.append(_Unmapped(leaf.collection))
+        else:
+            dim = _dim_of(spec, leaf.collection, dim)
+            collection = _with_tensors_at(leaf.collection, dim)
+            change = _Change(collection, "drop", dim)
+            made.append(_Node(collection, change))
+            flat_dims += [dim for _, dim in _leaves(collection, change)]
+    return pytrees.unflatten(tree, made), flat_dims
+
+
+class _Unmapped:
+    """A container of nothing that is rebuilt as a shallow copy of a collection."""
+
+    def __init__(self, collection: Any) -> None:
+        self.collection = collection
+
+
+class _Same:
+    """A collection that is equal to every other as the metadata of a node."""
+
+    def __init__(self, collection: Any) -> None:
+        self.collection = collection
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+optree.register_pytree_node(
+    _Unmapped,
+    lambda node: ((), _Same(node.collection)),
+    lambda same, _: same.collection.clone(False),
+    namespace=pytrees.NAMESPACE,
+)
+
+
+def _dim_of(spec: Spec, collection: Any, dim: int) -> int:
+    rank = len(collection.batch_size)
+    if not -rank <= dim < rank:
+        raise ValueError(
+            f"{spec.call()}: Got in_dim={dim} for some input, but that input is a "
+            f"{type(collection).__name__} with {rank} batch dims, so expected in_dim to satisfy "
+            f"-{rank} <= in_dim < {rank}. Its batch size is {list(collection.batch_size)}."
+        )
+    return dim % rank
+
+
+def _opaque_leaves(tree: Any) -> tuple[list[Any], optree.PyTreeSpec] | None:
+    """The leaves of a tree with a leaf for each collection, and its structure; None without any."""
+    module = tensordict_module()
+    if module is None:
+        return None
+    leaves, structure = pytrees.flatten(tree, module.is_tensor_collection)
+    found = [module.is_tensor_collection(leaf) for leaf in leaves]
+    if not any(found):
+        return None
+    pairs = zip(leaves, found, strict=True)
+    return [_Opaque(leaf) if is_one else leaf for leaf, is_one in pairs], structure
+
+
+def returned_collections(
+    spec: Spec, out: Any, size: Any, *, whole: bool = False
+) -> tuple[Any, Sequence[int | None]] | None:
+    """The results with a node for each collection, and a dim for each leaf; None without any.
+
+    Args:
+        spec: of the vmap.
+        out: what the function returned.
+        size: the number of examples.
+        whole: True if the collections have the mapped dim already.
+    """
+    if (opened := _opaque_leaves(out)) is None:
+        return None
+    leaves, tree = opened
+    kind = "resize" if whole else "insert"
+    opaque = pytrees.unflatten(tree, leaves)
+    made, flat_dims = [], []
+    for leaf, dim in zip(leaves, match_out_dims(spec, opaque, tree), strict=True):
+        if not isinstance(leaf, _Opaque):
+            made.append(leaf)
+            flat_dims.append(dim)
+            continue
+        collection = leaf.collection
+        if dim is not None:
+            rank = len(collection.batch_size) + (not whole)
+            if not -rank <= dim < rank:
+                raise IndexError(
+                    f"{spec.call(out=True)}: Dimension out of range (expected to be in range of "
+                    f"[{-rank}, {rank - 1}], but got {dim})"
+                )
+            dim %= rank
+        change = _Change(collection, kind, dim, size)
+        made.append(_Node(collection, change))
+        flat_dims += [dim for _, dim in _leaves(collection, change)]
+    return pytrees.unflatten(tree, made), flat_dims
