@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import tsfunc
 from tests.transforms.support import same
 from tsfunc import grad, specialize, vmap
 
@@ -44,6 +45,34 @@ def test_gradients_to_what_a_function_closes_over(func: Callable[[Tensor, Tensor
         got = vmap(lambda x: func(x, w))(X)
     same(got.detach(), want.detach())
     same(torch.autograd.grad(got.sum(), w), torch.autograd.grad(want.sum(), w))
+
+
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda m: m.grad(lambda x: (x @ W).tanh().sum()),
+    "vmap(grad)": lambda m: m.vmap(m.grad(lambda x: (x @ W).tanh().sum())),
+    "vmap(jvp)": lambda m: m.vmap(lambda x: m.jvp(lambda y: (y @ W).sin() * y, (x,), (x.cos(),))),
+    "hessian": lambda m: m.hessian(lambda x: (x @ W).tanh().sum()),
+    "grad(vmap)": lambda m: m.grad(lambda x: m.vmap(lambda y: (y @ W).exp())(x).sum()),
+    "vmap(vmap)": lambda m: m.vmap(m.vmap(lambda x: torch.cumsum(x * 2, 0) @ x)),
+}
+W = torch.arange(16.0).view(4, 4).cos()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", list(TRANSFORMS))
+def test_a_passing_mode_changes_nothing(name: str, depth: int) -> None:
+    x = torch.randn(2, 3, 4) if name == "vmap(vmap)" else torch.randn(4, 4)
+    want = TRANSFORMS[name](torch.func)(x)
+    transformed = TRANSFORMS[name](tsfunc)
+
+    def passed(x: Tensor) -> Any:
+        with contextlib.ExitStack() as stack:
+            for _ in range(depth):
+                stack.enter_context(Passing())
+            return transformed(x)
+
+    same(passed(x), want)
+    same(vmap(passed)(torch.stack([x, x])), torch.func.vmap(passed)(torch.stack([x, x])))
 
 
 def test_flops_of_a_batch_are_counted() -> None:

@@ -658,6 +658,11 @@ class DispatchHandler : public c10::OperatorKernel {
     c10::impl::LocalDispatchKeySet key_sets(c10::impl::PODLocalDispatchKeySet{});
     key_sets.included_ = c10::DispatchKeySet(c10::DispatchKeySet::RAW, raw[0]);
     key_sets.excluded_ = c10::DispatchKeySet(c10::DispatchKeySet::RAW, raw[1]);
+    if (c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
+      // A mode's handler has taken the last mode away, and its keys with it.
+      key_sets.included_ = key_sets.included_.remove(c10::DispatchKey::Python)
+                               .remove(c10::DispatchKey::PythonTLSSnapshot);
+    }
     bool want = slot(captured, slots.grad_mode) == Py_True &&
         (grad ||
          (PyLong_AsLong(slot(captured, slots.quiet)) == 0 &&

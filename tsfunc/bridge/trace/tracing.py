@@ -416,6 +416,15 @@ def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: 
             level.symbols.born(symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]")
 
 
+@register("aten::lift_fresh", DispatchKey.Trace)
+def _lift_fresh(value: torch.Tensor) -> Any:
+    """Return a copy of the tensor that ``torch.tensor(data)`` has just made.
+
+    At every run of a program the function makes a new tensor, which it may write into or return.
+    """
+    return trace_kernel(operator_of(torch.ops.aten.lift_fresh_copy.default), (value,), {})
+
+
 def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:
     """torch.Size and tuples inside of arguments as lists, which is how a graph spells them."""
     return tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)

@@ -420,6 +420,8 @@ def _hot_dispatch(
     if not grad and is_inference_mode_enabled():
         return NotImplemented  # the guard of the level heeds it
     captured = level.torch_state
+    if captured.in_modes:
+        return NotImplemented  # the guard of the level heeds them
     guards = captured.guards  # those that are not in use, which others may pop meanwhile
     try:
         guard = guards.pop()

@@ -153,15 +153,17 @@ class TorchState:
     ``quiet`` is more than 0 while a backward pass runs, over the graph of a level further out,
     whose results nobody will differentiate: what it computes is not to be recorded there.
     ``guards`` bring the sets back for a single call; ``key_sets`` are both sets as 16 bytes, which
-    compiled handlers read.
+    compiled handlers read. ``in_modes`` is True if dispatch modes were active: the include set has
+    their keys, which must not be restored where a mode's handler has taken the last mode away.
     """
 
-    __slots__ = ("exclude", "grad_mode", "guards", "include", "key_sets", "quiet")
+    __slots__ = ("exclude", "grad_mode", "guards", "in_modes", "include", "key_sets", "quiet")
 
     def __init__(self) -> None:
         self.include = _dispatch_tls_local_include_set()
         self.exclude = _dispatch_tls_local_exclude_set() | _EVERY_AUTOCAST
         self.grad_mode = torch.is_grad_enabled()
+        self.in_modes = _len_torch_dispatch_stack() > 0
         self.quiet = 0
         self.guards: list[Any] = []
         self.key_sets = struct.pack("QQ", self.include.raw_repr(), self.exclude.raw_repr())
@@ -203,6 +205,8 @@ class RestoredTorchState:
             include, exclude = _in_inference_mode(include, exclude)
         if casting.exclude is not None:
             exclude = _with_autocast(exclude)
+        if state.in_modes and not _len_torch_dispatch_stack():
+            include = include.remove(TorchKey.Python).remove(TorchKey.PythonTLSSnapshot)
         self.guard = _ForceDispatchKeyGuard(include, exclude)
         self.guard.__enter__()
         want = state.grad_mode and (now or (not state.quiet and _current_graph_task_id() != -1))

@@ -118,6 +118,7 @@ _EQUAL: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
     "clone": _always,
     "expand": _always,
     "expand_as": _always,
+    "lift_fresh_copy": _always,
     "view": _always,
     "view_as": _always,
     "reshape": _always,
