@@ -18,6 +18,7 @@ from tests.transforms.support import same
 from tsfunc import grad, specialize, vmap
 
 X = torch.arange(12.0).view(3, 4).sin()
+W: Tensor = torch.arange(16.0).view(4, 4).cos()
 
 
 class Passing(TorchDispatchMode):
@@ -55,7 +56,6 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "grad(vmap)": lambda m: m.grad(lambda x: m.vmap(lambda y: (y @ W).exp())(x).sum()),
     "vmap(vmap)": lambda m: m.vmap(m.vmap(lambda x: torch.cumsum(x * 2, 0) @ x)),
 }
-W = torch.arange(16.0).view(4, 4).cos()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -68,7 +68,7 @@ def test_a_passing_mode_changes_nothing(name: str, depth: int) -> None:
     def passed(x: Tensor) -> Any:
         with contextlib.ExitStack() as stack:
             for _ in range(depth):
-                stack.enter_context(Passing())
+                stack.enter_context(Passing())  # type: ignore[no-untyped-call]
             return transformed(x)
 
     same(passed(x), want)
