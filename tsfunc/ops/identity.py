@@ -122,9 +122,15 @@ def new_zeros_with_same_feature_meta(
 
     They have every batch dim that the tangent has, for it is written into them: the first
     ``self_num_batch_dims`` dims of the tangent are those that its primal lacks.
+    Examples of a primal that share memory lack the batch dim: zeros with their strides would
+    share memory too, and could not be written.
     """
     (tangent, primal), (at, primal_at) = args, dims
     count = kwargs.get("self_num_batch_dims", 0)
+    if primal_at is not None and primal.stride(primal_at) == 0:
+        if at is None:
+            tangent, at = batched_at(tangent, None, level.batch_size, count), count
+        primal, primal_at = primal.select(primal_at, 0), None
     if at is None:
         return op(tangent, front(primal, primal_at), self_num_batch_dims=count), count
     if primal_at is None:
