@@ -421,3 +421,38 @@ def test_a_gradient_of_a_tangent_is_that_of_double_backward(
     (expected,) = torch.autograd.grad(by_double_backward(leaf), leaf)
     same(through(tsfunc.grad(pushed))(x), expected)
     same(through(lambda x: jvp(tsfunc.grad(pushed), (x,), (t,))[0])(x), expected)
+
+
+LAZY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": lambda y, c: y.sin() * c.sum(),
+    "div": lambda y, c: c.sum() / (2 + y.sin()),
+    "add": lambda y, c: (c.sum() + y.sin()) * y,
+    "sub": lambda y, c: (c.sum() - y.sin()) * y,
+    "cross": lambda y, c: torch.linalg.cross(y.sin().expand(3) * c, c.cos()).sum() * y,
+    "mm": lambda y, c: (y.sin().expand(2, 3) @ c).prod() * y,
+}
+ORDERS: dict[str, Callable[[Api, Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]] = {
+    "grad(jacrev)": lambda T, f: T.grad(lambda x: T.jacrev(f)(x).sum()),
+    "jacrev(jacrev)": lambda T, f: T.jacrev(T.jacrev(f)),
+    "vmap(grad(jacrev))": lambda T, f: (
+        lambda x: T.vmap(T.grad(lambda x: T.jacrev(f)(x).sum()))(torch.stack([x, x + 1]))
+    ),
+    "grad(vmap(vjp))": lambda T, f: T.grad(
+        lambda x: T.vmap(lambda ct: T.vjp(f, x)[1](ct)[0])(torch.linspace(1, 2, 3).double()).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", LAZY)
+def test_zero_tangents_of_captured_tensors_in_a_mapped_pullback(name: str, order: str) -> None:
+    c = torch.randn(3, dtype=torch.float64)
+
+    def run(T: Api) -> Tensor:
+        def f(x: Tensor) -> Tensor:
+            out: Tensor = T.jvp(lambda y: LAZY[name](y, c), (x,), (x.cos(),))[1] ** 3
+            return out
+
+        return ORDERS[order](T, f)(torch.tensor(0.3, dtype=torch.float64))
+
+    same(run(tsfunc), run(torch.func))

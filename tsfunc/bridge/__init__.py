@@ -15,7 +15,7 @@ from tsfunc.bridge.batch import (
     selection_rows,
     selection_sums,
 )
-from tsfunc.bridge.grad import custom_function, saved_tensors, second_order
+from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
 from tsfunc.bridge.trace import answers, tracing
 from tsfunc.bridge.tracers import attributes, compressed, containers, grad_level, methods
 from tsfunc.bridge.writing import relayout, reshaping
@@ -40,4 +40,5 @@ __all__ = [
     "selection_rows",
     "selection_sums",
     "tracing",
+    "zero_tangents",
 ]

@@ -366,6 +366,22 @@ def _switches() -> None:
 
 
 @_entry(
+    "Lazy zeros of forward mode",
+    "Tensor._is_zerotensor",
+    use="Zero tangents without memory become plain zeros where they meet a tracer.",
+    stand_in="Zeros in memory for every tangent that a tensor lacks.",
+    risk=Risk.LOW,
+)
+def _lazy_zeros() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    with forward_ad.dual_level():
+        unpacked = forward_ad.unpack_dual(forward_ad.make_dual(x, y) * y)
+    _expect(not unpacked.tangent._is_zerotensor(), "a tangent in memory")
+    lazy = torch._efficientzerotensor(2)
+    _expect(lazy._is_zerotensor() and (lazy * x)._is_zerotensor(), "a product that is lazy")
+
+
+@_entry(
     "Calls of autograd.Function",
     "torch._C._FunctionBase torch.autograd.function._SingleLevelFunction",
     use="Every call of MyFunction.apply, methods that were taken early included, comes to a "
