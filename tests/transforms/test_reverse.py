@@ -334,3 +334,20 @@ def test_what_is_differentiated_outside_of_a_trace_alone_has_no_gradient_inside(
     torch.testing.assert_close(tsfunc.grad(lambda x: f(x).sum())(x), torch.ones(2))
     per_example = tsfunc.vmap(tsfunc.grad(lambda x: f(x).sum()))
     torch.testing.assert_close(per_example(x.expand(3, 2)), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("size", [(2, 1, 3, 4), (2, 1, 2, 3, 4)])
+def test_a_formula_that_changes_shapes_in_place_in_programs(
+    size: tuple[int, ...], aligned: bool
+) -> None:
+    n = len(size) - 2
+
+    def total(theta: Tensor) -> Tensor:
+        return torch.nn.functional.affine_grid(theta, size, align_corners=aligned).square().sum()
+
+    theta = torch.randn(2, n, n + 1)
+    want = torch.func.grad(total)(theta)
+    same(tsfunc.specialize(tsfunc.grad(total))(theta), want)
+    f = tsfunc.vmap(tsfunc.grad(total), in_dims=3)
+    same(tsfunc.specialize(f)(torch.stack([theta, theta], 3)), torch.stack([want, want]))

@@ -21,7 +21,7 @@ from typing import Any
 import optree
 import torch
 import torch.fx
-from torch._C import _functorch
+from torch._C import DisableTorchFunction, _functorch
 from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -131,7 +131,7 @@ class TraceLevel(TracerLevel):
     ) -> torch.Tensor:
         """A fake tensor of the example's type and device, conjugated lazily if that is."""
         self.of_dtensors = self.of_dtensors or is_dtensor(example)
-        with without_factory_keys(), self.fake:
+        with DisableTorchFunction(), without_factory_keys(), self.fake:
             made = self.results.new(shape, strides, example.dtype, example.device)
             made = made.conj() if example.is_conj() else made
             return torch._neg_view(made) if example.is_neg() else made
@@ -373,7 +373,7 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             f"a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
         )
     if op.reshapes and isinstance(args[0], TraceTracer):
-        with level.fake:  # what the graph says of the node so far stays true
+        with DisableTorchFunction(), level.fake:  # what the graph says of the node stays true
             args[0].value = torch.ops.aten.alias.default(args[0].value)
     if level.bodies and not any(isinstance(x, torch.Tensor) for x in optree.tree_leaves(args)):
         level = level.bodies[-1]  # the code that runs is the body's, whoever calls a factory for it

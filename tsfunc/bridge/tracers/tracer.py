@@ -213,9 +213,9 @@ class Tracer(torch.Tensor):
     # The class has it for the dispatcher, which asks a type once; every tracer has its own.
     dispatch_level: TracerLevel = cast(Any, None)
 
-    # What a tensor that exists is made into one of these by: a class laid out as a tensor is,
-    # and one laid out as a tracer with slots (``turning``).
-    forms: ClassVar[tuple[type[Tracer], type[Tracer]]]
+    # The classes that an object which becomes such a tracer gets: one that is laid out as a tensor,
+    # and one that is laid out as a tracer with slots (``turning``). None: the tracer's own class.
+    forms: ClassVar[tuple[type[Tracer], type[Tracer]] | None] = None
 
     @classmethod
     def make(
@@ -316,6 +316,17 @@ class SlottedTracer(Tracer):
     """Attributes in slots, which are read in half the time: for tracers that come in numbers."""
 
     __slots__ = ("bdim", "dispatch_level", "value")
+
+
+_ATTRIBUTES: Any = vars(torch.Tensor)["__dict__"]
+
+
+def attributes_of(tracer: Tracer) -> dict[str, Any]:
+    """Return the attributes by which a tracer stands for a value, and those that users set."""
+    if not isinstance(tracer, SlottedTracer):
+        return dict(_ATTRIBUTES.__get__(tracer))
+    slots = SlottedTracer.__slots__
+    return {name: getattr(tracer, name) for name in slots if hasattr(tracer, name)}
 
 
 def written(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

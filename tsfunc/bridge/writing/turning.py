@@ -32,11 +32,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _storage_Use_Count, _swap_tensor_impl
+from torch._C import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    _storage_Use_Count,
+    _swap_tensor_impl,
+)
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
-from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel
+from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
 from tsfunc.bridge.writing.births import born_inside, take_place
 from tsfunc.bridge.writing.marked import mark, unmark
 
@@ -395,12 +400,10 @@ def become(tensor: Any, tracer: Any) -> None:
     _swap_tensor_impl(tensor, tracer)
     if isinstance(tensor, torch.nn.Parameter):
         tensor._is_param = True  # by which modules know it still
-    as_tensor, as_slotted = tracer.forms
+    as_tensor, as_slotted = tracer.forms or (type(tracer), type(tracer))
     tensor.__class__ = as_slotted if isinstance(tensor, SlottedTracer) else as_tensor
-    tensor.dispatch_level = tracer.dispatch_level
-    if isinstance(tracer, BatchTracer):
-        tensor.bdim = tracer.bdim
-    tensor.value = was if tracer.value is tensor else tracer.value
+    for name, value in attributes_of(tracer).items():
+        setattr(tensor, name, was if value is tensor else value)
     if record is not None:
         mark(tensor, record)
 
@@ -411,11 +414,12 @@ def _set_aside(tensor: Any) -> Any:
     if isinstance(tensor, BatchTracer):
         was = tensor.again()
     else:
-        with without_factory_keys():
+        with DisableTorchFunction(), without_factory_keys():
             was = torch.empty(0)
         if isinstance(tensor, Tracer):
+            attributes = attributes_of(tensor)
             was.__class__ = type(tensor)
-            vars(was).update(vars(tensor))
-            vars(tensor).clear()
+            for name, value in attributes.items():
+                setattr(was, name, value)
     _swap_tensor_impl(tensor, was)
     return was
