@@ -297,7 +297,7 @@ def _attention(
     if not dropout_p:
         return NotImplemented
     if enable_gqa:
-        """``ctc_loss`` with the lengths as tensors.
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         if attn_mask is not None:

@@ -117,8 +117,13 @@ def _same_count(counts: Any, item: slice) -> int:
     """Return the size of a slice, which must be the same for all examples of all vmaps.
 
     Raises:
-        DataDependentError: the sizes differ, and a level on the way can't split its batch.
+        DataDependentError: the sizes differ, and a level with such a batch can't split it.
     """
+    every, splits = counts, True
+    while isinstance(every, BatchTracer):
+        if every.bdim is not None and every.dispatch_level.splitter is None:
+            splits = False
+        every = every.value
     if isinstance(every, Tracer) or every.numel() == 0:
         return int(every.min()) if every.numel() else 0
     low, high = int(every.min()), int(every.max())
