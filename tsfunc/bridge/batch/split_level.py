@@ -141,7 +141,7 @@ class SplitLevel(BatchLevel):
         The condition is at least three splits with at most two examples per split on average. The
         remaining examples are then expected to part as well, as in a loop that ends at a different
         step for each example, and each split would rerun all that leave. They run one by one
-        instead, as plain tensors (NOTE [one example] in ``transforms/split``), at the cost of a loop.
+        instead, as plain tensors (NOTE [one example] in ``transforms/split``), as a loop would.
         """
         gone = len(self._past[0]) - len(self.lanes)
         often = self.generation
@@ -185,7 +185,7 @@ class SplitLevel(BatchLevel):
             raise StartAnew(level)
 
     def note_argument(self, value: torch.Tensor, place: int) -> None:
-        """Record that ``value`` is the input at ``place``, so that the caller sees writes into it."""
+        """Record that ``value`` is the input at ``place``; the caller must see writes into it."""
         self._moves.note_argument(value, self, place)
 
 
