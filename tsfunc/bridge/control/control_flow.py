@@ -156,7 +156,7 @@ class ControlFlow:
         return None
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
-        """Return the operator from cotangents of the results ``of`` to those of the operands ``by``.
+        """Return the operator from cotangents of results ``of`` to those of operands ``by``.
 
         Its operands are the ``count`` tensor operands of this operator, the cotangents, and the
         numbers of this operator.
