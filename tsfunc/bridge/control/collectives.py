@@ -38,8 +38,8 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> Axis:
         UnboundAxisError: no active level binds it; the message lists those that are bound.
         NeedsWholeBatch: a branch or a loop's body runs on an active subset of the examples.
     """
-    # Errors for code that runs on a subset of examples which may differ along an outer axis: between
-    # the ranks of a mesh, or between the examples of a vmap.
+    # Errors for code that runs on a subset of examples that may differ along an outer axis (between
+    # the ranks of a mesh, or between the examples of a vmap).
     on_ranks: NeedsWholeBatch | None = None
     by_example: NeedsWholeBatch | None = None
     for level in reversed(tls.state.levels):
