@@ -1,12 +1,12 @@
-"""The private names of torch that the bridge uses, each with a check and a stand-in.
+"""The private names of torch that the bridge uses, each with a check and a substitute.
 
 The command ``tsfunc doctor`` and the tests run the checks. A test compares the list with the names
 that occur in the bridge's source, and ``docs/dependencies.md`` with the list. Each entry covers the
 names that serve one purpose. A dotted name that begins with ``torch`` also covers the attributes
-below it; a name such as ``OpOverload._schema`` is an attribute of the values of a class. Of names
-that are joined by ``|`` a release of torch has one.
+below it; a name such as ``OpOverload._schema`` is an attribute of the values of a class. A release
+of torch has exactly one of the names that are joined by ``|``.
 
-The releases that an entry names are those in which its check was run.
+An entry lists the releases in which its check was run.
 
 Private names used here (torch 2.13 and 2.14): all of them.
 """
