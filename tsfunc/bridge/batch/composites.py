@@ -271,7 +271,7 @@ def _gaussian_nll_loss(
         ):
             raise ValueError("var is of incorrect size")
     var = var.clone()
-    with torch.no_grad():  # var's derivative is kept where the bound holds, too
+    with torch.no_grad():  # keeps var's derivative at clamped elements
         var.clamp_(min=eps)
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:

@@ -1,4 +1,4 @@
-"""torch's operators on lists of tensors (``_foreach_*``), run on each list position by itself.
+"""torch's operators on lists of tensors (``_foreach_*``), run position by position.
 
 On the CPU torch does the same. Broadcasting, type promotion and writes are left to the rules of
 the single operators.

@@ -180,7 +180,7 @@ def _tensor_indices(
 def transposed_matrix(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The hot rule of ``x.T`` for matrices, and of ``x.mT``."""
+    """Transpose, as the hot rule of ``x.T`` for matrices, and of ``x.mT``."""
     (x,) = args
     at = dims[0]
     if x.dim() != 3:

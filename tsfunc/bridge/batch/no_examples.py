@@ -52,7 +52,7 @@ def run_without(
     except Exception:
         raise error from None
     if isinstance(op, TorchOperator) and op.inplace:
-        return args[0]  # there are no elements to write
+        return args[0]  # nothing to write
     return rewrap(op, level, args, kwargs, optree.tree_map(_none_of, out), 0)
 
 

@@ -88,7 +88,7 @@ def command(output: Path) -> list[str]:
 
 
 def build() -> tuple[Path, float]:
-    """Compile the handlers for this torch and Python, unless the library exists already.
+    """Compile the handlers for this torch and Python, unless the library exists.
 
     Returns:
         The library's path, and the compile time in seconds (0 for an existing library).

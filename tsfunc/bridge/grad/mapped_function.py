@@ -159,8 +159,8 @@ class MappedFunction:
     level of the tracers.
 
     NOTE [results of a mapped function]
-    If one result is batched, or an argument with a derivative is, all results with derivatives are
-    batched. The cotangent of an unbatched result would be the sum over the examples, and each
+    If one result is batched, or an argument with a differentiable dtype, all results with
+    differentiable dtypes are batched. The cotangent of an unbatched result would be the sum over the examples, and each
     example would get the whole sum. The value of such a result is the same for all examples, but
     its derivative by the class's ``backward`` may differ.
 
@@ -251,7 +251,7 @@ class MappedFunction:
             self.state.append(place or ("other", value))
 
     def _batch_all(self, results: list[Any], size: int) -> None:
-        """Batch all results with derivatives: see NOTE [results of a mapped function]."""
+        """Batch all results with differentiable dtypes: see NOTE [results of a mapped function]."""
         for i in range(self.results):
             x = results[i]
             if self.out_dims[i] is None and isinstance(x, torch.Tensor) and differentiable(x):

@@ -5,8 +5,8 @@ pullback. For some operators torch silently gives a wrong tangent, or none:
 
 - An operator of ``torch.library`` or of a C++ extension has an autograd kernel written for reverse
   mode, or none. If no argument requires a gradient, the operator drops the tangents.
-- The tangents of ``scatter_reduce`` with ``prod`` are wrong for elements that are left out. The
-  tangents of ``_foreach_maximum`` and similar operators with numbers are the numbers. torch's own
+- ``scatter_reduce`` with ``prod`` drops the tangents. ``_foreach_maximum`` and similar operators
+  with numbers give the number as the tangent where they give the number as the value. torch's own
   tests list these operators as operators without forward mode.
 
 Calls of these operators with tangents are therefore intercepted before autograd (NOTE [the factory

@@ -1,4 +1,4 @@
-"""Derivative formulas that can't be differentiated again, replaced where they will be.
+"""Derivative formulas that can't be differentiated again, and their replacements.
 
 NOTE [derivatives of forward formulas]
 torch's tangent formulas of some operators give right tangents, but can't be differentiated. They
