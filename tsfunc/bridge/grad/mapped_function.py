@@ -160,9 +160,9 @@ class MappedFunction:
 
     NOTE [results of a mapped function]
     If one result is batched, or an argument with a differentiable dtype, all results with
-    differentiable dtypes are batched. The cotangent of an unbatched result would be the sum over the examples, and each
-    example would get the whole sum. The value of such a result is the same for all examples, but
-    its derivative by the class's ``backward`` may differ.
+    differentiable dtypes are batched. The cotangent of an unbatched result would be the sum over
+    the examples, and each example would get the whole sum. The value of such a result is the same
+    for all examples, but its derivative by the class's ``backward`` may differ.
 
     Attributes:
         dims: the batch dim of each argument, or None.
