@@ -4,8 +4,8 @@ On the CPU torch does the same. Broadcasting, type promotion and writes are left
 the single operators.
 
 NOTE [a number that is added]
-torch's parser reads a tensor without dims that ``_foreach_add`` adds as a number, unless the tensor
-requires a gradient, so that its tangent is lost. The parser does not read tracers. A batched call
+If ``_foreach_add`` adds a tensor without dims that does not require a gradient, torch's parser
+reads the tensor as a number and loses its tangent. The parser does not read tracers. A batched call
 must give the result of the loop over examples, so the tangent of such a tracer is dropped here.
 
 Private names used here (torch 2.11 to 2.13): the names of these operators in ``torch.ops.aten``;
