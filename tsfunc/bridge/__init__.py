@@ -1,7 +1,8 @@
-"""Between torch and the rest: tracers, the two doors, and torch's own thread-local state.
+"""The layer between torch and the rest: tracers, the two handlers, torch's thread-local state.
 
-The only room that uses torch's private names; each file says which, and since when torch has them.
-Importing it registers the kernels of the built-in keys and what door 1 answers by itself.
+This is the only room that uses torch's private names. Each file lists the private names that it
+uses, with the torch releases that have them. Importing this package registers the kernels of the
+built-in keys and the methods that the function handler answers by itself.
 """
 
 from __future__ import annotations

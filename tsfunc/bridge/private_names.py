@@ -1,12 +1,12 @@
-"""The private names of torch that the bridge uses, each with a check and a stand-in.
+"""The private names of torch that the bridge uses, each with a check and a substitute.
 
 The command ``tsfunc doctor`` and the tests run the checks. A test compares the list with the names
 that occur in the bridge's source, and ``docs/dependencies.md`` with the list. Each entry covers the
 names that serve one purpose. A dotted name that begins with ``torch`` also covers the attributes
-below it; a name such as ``OpOverload._schema`` is an attribute of the values of a class. Of names
-that are joined by ``|`` a release of torch has one.
+below it; a name such as ``OpOverload._schema`` is an attribute of the values of a class. A release
+of torch has exactly one of the names that are joined by ``|``.
 
-The releases that an entry names are those in which its check was run.
+An entry lists the releases in which its check was run.
 
 Private names used here (torch 2.13 and 2.14): all of them.
 """
@@ -40,8 +40,8 @@ class PrivateNames:
         title: the purpose in a few words.
         names: the dotted names.
         use: how the bridge uses them.
-        stand_in: what can take their place.
-        risk: the likelihood that they go.
+        stand_in: their possible substitute.
+        risk: the likelihood that a release removes or changes them.
         releases: the releases in which the check was run and passed.
         behaves: raises an exception if the names do not behave as the bridge expects.
     """
@@ -55,11 +55,11 @@ class PrivateNames:
     behaves: Callable[[], None]
 
     def single_names(self) -> list[str]:
-        """Return the names, each of those that are joined by ``|`` by itself."""
+        """Return the names, with those that are joined by ``|`` split."""
         return [single for name in self.names for single in name.split("|")]
 
     def check(self) -> list[str]:
-        """Return a line for each name that is missing and for a behavior that is not expected.
+        """Return a line for each missing name, or for behavior that is not the expected one.
 
         Example:
             >>> [line for entry in PRIVATE_NAMES for line in entry.check()]
@@ -70,7 +70,7 @@ class PrivateNames:
             return failures
         try:
             with warnings.catch_warnings():
-                # Modules of torch that are imported here use what torch has deprecated.
+                # Modules of torch that are imported here use deprecated functions.
                 warnings.simplefilter("ignore")
                 self.behaves()
         except Exception as error:
@@ -82,7 +82,7 @@ PRIVATE_NAMES: list[PrivateNames] = []
 
 
 def covered(name: str) -> bool:
-    """Return True if the list has the name that is given, one above it, or one below it."""
+    """Return True if the list has ``name``, a parent of it, or an attribute below it."""
     if not name.startswith("torch."):  # an attribute of values
         return any(
             known.rpartition(".")[2] == name
@@ -125,7 +125,7 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-# Values of the classes whose attributes are in the list.
+# Makes a value of each class whose attributes are in the list.
 _HOLDERS: dict[str, Callable[[], Any]] = {
     "CustomOpDef": lambda: torch.library.custom_op("tsfunc_doctor::identity", mutates_args=())(
         _identity
@@ -151,14 +151,14 @@ def _entry(
     below: str = "",
     releases: str = "2.13.0, 2.14.1",
 ) -> Callable[[Check], Check]:
-    """Add an entry with the check that is decorated.
+    """Return a decorator that adds an entry with the decorated function as its check.
 
     Args:
         title: the purpose.
         names: the names, separated by blanks.
         use: how the bridge uses them.
-        stand_in: what can take their place.
-        risk: the likelihood that they go.
+        stand_in: their possible substitute.
+        risk: the likelihood that a release removes or changes them.
         below: a dotted name that the names are attributes of.
         releases: the releases of torch in which the check was run.
     """
@@ -172,7 +172,7 @@ def _entry(
 
 
 def _expect(condition: object, what: str) -> None:
-    """Raise an error that says what was expected."""
+    """Raise a RuntimeError that names the expectation if ``condition`` is false."""
     if not condition:
         raise RuntimeError(f"expected {what}")
 
@@ -845,13 +845,13 @@ def _decompositions() -> None:
 
 
 def by_risk() -> Iterator[PrivateNames]:
-    """Yield the entries, those that are most likely to go first."""
+    """Yield the entries, those with the highest risk first."""
     for risk in Risk:
         yield from (entry for entry in PRIVATE_NAMES if entry.risk is risk)
 
 
 def table() -> str:
-    """Return the list as the table of Markdown that ``docs/dependencies.md`` contains."""
+    """Return the list as the Markdown table of ``docs/dependencies.md``."""
     lines = ["| risk | purpose | names | stand-in |", "|---|---|---|---|"]
     for entry in by_risk():
         names = ", ".join(f"`{name}`" for name in entry.names).replace("|", "\\|")

@@ -1,1 +1,1 @@
-"""The Batch key: the ways of a call of batched tensors to its rule, and what has none."""
+"""The Batch key: batching rules for operators of batched tensors, and calls without a rule."""

@@ -1,4 +1,4 @@
-"""The Batch key: the kernel that gives operators to their rules, and what it does about writes."""
+"""The kernel of the Batch key, which calls batching rules and handles in-place writes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _LOOKED_INTO = (BatchTracer, list, tuple)
 
 @register_fallback(DispatchKey.Batch)
 def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The column of the Batch key."""
+    """Run a call by its batching rule; registered as the fallback of the Batch key."""
     while True:
         try:
             return _run_rule(op, args, kwargs)
         except BatchChanged:
-            pass  # the tracers stand for fewer examples now, whose answers agree
+            pass  # the level has fewer examples now, and their answers agree
         except Exception as error:
             level = _running_level()
             if not is_out_of_examples(level, error):
@@ -43,7 +43,7 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Finds a rule and runs it on values."""
+    """Unwrap the arguments, find the batching rule of ``op`` and run it on the values."""
     level = _running_level()
     if level.splitter is not None and isinstance(op, TorchOperator):
         for place in op.written:
@@ -88,7 +88,7 @@ def _by_rule(
     values: list[Any],
     dims: list[Any],
 ) -> Any:
-    """By the operator's row, or as it goes without one."""
+    """Run the batching rule of the operator's row, or ``without_rule`` if no rule applies."""
     row = op.row if isinstance(op, TorchOperator) else None
     if row is not None and row.rule is not None:
         if isinstance(op, TorchOperator) and op.inplace:
@@ -116,9 +116,11 @@ def _with_batched_kwargs(
     dims: Sequence[Any],
     pairs: Mapping[str, tuple[Any, Any]],
 ) -> Any:
-    """Keyword-only tensors that are batched: ``out=`` is written to, some rules take them.
+    """Run a call with batched keyword-only tensors.
 
-    See NOTE [batched keywords] in ``ops/keywords``. Others go as operators without a rule do.
+    An ``out=`` call goes to ``write_out``. A rule that accepts all of the batched keywords is
+    called with them (NOTE [batched keywords] in ``ops/keywords``). Any other call goes to
+    ``without_rule``.
     """
     if isinstance(op, TorchOperator):
         if op.out_names:
@@ -142,7 +144,7 @@ def _write(
     values: list[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """An in-place operator's rule, on a target that may have to become batched first."""
+    """Run the rule of an in-place operator, after making its target batched if necessary."""
     if dims[0] is None and isinstance(target, BatchTracer) and target.dispatch_level is level:
         with level.at_own_level():
             adopt(op.name, target, level, batched=True)
@@ -151,9 +153,9 @@ def _write(
 
 
 # NOTE [changes of shape in place]
-# ``squeeze_`` and its like change what a tensor is, not what is in memory. The tracer's value is
-# replaced by the view that the functional operator gives; a tensor of the user's that the value
-# was, and others that share its memory, stay as they are.
+# ``squeeze_`` and similar operators change a tensor's metadata, not its memory. The tracer's value
+# is replaced by the view that the functional operator returns. The previous value, which may be a
+# tensor of the user, and other tensors that share its memory keep their shapes.
 def _reshape(
     op: TorchOperator,
     rule: Rule,
@@ -163,7 +165,7 @@ def _reshape(
     values: list[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """An in-place operator that changes its argument's shape, by the functional one's rule."""
+    """Run an in-place operator that changes its argument's shape, by the functional rule."""
     functional = functional_form(op.overload)
     assert functional is not None
     out = rule(functional[0], level, dims, values, kwargs)
@@ -175,7 +177,10 @@ def _reshape(
 def _lifting_all(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """For cells of recurrent networks: C++ writes batched values into what it makes of states."""
+    """Lift all tensors of a recurrent call to the innermost level before it goes to torch.
+
+    The C++ code of recurrent cells writes batched values into tensors made from the states.
+    """
     level = innermost_level(args)
     if isinstance(level, BatchLevel) and level.alive:
 
@@ -194,8 +199,8 @@ for _name in "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh r
 
 @register("aten::detach", DispatchKey.Batch)
 def _detach(value: BatchTracer) -> BatchTracer:
-    """Autograd's own detach at this level: the graph of the levels outside is not cut.
+    """Autograd's own detach at this level, which keeps the graphs of the outer levels.
 
-    The user's is answered by door 1.
+    A user's call of ``detach`` does not arrive here: the function handler answers it.
     """
     return value.again()

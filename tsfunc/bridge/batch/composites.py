@@ -1,10 +1,11 @@
-"""Functions of torch that ask for values while they run, written in operators that don't.
+"""Replacements for torch functions that read tensor values while they run.
 
-Their composite kernels, or their Python, call ``.item()`` or ``bool()`` on tensors: to check
-arguments, or to slice. For tracers they are done here in other operators, at door 1, so that every
-level sees these. Checks are made for all examples at once.
+Their composite kernels, or their Python code, call ``.item()`` or ``bool()`` on tensors to check
+arguments or to slice. For tracers, the function handler calls the replacements below, which use
+operators without such reads, so that every level sees these operators. Checks are made for all
+examples at once.
 
-``PARTS`` are for operators that C++ calls, too.
+``PARTS`` holds the replacements of operators that C++ code calls too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from tsfunc.ops.refusal import require
 
 
 def _instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers what stands for functions on tracers; NotImplemented leaves a call to torch."""
+    """Register a replacement of ``functions`` on tracers.
+
+    A replacement that returns NotImplemented leaves the call to torch.
+    """
 
     def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
         def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -42,7 +46,7 @@ def _instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
 
 @_instead(torch.narrow, Tensor.narrow)
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
-    """From a start for each example on: NOTE [gathered views]."""
+    """``narrow`` with a start for each example (NOTE [gathered views])."""
     if not isinstance(start, Tracer):
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
@@ -64,7 +68,7 @@ FOR_NUMBERS |= {torch.narrow, Tensor.narrow}
 
 @_instead(F.affine_grid)
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
-    """Python's ``min`` asks which of the sizes is the smallest, to see that none is 0."""
+    """Check traced sizes one by one; torch takes their ``min``, which compares them all."""
     if not any(isinstance(each, torch.SymInt) for each in size):
         return NotImplemented
     for each in size:
@@ -75,7 +79,7 @@ def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None 
 
 @_instead(torch.vander)
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
-    """C++ writes the powers into memory of no level."""
+    """Take the powers from ``linalg.vander``; the C++ code writes them into an untraced tensor."""
     if not isinstance(x, Tracer) or x.dim() != 1 or not x.dispatch_level.autograd:
         return NotImplemented
     out = torch.linalg.vander(x, N=N)
@@ -95,7 +99,7 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
 
 @_instead(torch._sparse_sum)
 def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
-    """Of all elements: C++ sums what is stored, of which examples have more or less."""
+    """Sum all elements over dims; the C++ code sums stored values, whose number may differ."""
     if dim or kwargs or not isinstance(x, BatchTracer) or not x.dispatch_level.autograd:
         return NotImplemented
     if x.value.layout is not torch.sparse_coo:
@@ -105,7 +109,7 @@ def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
 
 @_instead(torch.istft, Tensor.istft)
 def _istft(*args: Any, **kwargs: Any) -> Any:
-    """C++ asks whether the windows leave anything out; its form in Python does not ask."""
+    """Call the Python decomposition; the C++ code reads the windows' values to check them."""
     level = innermost_level((*args, *kwargs.values()))
     if level is None or not level.autograd:
         return NotImplemented
@@ -114,7 +118,10 @@ def _istft(*args: Any, **kwargs: Any) -> Any:
 
 @_instead(torch.index_fill, Tensor.index_fill)
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
-    """With a tensor: its derivative looks for places that come twice among the index's values."""
+    """``index_fill`` with a tensor as the value.
+
+    The derivative of torch's operator looks for duplicate values in the index.
+    """
     if not isinstance(value, Tensor) or not isinstance(index, Tracer):
         return NotImplemented
     return x.masked_fill(_filled_places(x, dim, index), _number_to_fill(value))
@@ -128,7 +135,7 @@ def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
 
 
 def _filled_places(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """A mask of what is filled, which broadcasts."""
+    """Return a bool mask of the filled places, which broadcasts with ``x``."""
     if not x.dim():
         return torch.full((), index.numel() > 0, device=x.device)
     mask = torch.zeros(x.shape[dim], dtype=torch.bool, device=x.device)
@@ -154,7 +161,7 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Any:
-    """Covariance with weights, which torch checks the values of."""
+    """Weighted covariance; torch reads the values of the weights to check them."""
     if fweights is None and aweights is None:
         return NotImplemented
     if x.dim() > 2:
@@ -190,12 +197,12 @@ def _cov(
 
 @_instead(torch.gradient)
 def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> Any:
-    """Differences over coordinates that are tensors, as ``numpy.gradient`` has them."""
+    """``gradient`` with coordinate tensors, by the formulas of ``numpy.gradient``."""
     if not isinstance(spacing, list | tuple) or not any(isinstance(s, Tensor) for s in spacing):
         return NotImplemented
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     if len(spacing) != len(dims) or edge_order not in (1, 2):
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch raises the error
     return [
         _differences(x, points, d % x.dim(), edge_order)
         for points, d in zip(spacing, dims, strict=True)
@@ -203,7 +210,7 @@ def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: in
 
 
 def _differences(x: Tensor, points: Tensor, dim: int, edge_order: int) -> Tensor:
-    """Along one dim: weighted over three neighbours inside, and one-sided at the ends."""
+    """Differences along one dim: three-point weights inside, one-sided at the ends."""
     steps = points.diff().view(-1, *[1] * (x.dim() - 1 - dim))
     pairs = steps.shape[0] - 1
     before, after = steps.narrow(0, 0, pairs), steps.narrow(0, 1, pairs)
@@ -247,7 +254,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Any:
-    """Of variances that are tensors, which torch's own looks at."""
+    """``gaussian_nll_loss`` with a traced variance; torch's function reads its values."""
     if not isinstance(var, Tracer):
         return NotImplemented
     if reduction not in ("none", "mean", "sum"):
@@ -264,7 +271,7 @@ def _gaussian_nll_loss(
         ):
             raise ValueError("var is of incorrect size")
     var = var.clone()
-    with torch.no_grad():  # so that where the bound holds, var's derivative goes on
+    with torch.no_grad():  # keeps var's derivative at clamped elements
         var.clamp_(min=eps)
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
@@ -286,7 +293,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """With dropout, whose numbers torch draws into memory of its own."""
+    """Attention with dropout; torch draws the random numbers into an untraced tensor."""
     if not dropout_p:
         return NotImplemented
     if enable_gqa:
@@ -306,14 +313,17 @@ def _attention(
 
 
 def _ctc_loss(x: Tensor, targets: Tensor, lengths: Any, target_lengths: Any, *rest: Any) -> Any:
-    """With tensors for lists: a mean writes the list into the memory of what a factory makes."""
+    """``ctc_loss`` with the lengths as tensors.
+
+    torch's mean reduction writes a list of lengths into a new tensor.
+    """
     tensors = (torch.tensor(lengths), torch.tensor(target_lengths))
     return torch.ops.aten.ctc_loss.Tensor(x, targets, *tensors, *rest)
 
 
 @_instead(F.linear_cross_entropy)
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
-    """In one piece: torch's operator that works in chunks to save memory keeps to itself."""
+    """Compute the loss without chunks; torch's chunked operator is opaque to the tracers."""
     if options is None:
         return NotImplemented
     return F.linear_cross_entropy(*args, **kwargs)
@@ -327,7 +337,10 @@ def _histogramdd(
     weight: Tensor | None = None,
     density: bool = False,
 ) -> Any:
-    """Between edges that are tensors: torch's parser takes a list of tracers for one of ints."""
+    """``histogramdd`` with edges that are tensors.
+
+    torch's parser takes a list of tracers for a list of ints.
+    """
     if not (isinstance(bins, list | tuple) and any(isinstance(b, Tensor) for b in bins)):
         return NotImplemented
     overload = torch.ops.aten.histogramdd.TensorList_bins
@@ -337,7 +350,7 @@ def _histogramdd(
 
 @_instead(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """As torch.func has it, the tensor counts as one of chances also where they are a number."""
+    """Count ``x`` as a tensor of probabilities even if ``p`` is a number, as torch.func does."""
     if isinstance(x, BatchTracer) and p is not None and not isinstance(p, Tensor):
         one_distribution(torch.bernoulli, x.dispatch_level, [x.bdim])
     return NotImplemented
@@ -347,7 +360,7 @@ def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
 def _resize_as(
     x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None
 ) -> Tensor:
-    """Only the template's shape and layout count."""
+    """Resize to the template's shape and layout, without reading its values."""
     if memory_format is torch.preserve_format:
         memory_format = next(
             (
@@ -366,7 +379,10 @@ PARTS["aten::ctc_loss.IntList"] = _ctc_loss
 
 @_instead(Tensor.coalesce)
 def _coalesce(x: Tensor) -> Any:
-    """Of a batch of sparse tensors as of one. What it is made of differs between examples."""
+    """Coalesce the values of all examples at once.
+
+    Indices and the number of stored elements differ from example to example.
+    """
     if not isinstance(x, BatchTracer) or x.value.layout is not torch.sparse_coo:
         return NotImplemented
     with x.dispatch_level.restored():

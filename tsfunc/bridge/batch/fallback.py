@@ -1,7 +1,7 @@
-"""Operators that no rule covers: their parts, torch's decompositions, and the per-example loop.
+"""Operators without a batching rule: parts, torch's decompositions, the loop over examples.
 
 Private names used here (torch 2.11 to 2.13): ``OpOverload._schema`` names an operator's arguments;
-``OpOverload.impl_aten`` is what a primitive of torch's references does by itself
+``OpOverload.impl_aten`` is the implementation of a primitive of torch's references
 (``torch._prims``); ``torch._decomp.decomposition_table`` has decompositions written in Python.
 """
 
@@ -40,7 +40,7 @@ from tsfunc.ops.splitting import agree_on_results
 def without_rule(
     op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """An operator that no row covers: a rule of torch's kind, its parts, or the loop."""
+    """Run an operator without a row, by torch's own batching rule, its parts, or the loop."""
     if isinstance(op, TorchOperator):
         if op.out_names:
             return write_out(op, level, args, kwargs)
@@ -57,7 +57,7 @@ def without_rule(
 
 
 def way_of(name: str) -> str:
-    """How vmap runs an operator that has no row, in words."""
+    """Return a description of how vmap runs an operator that has no row."""
     overload = overload_of(name)
     if overload is None:
         return "not at all: torch has no such operator"
@@ -80,7 +80,12 @@ def way_of(name: str) -> str:
 def write_out(
     op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``out=``: the functional form, then copies into what was given."""
+    """Run an ``out=`` call: call the functional form and copy its results into ``out``.
+
+    Raises:
+        MissingRuleError: the operator has no functional form.
+        RuntimeError: a result's dtype can't be cast to that of its ``out`` tensor.
+    """
     found = functional_form(op.overload)
     if found is None:
         raise MissingRuleError(
@@ -91,7 +96,7 @@ def write_out(
     note("decomposition", f"{functional} and copy_")
     rest = {name: arg for name, arg in kwargs.items() if name not in op.out_names}
     outs = [kwargs[name] for name in op.out_names]
-    if made:  # a factory makes what out= says
+    if made:  # a factory takes dtype, layout and device from ``out``
         rest |= {name: getattr(outs[0], name) for name in made}
     form = operator_of(functional)
     results = form.run_at(level, args, rest) if form.random else None
@@ -130,12 +135,12 @@ def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
 
     found: Callable[..., Any] | None = decomposition_table.get(op.overload)
-    # Those written in terms of torch's reference primitives, which have no rules, are no help.
+    # Decompositions into torch's reference primitives don't help: primitives have no rules.
     return found if getattr(found, "__module__", "") == _DECOMPOSITIONS else None
 
 
 def _name_and_source(parts: Callable[..., Any], op: TorchOperator) -> tuple[str, str]:
-    """What reports say of an operator's parts: their name and ``file:line``."""
+    """Return the name and the ``file:line`` of an operator's parts, as reports show them."""
     if op.composite:
         return "torch's own composite", ""
     code = getattr(inspect.unwrap(parts), "__code__", None)  # C functions have none
@@ -144,7 +149,7 @@ def _name_and_source(parts: Callable[..., Any], op: TorchOperator) -> tuple[str,
 
 
 def _functions_of_torch(prim: Any) -> Callable[..., Any] | None:
-    """A primitive of torch's references by torch's own functions, as it runs by itself."""
+    """Return the implementation of a torch primitive by torch's own functions."""
     found: Callable[..., Any] | None = getattr(prim, "impl_aten", None)
     return found
 
@@ -156,7 +161,13 @@ _warned: set[str] = set()
 
 
 def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs the operator once for each example and stacks the results."""
+    """Run the operator once for each example and stack the results.
+
+    Raises:
+        MissingRuleError: the level is strict, or the operator can't be looped over: it writes
+            ``out=``, returns a view, resizes an argument, gives results of different shapes, or
+            the batch has no examples.
+    """
     _check_loop(op, level, kwargs)
     strict = _strict_level(level)
     if strict is not None:
@@ -205,7 +216,7 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _check_written(op: Operator, level: BatchLevel, args: Sequence[Any]) -> None:
-    """Raises where examples would write over each other, into what is not batched."""
+    """Raise if the operator writes into an unbatched tensor, which all examples would share."""
     if isinstance(op, TorchOperator) and op.writes:
         for place in op.written:
             for target in tensors_in(args[place : place + 1]):
@@ -214,7 +225,7 @@ def _check_written(op: Operator, level: BatchLevel, args: Sequence[Any]) -> None
 
 
 def _written_shapes(op: Operator, args: Sequence[Any]) -> list[torch.Size]:
-    """The shapes of the tensors that an operator writes to."""
+    """Return the shapes of the tensors that an operator writes to."""
     if not isinstance(op, TorchOperator) or not op.writes:
         return []
     return [x.shape for place in op.written for x in tensors_in(args[place : place + 1])]
@@ -223,10 +234,11 @@ def _written_shapes(op: Operator, args: Sequence[Any]) -> list[torch.Size]:
 def _beginning(
     op: Operator, level: BatchLevel, kwargs: Mapping[str, Any]
 ) -> Callable[[int | None], None]:
-    """What is done before an example of a loop, and, given None, after the last.
+    """Return the function to call before each example of a loop, and with None after the last.
 
-    See NOTE [draws of an example] in ``ops/philox``: an operator that draws by itself begins with
-    the same state for all examples, or with a seed for each.
+    An operator that draws its own random numbers starts from one generator state for all
+    examples (randomness "same"), or from a seed for each example ("split"). See NOTE [draws of
+    an example] in ``ops/philox``.
     """
     if not (isinstance(op, TorchOperator) and op.random) or level.randomness == "different":
         return lambda i: None
@@ -248,7 +260,7 @@ def _beginning(
 
 
 def _strict_level(level: BatchLevel) -> BatchLevel | None:
-    """The level, or the nearest one around it, that allows no loop."""
+    """Return the level, or else the nearest outer level, that is strict; None without one."""
     for one in (level, *reversed(level.outer.levels)):
         if isinstance(one, BatchLevel) and one.strict:
             return one

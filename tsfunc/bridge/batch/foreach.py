@@ -1,12 +1,12 @@
-"""torch's operators on lists of tensors (``_foreach_*``), place by place.
+"""torch's operators on lists of tensors (``_foreach_*``), run position by position.
 
-On the CPU that is what they do anyway; it leaves broadcasting, types and writes to the rules of
-the operators that they are made of.
+On the CPU torch does the same. Broadcasting, type promotion and writes are left to the rules of
+the single operators.
 
 NOTE [a number that is added]
-A tensor without dims that ``_foreach_add`` adds is read as a number by torch's parser, unless it
-requires a gradient, and its tangent is lost. Tracers are never read, but a batch is to have what
-each example alone has: they are added without their tangent.
+If ``_foreach_add`` adds a tensor without dims that does not require a gradient, torch's parser
+reads the tensor as a number and loses its tangent. The parser does not read tracers. A batched call
+must give the result of the loop over examples, so the tangent of such a tracer is dropped here.
 
 Private names used here (torch 2.11 to 2.13): the names of these operators in ``torch.ops.aten``;
 ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
@@ -38,7 +38,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _each(single: Single, inplace: bool) -> Single:
-    """A function of tensors, for each place of the lists among its arguments."""
+    """Return a function that calls ``single`` on each position of its list arguments."""
 
     def each(*args: Any, **kwargs: Any) -> Any:
         count = next(len(arg) for arg in args if _is_list(arg))
@@ -52,7 +52,7 @@ def _each(single: Single, inplace: bool) -> Single:
 
 
 def _added(name: str) -> Single:
-    """addcmul and addcdiv: the factor comes by position, and as a tensor it has one a place."""
+    """Return ``addcmul`` or ``addcdiv`` with the factor as a positional number or tensor."""
 
     def single(x: Tensor, a: Tensor, b: Tensor, value: Any = 1) -> Tensor:
         function = getattr(Tensor, name)
@@ -66,7 +66,7 @@ def _added(name: str) -> Single:
 
 
 def _larger(name: str) -> Single:
-    """maximum and minimum take numbers, too; these have the names of clamps."""
+    """Return ``maximum`` or ``minimum`` by the clamp ``name``, which also takes numbers."""
     function = getattr(Tensor, name)
     return lambda x, other: function(x, other)
 
@@ -81,7 +81,7 @@ def _sum_of_powers(x: Tensor, ord: float = 2, dtype: torch.dtype | None = None) 
 
 
 def _singles() -> dict[str, Single]:
-    """The function of single tensors for each operator, by name without overload."""
+    """Return the function on single tensors of each operator, by name without overload."""
     found: dict[str, Single] = {}
     for name in _UNARY:
         found[name] = getattr(torch, name)
@@ -106,9 +106,10 @@ def _singles() -> dict[str, Single]:
 
 
 def _declare() -> None:
-    """For operators that C++ calls, and for Python's functions.
+    """Register each operator as a part, which C++ calls, and as a method for Python calls.
 
-    The parser of these takes a list of tracers for one of numbers.
+    The Python calls need their own method: torch's parser takes a list of tracers for a list of
+    numbers.
     """
     for name, single in _singles().items():
         inplace = name.endswith("_")
@@ -124,7 +125,7 @@ def _declare() -> None:
 
 
 def _with_factors(each: Single) -> Single:
-    """addcmul and addcdiv take their factors, one for each place, in one tensor, too."""
+    """Return ``addcmul`` or ``addcdiv`` that also takes all factors in one tensor."""
 
     def call(x: Any, a: Any, b: Any, value: Any = 1, *, scalars: Any = None) -> Any:
         value = value if scalars is None else scalars
@@ -134,7 +135,7 @@ def _with_factors(each: Single) -> Single:
 
 
 def _reading_a_number(method: Method) -> Method:
-    """NOTE [a number that is added]"""
+    """Drop the tangent of an added tensor without dims: NOTE [a number that is added]."""
 
     def call(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(args) == 2 and not kwargs and isinstance(args[1], Tracer) and not args[1].dim():

@@ -1,10 +1,10 @@
-"""Which Python callables door 1 gives straight to a batching rule.
+"""The table of Python callables that the function handler passes straight to a batching rule.
 
 A rule that only passes its operator on (pointwise) serves the Python callable as well:
-``torch.add`` parses its arguments on values as it would on tracers. Rows of other categories
-are listed by name where their rule takes just the arguments that the Python function takes.
-An operator for which a Batch kernel is registered is in nobody's list: its callables go to the
-table like any other call.
+``torch.add`` parses its arguments on values as it would on tracers. Callables of other categories
+are listed by name if their rule takes exactly the arguments of the Python function. The callables
+of an operator with a registered Batch kernel are not in the table, so that they are dispatched
+like any other call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tsfunc.ops import all_rows, find
 from tsfunc.ops.registry import Row, Rule, on_declare
 from tsfunc.ops.tensor_iterator import pointwise
 
-# Names that mean something else when called with other arguments (where(condition) is nonzero).
+# Names whose operator depends on the arguments (where(condition) is nonzero).
 _AMBIGUOUS = frozenset({"where", "max", "min", "to", "copy_", "fill_"})
 
 _DUNDERS = {
@@ -47,7 +47,7 @@ _DUNDERS = {
     "bitwise_not": ("__invert__",),
 }
 
-# The Python function, and the operator whose rule takes its positional arguments as they are.
+# Pairs of a Python function and the operator whose rule takes its positional arguments unchanged.
 _OTHERS: tuple[tuple[Any, str], ...] = (
     (torch.nn.functional.linear, "aten::linear"),
     (torch.matmul, "aten::matmul"),
@@ -67,7 +67,7 @@ _OTHERS: tuple[tuple[Any, str], ...] = (
 
 
 def _pointwise() -> Iterator[tuple[Any, Rule]]:
-    """Each callable whose every overload has the pointwise rule."""
+    """Yield each callable whose overloads all have the pointwise rule."""
     names: dict[str, Rule | None] = {}
     for name, row in all_rows().items():
         base = _base(name)
@@ -88,10 +88,10 @@ _registered: set[str] = set()
 
 @on_register
 def _give_way(op: Operator, key: DispatchKey | None) -> None:
-    """A kernel of the user's for the Batch key (or a row) comes before the hot rule."""
+    """Clear the tables, so that a user's Batch kernel or row takes precedence over a hot rule."""
     if isinstance(op, TorchOperator) and key in (None, DispatchKey.Batch):
         _registered.add(_base(op.name))
-        HOT.clear()  # filled anew by the next vmap
+        HOT.clear()  # the next vmap refills it
         NAMED.clear()
         FORMS.clear()
         op.hot = op.function = op.by_tracers = None
@@ -99,7 +99,7 @@ def _give_way(op: Operator, key: DispatchKey | None) -> None:
 
 @on_declare
 def _new_row(row: Row) -> None:
-    """Of operators that had none there may be calls."""
+    """Clear ``FORMS``, which may hold calls of an operator that had no row before."""
     FORMS.clear()
 
 
@@ -108,7 +108,7 @@ def _base(name: str) -> str:
 
 
 def fill() -> None:
-    """Fills the table; called by the first vmap."""
+    """Fill the tables of hot rules; the first vmap calls this function."""
     for found, rule in _pointwise():
         HOT[found] = NAMED[found] = rule
     for func, name in _OTHERS:
@@ -122,6 +122,6 @@ def fill() -> None:
 
 
 def _rule_of(name: str) -> Rule | None:
-    """The rule of an operator, if calls are not to go to a kernel of the user's."""
+    """Return the rule of an operator, or None if it has none or a user's kernel replaces it."""
     row = find(name)
     return None if row is None or _base(name) in _registered else row.rule

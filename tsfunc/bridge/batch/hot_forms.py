@@ -1,8 +1,9 @@
 """Hot rules for functions whose arguments come in several forms.
 
-``x.sum(0)``, ``x.sum((0, 1), keepdim=True)`` and ``torch.sum(x, dim=-1)`` are one operator's calls,
-and C++ tells them apart where a call goes that way. Here the forms that most calls have are put as
-the operator's rule takes its arguments; any other is NotImplemented, and goes through C++.
+``x.sum(0)``, ``x.sum((0, 1), keepdim=True)`` and ``torch.sum(x, dim=-1)`` all call one operator,
+and torch's C++ parser normalizes their arguments. The functions below normalize the most common
+forms to the arguments of the operator's rule. They return NotImplemented for any other form, which
+then goes through C++.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _all_ints(values: Sequence[Any]) -> bool:
 def _positional(
     args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> Sequence[Any] | None:
-    """The arguments, with those that are given by name in their places; None for other names."""
+    """Return the arguments with the named ones in their positions; None for other names."""
     if not kwargs:
         return args
     given = names[len(args) - 1 :][: len(kwargs)]
@@ -43,7 +44,7 @@ def _positional(
 
 
 def over_dims(rule: Rule) -> Rule:
-    """``f(x, dim, keepdim)`` over one dim, several, or all."""
+    """Return the hot rule of ``f(x, dim, keepdim)`` over one dim, several dims or all."""
 
     def hot(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -65,7 +66,7 @@ def over_dims(rule: Rule) -> Rule:
 
 
 def along_dim(rule: Rule) -> Rule:
-    """``f(x, dim)``."""
+    """Return the hot rule of ``f(x, dim)``."""
 
     def hot(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -79,7 +80,7 @@ def along_dim(rule: Rule) -> Rule:
 
 
 def with_ints(rule: Rule, least: int, most: int) -> Rule:
-    """``f(x, i, j)``: so many numbers, each an argument. The result is a view."""
+    """Return the hot rule of ``f(x, i, j)`` with ``least`` to ``most`` ints; it returns a view."""
 
     def hot(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -92,7 +93,7 @@ def with_ints(rule: Rule, least: int, most: int) -> Rule:
 
 
 def with_sizes(rule: Rule) -> Rule:
-    """``f(x, 2, 3)`` and ``f(x, (2, 3))``. The result is a view, if it can be one."""
+    """Return the hot rule of ``f(x, 2, 3)`` and ``f(x, (2, 3))``, which may return a view."""
 
     def hot(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -108,15 +109,17 @@ def with_sizes(rule: Rule) -> Rule:
 
 
 def _view(found: Any) -> Any:
-    """A rule's result, and where it begins in memory."""
+    """Append the storage offset of the result to a rule's answer."""
     return found if found is NotImplemented else (*found, found[0].storage_offset())
 
 
 def indexed(by_tensors: Rule | None) -> Rule:
-    """``x[i, :, None]``: numbers, slices of numbers, new dims; or tensors, and all of other dims.
+    """Return the hot rule of ``x[index]``.
+
+    It serves ints, slices and None (``x[i, :, None]``), or tensors among full slices.
 
     Args:
-        by_tensors: the rule of ``aten::index.Tensor``.
+        by_tensors: the rule of ``aten::index.Tensor``, or None.
     """
 
     def hot(
@@ -142,7 +145,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
             return NotImplemented
         try:
             out = op(front(x, dims[0]), (_ALL, *items))
-        except (IndexError, ValueError):  # whose messages count the dims of an example
+        except (IndexError, ValueError):  # the error must count the dims of an example
             return NotImplemented
         return out, 0, out.storage_offset()
 
@@ -152,7 +155,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
 def _tensor_indices(
     items: Sequence[Any], rank: int, dims: Any
 ) -> tuple[list[Any], list[int | None]] | None:
-    """Indices and where their batch dims lie, as ``aten::index`` has them; None for other forms."""
+    """Return the indices and their batch dims for ``aten::index``; None for other forms."""
     at = list(dims) if isinstance(dims, list) else [dims] * len(items)
     indices: list[Any] = []
     places: list[int | None] = []
@@ -163,7 +166,7 @@ def _tensor_indices(
             count = 1
         elif isinstance(item, torch.Tensor) and item.dtype in _INTEGERS:
             if logical_rank(item, dim) == 0:
-                return None  # which stands for a number: the result is a view
+                return None  # acts as an int: the result is a view
             indices.append(item)
             places.append(dim)
             continue
@@ -177,7 +180,7 @@ def _tensor_indices(
 def transposed_matrix(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``x.T`` of matrices, and ``x.mT``."""
+    """Transpose, as the hot rule of ``x.T`` for matrices, and of ``x.mT``."""
     (x,) = args
     at = dims[0]
     if x.dim() != 3:
@@ -188,7 +191,7 @@ def transposed_matrix(
 
 
 def chosen(rule: Rule) -> Rule:
-    """``torch.where`` of a mask and tensors or numbers."""
+    """Return the hot rule of ``torch.where`` with a mask and two tensors or numbers."""
 
     def hot(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -201,7 +204,7 @@ def chosen(rule: Rule) -> Rule:
 
 
 def part(rule: Rule) -> Rule:
-    """``x.real`` and ``x.imag`` of complex numbers."""
+    """Return the hot rule of ``x.real`` and ``x.imag`` for complex tensors."""
 
     def hot(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -216,7 +219,10 @@ def part(rule: Rule) -> Rule:
 
 
 def cast(dtype: torch.dtype) -> Rule:
-    """``x.float()`` and its like, but for a tensor of that type, which is returned itself."""
+    """Return the hot rule of ``x.float()`` and similar casts to ``dtype``.
+
+    A tensor of that dtype is left to torch, which returns it unchanged.
+    """
 
     def hot(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -234,7 +240,7 @@ _CASTS = "double float half bfloat16 long int short bool".split()
 
 Made = Callable[[Rule], Rule]
 
-# Functions and methods of a name, the operator whose rule serves them, and how they are called.
+# The name of functions and methods, the operator whose rule serves them, and their form of call.
 _NAMED: tuple[tuple[str, str, Made], ...] = (
     ("sum", "aten::sum.dim_IntList", over_dims),
     ("mean", "aten::mean.dim", over_dims),
@@ -249,7 +255,7 @@ _NAMED: tuple[tuple[str, str, Made], ...] = (
     ("where", "aten::where.self", chosen),
 )
 
-# And those of which the result is a view, where it can be one.
+# The same for functions that return a view if they can.
 _VIEWS: tuple[tuple[str, str, Made], ...] = (
     ("reshape", "aten::reshape", with_sizes),
     ("view", "aten::view", with_sizes),
@@ -263,10 +269,10 @@ _VIEWS: tuple[tuple[str, str, Made], ...] = (
 
 
 def forms(rule_of: Callable[[str], Rule | None]) -> Iterator[tuple[Any, Rule, bool]]:
-    """Callables, each with its hot rule, and whether it gives views.
+    """Yield callables, each with its hot rule and True if its result may be a view.
 
     Args:
-        rule_of: the rule of an operator, if there is one that is to be used here.
+            rule_of: returns the rule of an operator, or None if it is not to be used here.
     """
     for name, operator, made in (*_NAMED, *_VIEWS):
         rule = rule_of(operator)

@@ -1,13 +1,13 @@
-"""``x[i]``, ``x[i:i + 1]`` and ``x[i] = v`` where ``i`` is a number for each example.
+"""``x[i]``, ``x[i:i + 1]`` and ``x[i] = v`` with a tracer ``i`` that has a value for each example.
 
-Python's indexing asks an integer tensor without dims for its value, to select or slice with it. A
-tracer has a value for each example, so such items are served by tensor operators: each is a list
-of places along its dim (one, or as many as the slice has).
+Python's indexing reads the value of an integer tensor without dims, to select or slice with it. A
+tracer has no single value, so such items are served by tensor operators: each item becomes an
+index tensor along its dim, with one place or as many as the slice has.
 
-What they give of a tensor is a view, as an integer's is: NOTE [gathered views].
+The result of a read is a view of ``x``, as with an int: NOTE [gathered views].
 
-A slice's size must be the same for every example. It is worked out from the values of all, and
-is an error where they differ.
+The size of a slice must be the same for every example. It is computed from the values of all
+examples; if they differ, the slice raises a ``DataDependentError``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def _is_scalar(item: Any) -> bool:
 
 
 def _known(item: Any) -> Any:
-    """An index that is the same for every example is the number that it is."""
+    """Replace an index that has one value for all examples by the int."""
     if isinstance(item, slice):
         return slice(_known(item.start), _known(item.stop), item.step) if _is_traced(item) else item
     if isinstance(item, list) and any(isinstance(part, Tracer) for part in item):
-        # A list stands for a tensor of its numbers, which Python can't ask for.
+        # A list acts as a tensor of its items; Python can't build that tensor from tracers.
         return torch.stack([torch.as_tensor(part) for part in item])
     if not _is_scalar(item):
         return item
@@ -74,7 +74,7 @@ def _is_advanced(item: Any) -> bool:
 
 
 def _consumed(item: Any) -> int:
-    """How many dims of the indexed tensor an item of an index stands for."""
+    """Return the number of dims of the indexed tensor that an index item consumes."""
     if item is None or isinstance(item, bool):
         return 0
     if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
@@ -83,7 +83,7 @@ def _consumed(item: Any) -> int:
 
 
 def _items(index: Any, rank: int) -> list[Any]:
-    """The items of an index, without Ellipsis, one at least for each dim."""
+    """Return the items of an index with Ellipsis expanded, so that they cover all dims."""
     items = list(index) if isinstance(index, tuple) else [index]
     rest = [_ALL] * (rank - sum(_consumed(item) for item in items if item is not Ellipsis))
     for place, item in enumerate(items):
@@ -97,7 +97,7 @@ def _from_front(index: Any, size: int) -> torch.Tensor:
 
 
 def _places(item: Any, size: int) -> torch.Tensor:
-    """Which places along a dim of ``size`` an item stands for; those below 0 are from the end."""
+    """Return the places along a dim of ``size`` that an item selects; an int may be negative."""
     if not isinstance(item, slice):
         return item  # type: ignore[no-any-return]
     like = item.start if isinstance(item.start, Tracer) else item.stop
@@ -114,7 +114,11 @@ def _bound(given: Any, default: int, size: int, like: torch.Tensor) -> torch.Ten
 
 
 def _same_count(counts: Any, item: slice) -> int:
-    """The size that a slice has for every example of every vmap."""
+    """Return the size of a slice, which must be the same for all examples of all vmaps.
+
+    Raises:
+        DataDependentError: the sizes differ, and a level with such a batch can't split it.
+    """
     every, splits = counts, True
     while isinstance(every, BatchTracer):
         if every.bdim is not None and every.dispatch_level.splitter is None:
@@ -140,7 +144,7 @@ def _get(
 ) -> Any:
     x, index = args
     if type(index) is list and any(isinstance(item, Tracer) for item in index):
-        index = tuple(index)  # as torch takes a list with tensors in it
+        index = tuple(index)  # as torch reads a list that contains tensors
     given = index if isinstance(index, tuple) else (index,)
     if not any(_is_traced(item) or type(item) is list for item in given):
         items = masked_items(x, index)
@@ -162,7 +166,7 @@ def _get(
 
 
 def masked_items(x: torch.Tensor, index: Any) -> list[Any] | None:
-    """The items of an index that has a mask of each example's own, beside basic ones."""
+    """Return the items of an index with one lazy mask and basic items; None for other indices."""
     given = index if isinstance(index, tuple) else (index,)
     if not any(is_lazy(item) for item in given) or sum(map(_is_advanced, given)) != 1:
         return None
@@ -170,7 +174,7 @@ def masked_items(x: torch.Tensor, index: Any) -> list[Any] | None:
 
 
 def _given(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> Sequence[Any]:
-    """A tensor and the arguments of these names; None for one that is missing."""
+    """Return the input and the arguments with these names, None for each missing one."""
     places = enumerate(("input", *names))
     return [args[k] if k < len(args) else kwargs.get(name) for k, name in places]
 
@@ -178,7 +182,7 @@ def _given(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> Seque
 def _select(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``select(x, dim, index)``."""
+    """``select(x, dim, index)`` with a traced index."""
     x, dim, index = _given(args, kwargs, "dim", "index")
     if not _is_scalar(index):
         return NotImplemented
@@ -191,7 +195,7 @@ def _select(
 def _masked_select(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``masked_select(x, mask)``."""
+    """``masked_select(x, mask)`` with a mask that differs between examples."""
     x, mask = _given(args, kwargs, "mask")
     if not is_lazy(mask) or "out" in kwargs:
         return NotImplemented
@@ -202,7 +206,7 @@ def _masked_select(
 def _tensor_split(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``tensor_split(x, where, dim)``: C++ would look for the numbers in a tracer's memory."""
+    """``tensor_split(x, indices, dim)`` with traced indices, which C++ would read from memory."""
     named = "tensor_indices_or_sections"
     where = args[1] if len(args) > 1 else kwargs.get("indices_or_sections", kwargs.get(named))
     if not isinstance(where, Tracer):
@@ -212,7 +216,7 @@ def _tensor_split(
 
 
 def _taken(x: torch.Tensor, items: list[Any], place: int) -> torch.Tensor:
-    """One item served; what stands for it in the index then is put in its place."""
+    """Gather one traced item from ``x`` and update ``items`` for the dims of the result."""
     item = items.pop(place)
     dim = sum(_consumed(item) for item in items[:place])
     places = _places(item, x.shape[dim])
@@ -242,7 +246,7 @@ def _set(
         value = torch.full((), value, dtype=x.dtype, device=x.device)
     items = _items(index, x.dim())
     if any(_is_advanced(item) and not _is_scalar(item) for item in items):
-        # The part that the numbers choose is taken out, written, and put back.
+        # Gather the part that the traced items select, write into a clone of it, and put it back.
         chosen: list[Any] = []
         for item in items:
             chosen += [item] if _is_traced(item) else [_ALL] * _consumed(item)
@@ -255,7 +259,7 @@ def _set(
 
 
 def _set_where(x: torch.Tensor, items: Sequence[Any], value: Any) -> Any:
-    """``x[flag, ...] = v``: all of it is written, or nothing."""
+    """``x[flag, ...] = v`` with a bool tracer without dims, which writes all elements or none."""
     flags = [item for item in items if _is_flag(item)]
     rest = [item for item in items if not _is_flag(item)]
     if any(_is_advanced(item) or _is_bound_by_tracers(item) for item in rest):
@@ -274,13 +278,13 @@ def _without_leading_ones(value: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
-    """Writes where ints, slices and the places of the traced items say."""
-    # A view that has the dims of the places whole, in front of the others.
+    """Write ``value`` to the elements that ints, slices and traced items select."""
+    # A view with the dims of the traced items kept whole.
     view = x[tuple(_ALL if _is_traced(item) else item for item in items)]
     kept = [item for item in items if item is None or isinstance(item, slice) or _is_traced(item)]
     dims = [dim for dim, item in enumerate(kept) if _is_traced(item)]
     places = [_places(kept[dim], view.shape[dim]) for dim in dims]
-    shape: list[int] = []  # of what is written, and in it the dims of slices
+    shape: list[int] = []  # the shape of the written part, and the dims of slices in it
     spans: list[int] = []
     for dim, size in enumerate(view.shape):
         place = places[dims.index(dim)] if dim in dims else None

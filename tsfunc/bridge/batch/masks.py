@@ -1,7 +1,8 @@
-"""Writes by masks that differ from example to example, where autograd records them.
+"""Writes by masks that differ between examples, for tensors that autograd records.
 
-Its formula for such a write looks up the places that the mask has, of which there are as many as
-the mask's values say. So all places are written, those that the mask does not have as they are.
+The derivative of torch's masked write looks up the places of the mask, whose number depends on the
+mask's values. The functions below write all places instead: the places outside of the mask get
+their old values.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ _ALL = slice(None)
 
 
 def is_recorded_mask(item: Any, *others: Any) -> bool:
-    """Whether autograd records a write by this mask, of which there is one for each example.
+    """Return True if autograd records a write by this mask and the mask is batched.
 
-    ``others`` are what is written into, and what is written.
+    Args:
+        item: the index item that may be a mask.
+        others: the tensor that is written into, and the written value.
     """
     if not isinstance(item, BatchTracer) or item.dtype is not torch.bool:
         return False
@@ -40,7 +43,7 @@ def is_recorded_mask(item: Any, *others: Any) -> bool:
 def write_by_mask(
     x: torch.Tensor, items: Sequence[Any], value: Any, *, accumulate: bool = False
 ) -> None:
-    """``x[items] = value``, or ``+=``; one of the items is the mask, the others are basic ones."""
+    """``x[items] = value``, or ``+=``, where one item is a mask and the others are basic items."""
     view, mask, before = view_of(x, items)
     right = view.dim() - before - mask.dim()
     if isinstance(value, Selection):
@@ -55,7 +58,10 @@ def write_by_mask(
 
 
 def _at_the_places(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torch.Tensor:
-    """The value with a dim for each of the mask's, in place of one for what the mask picks."""
+    """Expand the dim of the selected elements in ``value`` to the dims of the mask.
+
+    A dim of size 1 becomes dims of size 1, which broadcast.
+    """
     if dim < 0:
         return value
     count = value.shape[dim]
@@ -65,7 +71,7 @@ def _at_the_places(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torch.T
             f"shape mismatch: a value with {count} entries is written by a mask that has another "
             f"number of places for some example",
         )
-        # The n-th place of the mask gets the n-th entry. Without entries any will do.
+        # The n-th selected place gets the n-th entry. For no entries, any value serves.
         order = mask.reshape(-1).cumsum(0) - 1
         if not count:
             value = value.new_zeros([*value.shape[:dim], 1, *value.shape[dim + 1 :]])

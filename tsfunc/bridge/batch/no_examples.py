@@ -1,10 +1,10 @@
-"""Batches of no examples, where a kernel can't do without.
+"""Batches without examples, for kernels that fail on them.
 
 NOTE [no examples]
-A rule folds the batch into dims that kernels have, and some of these don't take a dim of size 0
-(transforms by MKL, groups of a convolution), or leave open what the size of another one is. What
-the results look like can be told from any example: the operator is run on one that is made up, and
-none of it is taken.
+A rule folds the batch dim into the dims of a kernel. Some kernels reject a dim of size 0 (FFTs by
+MKL, groups of a convolution), or can't infer the size of another dim. The shapes and dtypes of the
+results are the same for every example, so the operator runs on one made-up example, and an empty
+slice of its results is returned.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tsfunc.errors import TsfuncError
 from tsfunc.ops.dims import InplaceRefused
 
 _GOLDEN = 0.6180339887
-# Errors that are meant.
+# Deliberate errors, which are raised for a batch of any size.
 _MEANT = (TsfuncError, InplaceRefused, NotImplementedError)
 
 
 def is_out_of_examples(level: BatchLevel, error: Exception) -> bool:
-    """Whether an operator may have failed for that there are none."""
+    """Return True if an operator may have failed because the batch has no examples."""
     size = level.batch_size
     return type(size) is int and size == 0 and not isinstance(error, _MEANT)
 
@@ -39,10 +39,10 @@ def run_without(
     kwargs: Mapping[str, Any],
     error: Exception,
 ) -> Any:
-    """The results of an operator for no examples.
+    """Return the results of an operator for a batch without examples.
 
     Raises:
-        Exception: the error, where the operator does not take the example that is made up.
+        Exception: the original error, if the operator fails on the made-up example as well.
     """
     leaves, tree = optree.tree_flatten((tuple(args), dict(kwargs)), none_is_leaf=True)
     example = [_example(*unwrap(leaf, level)) for leaf in leaves]
@@ -52,18 +52,18 @@ def run_without(
     except Exception:
         raise error from None
     if isinstance(op, TorchOperator) and op.inplace:
-        return args[0]  # in which there is nothing to write
+        return args[0]  # nothing to write
     return rewrap(op, level, args, kwargs, optree.tree_map(_none_of, out), 0)
 
 
 def _example(value: Any, dim: int | None) -> Any:
-    """An example of a batch that has none, in the graph of the batch."""
+    """Return a made-up example of an empty batch, connected to the graph of the batch."""
     if dim is None:  # the operator may write into it
         return value.clone() if isinstance(value, torch.Tensor) else value
     shape = [1 if d == dim else size for d, size in enumerate(value.shape)]
     made_up = value.new_zeros(shape)
     if value.is_floating_point() or value.is_complex():
-        # No two alike, so that matrices have full rank.
+        # Distinct numbers, so that matrices have full rank.
         numbers = torch.arange(made_up.numel(), device=value.device) * _GOLDEN
         made_up = (numbers.frac() + 0.1).to(value.dtype).view(shape)
     return torch.cat([value, made_up], dim).select(dim, 0)

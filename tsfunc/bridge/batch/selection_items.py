@@ -1,7 +1,4 @@
-"""Parts of selections, selections put together, and what is written by their masks.
-
-NOTE [selections] in ``selections``.
-"""
+"""Indexing, concatenation and writes of selections: NOTE [selections] in ``selections``."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _ALL = slice(None)
 
 
 def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """``selection[mask]``, ``selection[:, 0]``, ``table[selection]``."""
+    """``selection[mask]``, ``selection[:, 0]`` and ``table[selection]``."""
     x, index = args
     items = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, Selection):
@@ -47,7 +44,7 @@ def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
 
 
 def _narrowed(x: Selection, by: Selection) -> Any:
-    """Those among the selected for which something holds."""
+    """Restrict a selection to the selected elements for which the selection ``by`` is True."""
     if by.dtype is not torch.bool or by.after or by.places.dim() != 1 or not x.is_first:
         return NotImplemented
     flags = by.on(x.mask, x.source)
@@ -57,7 +54,7 @@ def _narrowed(x: Selection, by: Selection) -> Any:
 
 
 def _one(x: Selection, number: int) -> torch.Tensor:
-    """One of the selected, counted from the front or from the end."""
+    """Return one selected element, counted from the front or, for negative numbers, the end."""
     count = x.count()
     least = number + 1 if number >= 0 else -number
     require(count >= least, f"index {number} is out of bounds of what a mask selects")
@@ -68,7 +65,7 @@ def _one(x: Selection, number: int) -> torch.Tensor:
 
 
 def _basic(x: Selection, items: Sequence[Any], front: int) -> Any:
-    """Ints, slices and new dims before or after the places, which are taken whole."""
+    """Index with ints, slices and None; the dim of the places is kept, or takes a leading int."""
     whole = [*items]
     if ... in whole:
         place = whole.index(...)
@@ -89,7 +86,7 @@ def _basic(x: Selection, items: Sequence[Any], front: int) -> Any:
 
 
 def _set(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """``x[mask] = selection``; ``selection[mask] = value``."""
+    """``x[mask] = selection``, or ``selection[mask] = value``."""
     x, index, value = args
     if isinstance(x, Selection):
         if not isinstance(index, Selection) or index.dtype is not torch.bool:
@@ -108,7 +105,7 @@ def _set(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
 
 
 def _index_put(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """``x.index_put_((mask,), selection)``."""
+    """``x.index_put_((mask,), selection)``, or ``index_put``."""
     given = named(args, kwargs, "indices", "values", "accumulate")
     x, index, value = args[0], tuple(given["indices"]), given["values"]
     items = None if isinstance(x, Selection) else masked_items(x, index)
@@ -123,7 +120,7 @@ def _index_put(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
 
 
 def _flattened(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """All elements as one dim."""
+    """Flatten all elements of a selection into the dim of the places."""
     x, *shape = args
     if func.__name__ in ("reshape", "view") and shape not in ([-1], [(-1,)], [[-1]]):
         return NotImplemented
@@ -138,14 +135,14 @@ def _flattened(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
 
 
 def _of(x: Selection, places: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Places with a mask of their own, along one dim."""
+    """Return a selection of ``places`` with a new mask."""
     out = x.like(places, 0 if places.dim() == 1 else None)
     out.mask, out.source = mask, None
     return out
 
 
 def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """``cat`` along the dim of the places."""
+    """``cat`` along the dim of the places; the elements of plain tensors are all selected."""
     parts, dim = args[0], named(args, kwargs, "dim").get("dim", 0)
     lead = next(selections_in(parts))
     places, masks = [], []

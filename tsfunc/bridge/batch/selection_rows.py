@@ -1,6 +1,6 @@
-"""Rows that a mask selects: products with matrices, functions of rows, losses.
+"""Products with matrices, functions of rows, and losses, for selections.
 
-NOTE [selections] in ``selections``.
+See NOTE [selections] in ``selections``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _T = torch.Tensor
 
 
 def _matmul(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """Rows by a matrix, columns by a matrix, or a sum of products over the places."""
+    """Multiply rows or columns by a matrix, or contract two selections over their places."""
     x, y = args if not kwargs else (*args, *kwargs.values())
     if func.__name__ == "__rmatmul__":
         x, y = y, x
     if isinstance(x, Selection) and isinstance(y, Selection):
-        # What is summed over is the last dim of x and the last but one of y.
+        # The contracted dim is the last of x, and the last but one of y.
         if x.after != 0 or y.after != min(y.places.dim() - 1, 1):
             return NotImplemented
         places = y.on(x.mask, x.source)
@@ -50,7 +50,7 @@ def _matmul(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any
 
 
 def _rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """Functions of the last dim, whatever the others are."""
+    """Functions of the last dim that don't mix rows."""
     x = args[0]
     if not isinstance(x, Selection) or not x.after:
         return NotImplemented
@@ -82,7 +82,7 @@ def _transposed(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) ->
 
 
 def _pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """Functions of two tensors' rows: a number for each."""
+    """Functions of the rows of two tensors that return a number for each pair of rows."""
     given = dict(kwargs)
     lead, values = together(args[:2], func.__name__)
     dim = given.get("dim", args[2] if len(args) > 2 else 1)
@@ -98,14 +98,14 @@ def _pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
 
 
 def _of_loss(kwargs: Given) -> dict[str, Any] | None:
-    """The options of a loss; None where old ones are among them."""
+    """Return the options of a loss, or None if a deprecated option is given."""
     given = dict(kwargs)
     old = [given.pop(name, None) for name in ("size_average", "reduce")]
     return given if old == [None, None] else None
 
 
 def _loss(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """Elementwise losses, then summed up as the call asks for."""
+    """Compute the elementwise losses of a selection, then apply ``reduction``."""
     given = _of_loss(kwargs)
     if given is None or len(args) != 2:
         return NotImplemented
@@ -128,7 +128,7 @@ def _summed_up(each: Selection, reduction: str) -> Any:
 
 
 def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """Of selected rows and their classes."""
+    """``cross_entropy`` or ``nll_loss`` of a selection of rows and a selection of classes."""
     given = _of_loss(named(args, kwargs, "target", "weight"))
     if given is None or len(args) > 3:
         return NotImplemented
@@ -142,7 +142,7 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Given)
     each = x.like(func(x.places, classes, reduction="none", **given), x.after - 1)
     if reduction != "mean" or classes.is_floating_point():
         return _summed_up(each, reduction)
-    # The mean counts rows by the weights of their classes, and ignored ones not.
+    # The mean divides by the weights of the rows' classes, and skips ignored rows.
     counted = classes != given.get("ignore_index", -100)
     weight = given.get("weight")
     share: torch.Tensor = counted

@@ -1,7 +1,7 @@
-"""Sums of selections, and what is like them: NOTE [selections] in ``selections``.
+"""Reductions of selections: NOTE [selections] in ``selections``.
 
-Each is a call on all places, with what makes no difference in those not selected: a zero in
-a sum, the smallest number in a maximum.
+Each reduction is a call on all places, with the neutral element of the reduction in the places
+that are not selected: zero for a sum, the smallest number for a maximum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIM = ("dim", "keepdim")
 
 
 def _spans(x: Selection, dim: Any) -> tuple[list[int], bool]:
-    """The dims that are summed over, and whether the places are among them."""
+    """Return the reduced dims, and True if the dim of the places is among them."""
     rank = x.places.dim()
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     wrapped = [wrap_dim(each, rank) for each in dims] or list(range(rank))
@@ -30,13 +30,13 @@ def _spans(x: Selection, dim: Any) -> tuple[list[int], bool]:
 
 
 def _left(x: Selection, out: torch.Tensor, spans: Sequence[int], keepdim: bool) -> Any:
-    """A result in which the places are still a dim."""
+    """Return a result that keeps the dim of the places, as a selection."""
     behind = [dim for dim in spans if dim > x.at + x.places.dim()]
     return x.like(out, x.after if keepdim else x.after - len(behind))
 
 
 def _limit(x: torch.Tensor, largest: bool) -> Any:
-    """The largest or the smallest number of a type."""
+    """Return the largest or the smallest number of the tensor's dtype."""
     if x.dtype is torch.bool:
         return largest
     if x.is_floating_point():
@@ -46,7 +46,10 @@ def _limit(x: torch.Tensor, largest: bool) -> Any:
 
 
 def _reduction(names: Sequence[str], neutral: Callable[[torch.Tensor], Any], some: bool) -> Any:
-    """Functions that a neutral element makes blind for places; ``some``: one is needed at least."""
+    """Return the handler of reductions with a neutral element.
+
+    If ``some`` is True, each example must select at least one element.
+    """
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
         x, given = args[0], named(args, kwargs, *names)
@@ -74,7 +77,7 @@ def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
         return _left(x, func(x.places, **given), spans, given.get("keepdim", False))
     dtype = given.get("dtype") or x.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
-        return func(x.places, **given)  # which torch refuses
+        return func(x.places, **given)  # torch raises the error
     places = x.places.to(dtype)
     keep = x.column()
     if func.__name__ == "nanmean":
@@ -108,7 +111,7 @@ def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> A
         out = out.squeeze(spans)
     if func.__name__ == "var":
         return out
-    # Where nothing varies the derivative is torch's, 0.
+    # If all elements are equal, the derivative is 0, as torch defines it.
     return torch.where(out == 0, 0.0, torch.where(out == 0, 1.0, out).sqrt())
 
 
@@ -125,7 +128,7 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
 
 
 def _extremum(largest: bool) -> Any:
-    """``max`` and ``min``: of all, along a dim with places, or of two."""
+    """Return the handler of ``max`` or ``min`` of all elements, along a dim, or of two tensors."""
     both = torch.maximum if largest else torch.minimum
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
@@ -150,19 +153,19 @@ def _extremum(largest: bool) -> Any:
 
 
 def _in_front(x: Selection, rest: Any) -> torch.Tensor:
-    """What is selected in front, in order: so a place's number is that of its element."""
+    """Move the selected elements to the front, so that an index along the dim counts them."""
     order = (~x.mask).byte().argsort(stable=True)
     return x.filled(rest).index_select(x.at, order)
 
 
 def _place(largest: bool) -> Any:
-    """``argmax`` and ``argmin``."""
+    """Return the handler of ``argmax`` or ``argmin``."""
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
         x, given = args[0], named(args, kwargs, *_DIM)
         dim, keepdim = given.get("dim"), given.get("keepdim", False)
         if dim is None and not x.is_first:
-            return NotImplemented  # the number of a place is one of the whole
+            return NotImplemented  # the result is an index into the flattened tensor
         spans, over = _spans(x, dim)
         if not over:
             return _left(x, func(x.places, **given), spans, keepdim)
@@ -173,7 +176,7 @@ def _place(largest: bool) -> Any:
 
 
 def _along(neutral: Callable[[torch.Tensor], Any]) -> Any:
-    """Functions along a dim whose results are as many."""
+    """Return the handler of functions along a dim that keep its size."""
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
         x, given = args[0], named(args, kwargs, "dim")
@@ -191,7 +194,7 @@ def _median(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any
         return NotImplemented
     mask = x.column().expand_as(x.places).reshape(-1)
     values = x.places.reshape(-1)
-    # As many of the others below it as it takes for the same middle.
+    # Add small and large numbers around the selected ones so that the middle stays the same.
     count = mask.sum()
     below = (mask.shape[0] - 1) // 2 - (count - 1) // 2
     low = (~mask).cumsum(0) <= below

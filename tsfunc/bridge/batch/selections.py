@@ -1,19 +1,20 @@
-"""``x[mask]`` where the mask differs from example to example.
+"""``x[mask]`` with a mask that differs between examples.
 
 NOTE [selections]
-How many elements a mask selects differs too, so a batch can't hold the result. Much of what is done
-with one does not need to know: elementwise functions, sums and means, and writing it back
-(``x[mask] = f(x[mask])``, which is what ``x[mask] *= 2`` is). So what the user gets is a
-*selection*: all places, and which of them are selected. Its one dim of unknown size is that of the
-places; what is asked of that size is an error, which names the line of ``x[mask]``.
+The number of elements that a mask selects differs between examples, so a batch can't hold the
+result. Many uses of the result don't depend on that number: elementwise functions, sums and means,
+and a write by the same mask (``x[mask] = f(x[mask])``, which includes ``x[mask] *= 2``). So
+``x[mask]`` returns a *selection*: all places, and a mask of the selected ones. The dim of the
+places is the only dim of unknown size. An operation that needs this size raises an error that names
+the line of ``x[mask]``.
 
-The places that are not selected hold the first selected element of the example. So what is called
-on them goes as it goes on a selected one: no logarithm of a number that the mask was to keep out,
-no derivative that is infinite there. A sum puts zeros in their place, a maximum the smallest number
-(``selection_sums``; ``selection_rows``, ``selection_items``).
+Places that are not selected hold the first selected element of the example. A function therefore
+behaves at them as it does at a selected place: no logarithm of a number that the mask excludes,
+and no infinite derivative. Before a reduction, the neutral element replaces them: zero for a sum,
+the smallest number for a maximum (``selection_sums``; ``selection_rows``, ``selection_items``).
 
-All of it is done by calls at the user's own level, as if they stood in the program: derivatives of
-every kind, outer levels and traces see ``torch.where`` and the like.
+Selections are implemented by calls at the user's own level, as if the program contained these
+calls. Derivatives of every kind, outer levels and traces see ``torch.where`` and similar operators.
 """
 
 from __future__ import annotations
@@ -35,14 +36,20 @@ from tsfunc.ops.refusal import require
 _T = torch.Tensor
 _ALL = slice(None)
 
-# What is served of calls with selections among their arguments.
+# The handlers of calls with selections among their arguments, by callable.
 Given = Mapping[str, Any]
 Served = Callable[[Callable[..., Any], Sequence[Any], Given], Any]
 SERVED: dict[Any, Served] = {}
 
 
 def serve(served: Served, names: str, *owners: Any) -> None:
-    """Has functions of torch's served; ``owners`` are the modules and classes that have them."""
+    """Register a handler for functions of torch.
+
+    Args:
+        served: the handler.
+        names: the functions' names, separated by spaces.
+        owners: the modules and classes that have the functions; torch and Tensor by default.
+    """
     for name in names.split():
         for owner in owners or (torch, _T):
             found = getattr(owner, name, None)
@@ -51,7 +58,7 @@ def serve(served: Served, names: str, *owners: Any) -> None:
 
 
 def named(args: Sequence[Any], kwargs: Given, *names: str) -> dict[str, Any]:
-    """The arguments after the first by their names; what was not given is left out."""
+    """Return the arguments after the first by name, without those that were not given."""
     given = dict(zip(names, args[1:], strict=False))
     for name, value in kwargs.items():
         given[{"axis": "dim", "keepdims": "keepdim"}.get(name, name)] = value
@@ -59,14 +66,14 @@ def named(args: Sequence[Any], kwargs: Given, *names: str) -> dict[str, Any]:
 
 
 class Selection(Tracer):
-    """Some elements of a tensor, of which each example selects its own.
+    """A tensor of some elements of another tensor, which differ between examples.
 
     Attributes:
-        places: the tensor, its dims that the mask has as one: ``[*before, places, *after]``.
-        mask: which places are selected.
-        after: how many dims come after that of the places.
-        source: the user's mask, and its state; None for what was narrowed since.
-        line: where it was selected.
+        places: all elements, ``[*before, places, *after]``: the mask's dims are flattened into one.
+        mask: True for the selected places; it has one dim.
+        after: the number of dims after that of the places.
+        source: the user's mask and its state; None after the selection was narrowed.
+        line: the place in the user's code that made the selection.
     """
 
     places: torch.Tensor
@@ -100,25 +107,25 @@ class Selection(Tracer):
 
     @property
     def record(self) -> Selection:
-        """As other marked tracers have one (``marked``)."""
+        """The selection itself: marked tracers have a ``record`` (``marked``)."""
         return self
 
     @property
     def at(self) -> int:
-        """The dim of the places, from the end."""
+        """The dim of the places, as a negative number."""
         return -1 - self.after
 
     @property
     def is_first(self) -> bool:
-        """Whether the dim of the places is the first."""
+        """True if the dim of the places is the first."""
         return self.places.dim() == self.after + 1
 
     def settle(self) -> NoReturn:
-        """It can't be looked at as a tensor is."""
+        """Raise, because a selection has no tensor of a known size."""
         self.refuse("a transform or a result")
 
     def refuse(self, by: str) -> NoReturn:
-        """Raises the error for what needs to know how many elements are selected."""
+        """Raise the error for an operation that needs the number of selected elements."""
         raise DataDependentError(
             f"vmap: aten::index.Tensor, at {self.line}: the size of the result depends on the "
             f"values of a batched tensor, so it would differ from example to example (torch.func "
@@ -134,7 +141,7 @@ class Selection(Tracer):
         self.refuse("shape")
 
     def size(self, dim: Any = None) -> Any:
-        """The size of one dim, where it is not that of the places."""
+        """Return the size of one dim; raise if it is the dim of the places."""
         rank = self.places.dim()
         if dim is None or dim % rank == self.at % rank:
             self.refuse("size")
@@ -156,24 +163,24 @@ class Selection(Tracer):
         return f"Selection(by a mask of {self.dispatch_level.name}, at {self.line})"
 
     def like(self, places: torch.Tensor, after: int | None = None) -> Any:
-        """The same places of another tensor."""
+        """Return a selection of another tensor by the same mask."""
         return _make(places, self.mask, self.after if after is None else after, self.source,
                      self.line)  # fmt: skip
 
     def filled(self, value: Any) -> torch.Tensor:
-        """All places, with a number where none is selected."""
+        """Return all places, with ``value`` in those that are not selected."""
         return torch.where(self.column(), self.places, value)
 
     def column(self) -> torch.Tensor:
-        """The mask, with dims for those that come after."""
+        """Return the mask with dims of size 1 for the dims after it, so that it broadcasts."""
         return self.mask.reshape(-1, *[1] * self.after)
 
     def count(self) -> torch.Tensor:
-        """How many places are selected."""
+        """Return the number of selected places as a tensor without dims."""
         return self.mask.sum()
 
     def on(self, mask: torch.Tensor, source: Any = None) -> torch.Tensor:
-        """The places in the order of another mask, which is to select as many."""
+        """Return the places in the order of another mask, which must select as many elements."""
         if mask is self.mask or (source is not None and _same(source, self.source)):
             return self.places
         count = mask.sum()
@@ -181,14 +188,14 @@ class Selection(Tracer):
             count == self.count(),
             "shape mismatch: two masks are used together that do not select as many elements",
         )
-        # The n-th place that one mask selects is the n-th of the other.
+        # The n-th place that one mask selects corresponds to the n-th of the other.
         order = (~self.mask).byte().argsort(stable=True)
         ordinal = (mask.cumsum(0) - 1).clamp(min=0)
         return self.places.index_select(self.at, order.index_select(0, ordinal))
 
 
 def is_lazy(mask: Any) -> bool:
-    """Whether ``x[mask]`` is a selection: examples differ, and are not to be split by it."""
+    """Return True if ``x[mask]`` is a selection: the mask is batched at a level without splits."""
     if not isinstance(mask, BatchTracer) or mask.dtype is not torch.bool:
         return False
     value: Any = mask
@@ -200,7 +207,7 @@ def is_lazy(mask: Any) -> bool:
 
 
 def select(x: torch.Tensor, items: Sequence[Any]) -> Any:
-    """``x[items]``; one of the items is such a mask, the others are basic ones."""
+    """``x[items]``, where one item is a lazy mask and the others are basic items."""
     view, mask, before = view_of(x, items)
     after = view.dim() - before - mask.dim()
     source = mask, state_of(mask)
@@ -216,7 +223,13 @@ def select(x: torch.Tensor, items: Sequence[Any]) -> Any:
 
 
 def view_of(x: torch.Tensor, items: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What basic items give, with whole dims for the mask among them; the mask; where they are."""
+    """Return the view by the basic items, the mask, and the number of dims before the mask.
+
+    The view keeps the dims that the mask indexes.
+
+    Raises:
+        IndexError: the mask's shape is not that of the dims that it indexes.
+    """
     (place,) = [place for place, item in enumerate(items) if isinstance(item, BatchTracer)]
     mask = items[place]
     before = sum(1 for item in items[:place] if item is None or isinstance(item, slice))
@@ -232,7 +245,7 @@ def view_of(x: torch.Tensor, items: Sequence[Any]) -> tuple[torch.Tensor, torch.
 
 
 def spread(value: Selection, mask: torch.Tensor, right: int) -> torch.Tensor:
-    """A selection as what is written by a mask: ``right`` dims follow those of the mask."""
+    """Return a selection as the values of a write by ``mask``, with ``right`` dims after it."""
     if value.after != right:
         value.refuse("a write to dims that it does not have")
     places = value.on(mask.reshape(-1), (mask, state_of(mask)))
@@ -243,7 +256,7 @@ def spread(value: Selection, mask: torch.Tensor, right: int) -> torch.Tensor:
 
 
 def selections_in(values: Sequence[Any]) -> Iterator[Selection]:
-    """The selections among values and lists of them."""
+    """Yield the selections among values and nested lists of values."""
     for value in values:
         if isinstance(value, Selection):
             yield value
@@ -252,9 +265,10 @@ def selections_in(values: Sequence[Any]) -> Iterator[Selection]:
 
 
 def together(args: Sequence[Any], by: str) -> tuple[Selection, list[Any]]:
-    """The first selection, and values in its order: what broadcasts with places is left as it is.
+    """Return the first selection, and all values in the order of its places.
 
-    ``by`` is who asks.
+    Values that broadcast with the places are returned unchanged. ``by`` is the name of the
+    operation, for the error.
     """
     lead = next(selections_in(args))
     values: list[Any] = []
@@ -274,7 +288,7 @@ def together(args: Sequence[Any], by: str) -> tuple[Selection, list[Any]]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two masks are one tensor, that has not been written to between."""
+    """Return True if two masks are the same tensor, without a write between."""
     if one is None or other is None or one[0] is not other[0] or one[1] is None:
         return False
     return other[1] is not None and one[1][0] is other[1][0] and one[1][1] == other[1][1]
@@ -293,7 +307,7 @@ def _make(
 def _serve(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Door 1 for calls with selections among their arguments."""
+    """The function handler for calls with selections among their arguments."""
     served = SERVED.get(func)
     if served is None and func in LOOKS and isinstance(args[0], Selection):
         return METHODS[func](func, types, args, kwargs)
@@ -306,14 +320,14 @@ def _serve(
 
 
 def _composite(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """torch's functions in Python are their parts; others are not served."""
+    """Run a Python function of torch on selections; NotImplemented for other functions."""
     code = getattr(func, "__code__", None)
     if code is None or func in METHODS:
         return NotImplemented
     return hop(func, (), args, kwargs)
 
 
-# Python's operators, by what torch calls them.
+# The methods of Python's operators, with the names of torch's functions.
 _OPERATORS = {
     "truediv": "div", "rtruediv": "div", "itruediv": "div", "rdiv": "div", "idiv": "div",
     "floordiv": "floor_divide", "rfloordiv": "floor_divide", "ifloordiv": "floor_divide",
@@ -325,7 +339,7 @@ _OPERATORS = {
     "ilshift": "bitwise_left_shift", "lshift": "bitwise_left_shift",
     "irshift": "bitwise_right_shift", "rshift": "bitwise_right_shift",
 }  # fmt: skip
-# Elementwise as well, without torch's tag.
+# Elementwise functions that don't have torch's pointwise tag.
 _OTHERS = frozenset({
     "to", "type", "float", "double", "half", "bfloat16", "long", "int", "short", "char", "byte",
     "bool", "cfloat", "cdouble", "type_as", "clone", "contiguous", "detach", "zeros_like",
@@ -335,7 +349,7 @@ _OTHERS = frozenset({
 
 
 def _is_elementwise(func: Any) -> bool:
-    """Whether each element of the result is worked out from one of each argument."""
+    """Return True if each element of the result depends on one element of each argument."""
     name = getattr(func, "__name__", "")
     owners = (torch, _T, torch.nn.functional, torch.special)
     if not any(getattr(owner, name, None) is func for owner in owners):
@@ -354,7 +368,7 @@ def _is_elementwise(func: Any) -> bool:
 
 
 def is_in_place(name: str) -> bool:
-    """Whether a function of torch's of this name writes into its first argument."""
+    """Return True if a function of torch with this name writes into its first argument."""
     if name.endswith("__"):
         return name.startswith("__i") and name != "__invert__"
     return name.endswith("_")

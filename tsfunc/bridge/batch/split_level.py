@@ -1,30 +1,30 @@
-"""A vmap whose examples may go different ways (``data_dependent="split"``): its level and tracers.
+"""The level and the tracers of a vmap that splits its batch (``data_dependent="split"``).
 
 NOTE [splitting]
-Where the function asks for a Python value that differs from example to example (``if``,
-``.item()``, the size of a ``nonzero``), all examples are looked at. The largest group of those that
-answer alike goes on: the level's batch becomes that group, within the same run of the function. The
-other groups are put off; the vmapped call runs the function for each of them from its start. So
+When the function reads a Python value that differs between examples (``if``, ``.item()``, the size
+of a ``nonzero``), the level groups all examples by their answers. The largest group continues: the
+level's batch becomes that group, within the same run of the function. The other groups are put off;
+the vmapped call runs the function for each of them from its start. As a result:
 
-- there is one run for each sequence of answers that occurs, and each goes to its end;
-- an example that is put off is in a group of half the batch at most, so that it is run
-  1 + log2(batch size) times at most, however the answers fall;
-- a batch whose examples keep leaving one by one is given up, and what is left of it is run example
-  by example. There are never more runs that go to their end than a loop over the examples makes.
+- there is one complete run for each sequence of answers that occurs;
+- an example that is put off is in a group of at most half the batch, so it is run at most
+  1 + log2(batch size) times, however the answers fall;
+- a batch whose examples keep leaving one by one is given up, and the rest of it is run example by
+  example. The number of complete runs is never more than a loop over the examples makes.
 
-What the function made before the batch became smaller has a place for every example that it had
-then. A tracer is narrowed when it is next looked at: its ``value`` is a property that selects the
-examples that are left, under the state that the level captured, so that the graphs of outer levels
-pass through the selection.
+A value made before the batch became smaller has a place for each example of the earlier batch. A
+tracer is narrowed at the next access: its ``value`` is a property that selects the remaining
+examples, under the state that the level captured, so that the graphs of outer levels include the
+selection.
 
 NOTE [memory that examples left]
-Narrowing copies, so that tensors which shared memory no longer do. This matters only once one of
-them is written to. Then, if another one is still there, the level's own examples start anew: up to
-here their answers agree, so nothing is narrowed in that run. A write into an argument, which the
-caller is to see, has the call start anew on copies (``writes_arguments``).
+Narrowing copies, so tensors that shared memory no longer share it. This matters only when one of
+them is written to. If another one is still alive at that time, the level's own examples start anew:
+their answers agree up to here, so the new run narrows nothing. If the function writes into an
+argument, which the caller must see, the call starts anew on copies (``writes_arguments``).
 
-Public names that are little known: ``torch.multiprocessing.reductions.StorageWeakRef`` says
-whether a storage is still there, without keeping it.
+Public names that are little known: ``torch.multiprocessing.reductions.StorageWeakRef`` tells
+whether a storage is still alive, without keeping it alive.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from tsfunc.ops.splitting import groups_of, take_examples
 
 
 class StartAnew(BaseException):
-    """Internal: the run of a level's examples is given up; the vmapped call begins it again.
+    """Internal: aborts the run of a level's examples, which the vmapped call then repeats.
 
-    No ``Exception``: the user's function is not to catch it.
+    The base class is not ``Exception``, so that the user's function does not catch it.
     """
 
     def __init__(self, level: BatchLevel) -> None:
@@ -54,17 +54,18 @@ class StartAnew(BaseException):
 
 
 class SplitLevel(BatchLevel):
-    """An active vmap that goes on with the examples whose answers agree (NOTE [splitting]).
+    """An active vmap that continues with the examples whose answers agree (NOTE [splitting]).
 
     Attributes:
-        lanes: which of the call's examples the batch has, in ascending order.
-        put_off: groups of examples that went another way.
-        generation: how often the batch became smaller.
-        asked: whether any Python value was asked for.
-        copying: whether its arguments are copies of the caller's.
-        alone: whether its one example is given as it is, and not as a tracer.
-        written: which of these copies were written into, by their places among the inputs.
-        writes_arguments: whether the function was about to write into arguments that are not.
+        lanes: the indices of the call's examples that are in the batch, in ascending order.
+        put_off: the groups of examples that gave other answers.
+        generation: the number of times that the batch became smaller.
+        asked: True if the function has read a Python value.
+        copying: True if the level's arguments are copies of the caller's.
+        alone: True if the only example is passed as a plain value, not as a tracer.
+        written: the input positions of the copies that were written into.
+        writes_arguments: True if the function was about to write into an argument that is not
+            a copy.
     """
 
     __slots__ = ("_call_size", "_moves", "_past", "_picked", "alone", "asked", "copying",
@@ -106,13 +107,16 @@ class SplitLevel(BatchLevel):
         return self.lanes
 
     def agree(self, answers: torch.Tensor) -> torch.Tensor | None:
-        """Goes on with the largest group of examples that answer alike.
+        """Continue with the largest group of examples that give the same answer.
 
         Args:
             answers: a row for each example of the batch, compared bit by bit.
 
         Returns:
-            The places in the batch of those that are left, or None where all are.
+            The positions of the remaining examples in the batch, or None if all examples agree.
+
+        Raises:
+            StartAnew: the batch comes apart; its first example runs alone, and the others later.
         """
         self.asked = True
         groups = groups_of(answers)
@@ -132,11 +136,12 @@ class SplitLevel(BatchLevel):
         return kept
 
     def _comes_apart(self) -> bool:
-        """Whether examples have kept leaving, hardly two at a time, until a quarter was gone.
+        """Return True if examples kept leaving in small groups until a quarter was gone.
 
-        Then the others are taken to do so too, as where a loop ends for each in its own time: all
-        but the last group would be run once more. They are run by themselves now, as plain tensors
-        (NOTE [one example] in ``transforms/split``), which costs what a loop over them costs.
+        The condition is at least three splits with at most two examples per split on average. The
+        remaining examples are then expected to part as well, as in a loop that ends at a different
+        step for each example, and each split would rerun all that leave. They run one by one
+        instead, as plain tensors (NOTE [one example] in ``transforms/split``), as a loop would.
         """
         gone = len(self._past[0]) - len(self.lanes)
         often = self.generation
@@ -154,7 +159,7 @@ class SplitLevel(BatchLevel):
         return twin
 
     def narrowed(self, value: torch.Tensor, at: int, generation: int) -> torch.Tensor:
-        """The examples that are left, of a value from when there were more."""
+        """Select the remaining examples of a value from an earlier generation."""
         places = self._picked.get(generation)
         if places is None:
             places = torch.searchsorted(self._past[generation], self.lanes)
@@ -166,7 +171,7 @@ class SplitLevel(BatchLevel):
         return taken
 
     def before_write(self, target: BatchTracer) -> None:
-        """Gives the run up where others would miss what is written to the tensor."""
+        """Abort the run if a write to the tensor would not reach tensors that shared its memory."""
         memory = _storage_of(target)
         if memory is None:
             return
@@ -180,17 +185,17 @@ class SplitLevel(BatchLevel):
             raise StartAnew(level)
 
     def note_argument(self, value: torch.Tensor, place: int) -> None:
-        """This is the input at a place: writes into it are to be seen outside."""
+        """Record that ``value`` is the input at ``place``; the caller must see writes into it."""
         self._moves.note_argument(value, self, place)
 
 
 def was_written(value: torch.Tensor) -> bool:
-    """Whether a tensor that was cloned, or a view of it, may have been written into since."""
+    """Return True if a cloned tensor, or a view of it, may have been written into since."""
     return isinstance(value, Tracer) or value._version > 0
 
 
 def before_write(level: BatchLevel, target: Any) -> None:
-    """An operator writes in place into a tensor, or each of a list."""
+    """Prepare an in-place write into a tensor, or into each tensor of a list."""
     if isinstance(target, list | tuple):
         for item in target:
             before_write(level, item)
@@ -199,7 +204,7 @@ def before_write(level: BatchLevel, target: Any) -> None:
 
 
 class SplitTracer(HotTracer):
-    """A batched tensor that follows its level when that goes on with fewer examples."""
+    """A batched tensor that follows its level when the level's batch becomes smaller."""
 
     __slots__ = ()
 
@@ -221,25 +226,26 @@ class SplitTracer(HotTracer):
 
 
 class _BeginningAnew:
-    """The splitter of a level that a rule enters for the batch of another one.
+    """The splitter of a level that a rule enters for the batch of another level.
 
-    What runs there works on values of one size: where examples differ, the other level begins
-    anew with those that agree.
+    A rule's values have one batch size, so they can't be narrowed within the rule. If examples
+    differ, the other level starts anew with those that agree.
     """
 
     def __init__(self, level: SplitLevel) -> None:
         self.level = level
 
     def agree(self, answers: torch.Tensor) -> None:
-        """Goes on where all examples agree."""
+        """Return None if all examples agree, and raise StartAnew otherwise."""
         if self.level.agree(answers) is not None:
             raise StartAnew(self.level)
 
 
 class _Moves:
-    """Which storages have copies of what was one memory before examples parted.
+    """The storages that were one memory before examples parted.
 
-    Levels inside of one another share it: the outer one may move what the inner one looks at.
+    Nested levels share one record, because an outer level may move memory that an inner level
+    uses.
     """
 
     def __init__(self) -> None:
@@ -247,7 +253,7 @@ class _Moves:
         self._arguments: dict[int, tuple[StorageWeakRef, set[tuple[SplitLevel, int]]]] = {}
 
     def moved(self, old: torch.Tensor, new: torch.Tensor, level: SplitLevel) -> None:
-        """A value was copied for the examples that are left at a level."""
+        """Record that a value was copied for the remaining examples of a level."""
         before, after = _storage_of(old), _storage_of(new)
         if before is None or after is None or before.cdata == after.cdata:
             return
@@ -261,25 +267,25 @@ class _Moves:
             self._arguments[after.cdata] = after, self._arguments[before.cdata][1]
 
     def parted_at(self, memory: StorageWeakRef) -> SplitLevel | None:
-        """The outermost level at which a memory parted from another that is still there."""
+        """Return the outermost level at which a memory parted from another one that is alive."""
         family = self._families.get(memory.cdata, ())
         others = [at for other, at in family if other.cdata != memory.cdata and not other.expired()]
         return min(others, key=lambda level: level.depth, default=None)
 
     def note_argument(self, value: torch.Tensor, level: SplitLevel, place: int) -> None:
-        """A memory is that of an argument of a level's call."""
+        """Record that a memory belongs to an argument of a level's call."""
         memory = _storage_of(value)
         if memory is not None:
             self._arguments.setdefault(memory.cdata, (memory, set()))[1].add((level, place))
 
     def arguments_at(self, memory: StorageWeakRef, level: SplitLevel) -> set[int]:
-        """Which arguments of a level's call a memory belongs to, or was copied from."""
+        """Return the arguments of a level's call that a memory belongs to, or was copied from."""
         known = self._arguments.get(memory.cdata)
         return set() if known is None else {place for at, place in known[1] if at is level}
 
 
 def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:
-    """The memory of what a tensor stands for in the end; None where it has none."""
+    """Return the storage of a tensor's innermost value; None if it has none."""
     while isinstance(value, Tracer):
         inner = getattr(value, "value", None)
         if not isinstance(inner, torch.Tensor):
@@ -288,11 +294,11 @@ def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:
     try:
         return StorageWeakRef(value.untyped_storage())
     except (NotImplementedError, RuntimeError):
-        return None  # sparse tensors, and those without data
+        return None  # sparse tensors and tensors without data
 
 
 class SlottedSplitTracer(SplitTracer, SlottedTracer):
-    """What a tracer with slots becomes when it is turned into one of these (``turning``)."""
+    """The class of a slotted tracer that is turned into a split tracer (``turning``)."""
 
     __slots__ = ()
 

@@ -1,12 +1,13 @@
-"""Batching rules that were written for torch, used as they are.
+"""Batching rules that were written for torch.vmap, used unchanged.
 
 ``torch.library.register_vmap`` gives a custom operator a rule
-``rule(info, in_dims, *args, **kwargs) -> (output, out_dims)``. For what ``custom_op`` made, torch
-keeps that function, and it is called here. For other operators (``torch.library.define``, or a
-kernel in C++) it is behind a kernel of torch.func's key, which torch.vmap over the values reaches.
+``rule(info, in_dims, *args, **kwargs) -> (output, out_dims)``. torch keeps the rule of an operator
+made by ``custom_op``, and it is called here. For other operators (``torch.library.define``, or a
+kernel in C++) the rule is inside a kernel of torch.func's key, which torch.vmap over the values
+calls.
 
-Private names used here (torch 2.11 to 2.13): ``_C._dispatch_has_kernel_for_dispatch_key`` says
-whether there is such a kernel.
+Private names used here (torch 2.11 to 2.13): ``_C._dispatch_has_kernel_for_dispatch_key`` tells
+whether such a kernel exists.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from tsfunc.ops.registry import Category, Rule
 def by_torchs_rule(
     op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs a custom operator by a rule that was written for torch, or by its ``pointwise`` tag.
+    """Run a custom operator by a rule that was written for torch, or by its ``pointwise`` tag.
 
-    NotImplemented where there is neither, and for torch's own operators.
+    Return NotImplemented if the operator has neither, and for torch's own operators.
     """
     if op.overload.namespace == "aten":
         return NotImplemented
@@ -54,12 +55,12 @@ def by_torchs_rule(
 
 
 def has_torchs_rule(op: TorchOperator) -> bool:
-    """Whether a rule for torch.vmap was registered."""
+    """Return True if a rule for torch.vmap is registered."""
     return bool(_dispatch_has_kernel_for_dispatch_key(op.name, "FuncTorchBatched"))
 
 
 def _batched(args: Sequence[Any], level: BatchLevel) -> tuple[list[Any], list[Any]]:
-    """Dims and values of the arguments; dims of a list are a list."""
+    """Return batch dims and values of the arguments; a list argument has a list of batch dims."""
     dims, values = [], []
     for arg in args:
         value, dim = unwrap(arg, level)
@@ -85,7 +86,7 @@ _by_tags: dict[str, Rule | None] = {}
 def _by_tag(
     op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """An operator that its author has tagged as pointwise is one."""
+    """Run an operator by the pointwise rule if its author tagged it as pointwise."""
     if torch.Tag.pointwise not in op.overload.tags:
         return NotImplemented
     if op.name not in _by_tags:

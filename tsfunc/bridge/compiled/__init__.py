@@ -1,12 +1,12 @@
-"""The handlers of batched tensors in compiled code: how they are built, found and loaded.
+"""The compiled handlers of batched tensors: how they are built, found and loaded.
 
-``handlers.cpp`` has the two handlers of ``hot_calls``; NOTE [compiled handlers] there says what
-they do. They are optional: without them the Python handlers serve every call, with the same
-results. Importing tsfunc never compiles anything. ``python -m tsfunc build`` does, once for a
-version of torch and of Python, and puts the library beside this file.
+``handlers.cpp`` has the two handlers of ``hot_calls``; NOTE [compiled handlers] there describes
+them. They are optional: without them the Python handlers serve every call, with the same results.
+Importing tsfunc never compiles anything. ``python -m tsfunc build`` compiles the handlers once for
+a version of torch and of Python, and puts the library beside this file.
 
-The library is compiled against torch's C++ headers, which are not stable between releases, so
-its file name has torch's version and a hash of the source.
+The library is compiled against torch's C++ headers, which are not stable between releases, so its
+file name contains torch's version and a hash of the source.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_enabled() -> bool:
 
 
 def load() -> ModuleType | None:
-    """Return the compiled handlers, or None where they are not built or switched off."""
+    """Return the compiled handlers, or None if they are not built or switched off."""
     if not is_enabled():
         return None
     path = library_path()
@@ -88,15 +88,15 @@ def command(output: Path) -> list[str]:
 
 
 def build() -> tuple[Path, float]:
-    """Compile the handlers for this torch and Python, if they are not there yet.
+    """Compile the handlers for this torch and Python, unless the library exists.
 
     Returns:
-        The library's path, and the seconds that the compiler took (0 where it was there).
+        The library's path, and the compile time in seconds (0 for an existing library).
 
     Raises:
         FileNotFoundError: there is no C++ compiler.
-        OSError: the directory can't be written to. Set ``TSFUNC_BUILD_DIR`` to one that can.
-        RuntimeError: the compiler failed; the message has the end of what it printed.
+        OSError: the directory is not writable. Set ``TSFUNC_BUILD_DIR`` to a writable one.
+        RuntimeError: the compiler failed; the message has the end of its output.
     """
     path = library_path()
     if path.exists():

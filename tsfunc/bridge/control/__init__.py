@@ -1,1 +1,1 @@
-"""Control flow at every level: traced bodies, runs on some of the examples, collectives."""
+"""Control flow at every level: traced bodies, runs on subsets of the examples, collectives."""

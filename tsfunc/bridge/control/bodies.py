@@ -8,7 +8,7 @@ function) need no other treatment: the inputs are wrapped in tracers of the same
 
 A tensor has one layout wherever a body takes or returns it: its batch dims come first, the
 outermost vmap's before the others'. ``HiddenVmaps.stack`` is the only code that says so, and
-``HiddenVmaps.rewrap_as`` the only code that moves an operand's batch dims there.
+outermost vmap's before the others'. ``HiddenVmaps.stack`` is the only code that defines this, and
 
 If the trace's level, or one inside of it, records autograd, the body's inputs are cut from its
 graph, and the whole operator becomes one node of it: NOTE [control flow in programs] in
@@ -233,7 +233,7 @@ class BodyLevel(TraceLevel, StandIn):
         if level is self or (isinstance(level, BodyLevel) and level.within(self)):
             return value
         if level is None and self.is_of_functorch(value):
-            return value  # its parts are inputs already
+            return value  # a tensor of torch.func; the body's inputs are its parts
         known = self.taken.get(id(value))
         if known is None:
             known = value, self.input(value)
@@ -294,7 +294,7 @@ class BodyLevel(TraceLevel, StandIn):
             yield
 
     def argument(self, value: torch.Tensor) -> Any:
-        """Return an input for an argument of the body, of which only the type is known.
+        """Return an input for an argument of the body, with only the type of the argument.
 
         A fake tensor may know its data, if the function made it from numbers, and the symbol that
         it was read as. Both hold for the first call of a loop's body only.
@@ -314,7 +314,7 @@ class BodyLevel(TraceLevel, StandIn):
         # While a kernel runs, only levels outside of its own are active.
         own = isinstance(inner, TraceTracer) and inner.dispatch_level.root is self.root
         if isinstance(value, Tracer) and not own and not is_traced(value):
-            return self.parent.lift(value)  # of a level outside of the trace
+            return self.parent.lift(value)  # the tracer belongs to a level outside of the trace
         traced = isinstance(inner, TraceTracer)
         if not traced and (self.hidden.levels or not stack.frames or _any_recorded(value)):
             return stack.around(self.parent.lift(inner))

@@ -1,9 +1,9 @@
 """Collectives over named axes: the examples of a vmap, or the ranks of a mesh.
 
-Over a vmap, a collective is a linear map of a level's tensors, as NOTE [linear maps] in
-``linear_maps`` has it: the sum over the examples sums the batch dim away, and its result is the
-same for each. Its transpose is a collective again. Over a mesh it is one operator: NOTE [exchanges]
-in ``bridge/mesh/operators``.
+Over a vmap, a collective is a linear map of a level's tensors (NOTE [linear maps] in
+``linear_maps``). The sum over the examples, for instance, sums over the batch dim, and its result
+is the same for each example. The transpose of a collective is a collective, too. Over a mesh, a
+collective is one operator: NOTE [exchanges] in ``bridge/mesh/operators``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> Axis:
 
     Args:
         name: the axis.
-        what: how errors call the collective.
-        alone: whether an example can do without the others' values.
+        what: the name of the collective in errors.
+        alone: True if the operation does not need the values of other examples.
 
     Raises:
         UnboundAxisError: no active level binds it; the message lists those that are bound.
         NeedsWholeBatch: a branch or a loop's body runs on an active subset of the examples.
     """
-    # The subset of examples that the code runs on, where it may be another one at each index of an
-    # axis outside: that of other ranks, or one that differs among the examples of a vmap.
+    # Errors for code that runs on a subset of examples that may differ along an outer axis (between
+    # the ranks of a mesh, or between the examples of a vmap).
     on_ranks: NeedsWholeBatch | None = None
     by_example: NeedsWholeBatch | None = None
     for level in reversed(tls.state.levels):
@@ -68,7 +68,7 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> Axis:
 
 
 def _unbound(name: Any, what: str) -> str:
-    """The message for an axis that no active level binds."""
+    """Return the message for an axis that no active level binds."""
     vmapped = [
         repr(level.axis_name)
         for level in tls.state.levels
@@ -94,7 +94,7 @@ def is_bound(name: Any) -> bool:
 
 
 def named_axes(within: TracerLevel) -> list[BatchLevel]:
-    """The active vmaps inside of a level whose axes have names."""
+    """Return the active vmaps inside of a level that have named axes."""
     return [
         level
         for level in tls.state.levels
@@ -109,7 +109,7 @@ class Collective(LinearMap):
 
     Attributes:
         level: the vmap.
-        axes: the dims that it makes, takes or fills, as the examples have them.
+        axes: the dims that it adds, removes or fills, as dims of one example.
     """
 
     def __init__(self, level: BatchLevel, *axes: int) -> None:
@@ -121,7 +121,7 @@ class Collective(LinearMap):
         with level.restored():
             if level.depth <= self.level.depth:
                 return self.physical(*batched_value(value, self.level))
-            # A level inside has a batch dim of its own, which goes first and stays there.
+            # An inner level has its own batch dim, which is moved to the front and stays there.
             inner, dim = value.value, getattr(value, "bdim", None)
             if dim is not None:
                 inner = inner.movedim(dim, 0)
@@ -129,15 +129,15 @@ class Collective(LinearMap):
             return rebuilt(value, out, None if dim is None else 0)
 
     def shifted(self, by: int) -> Collective:
-        """The same for values that have as many dims more in front."""
+        """Return the same collective for values with ``by`` more dims in front."""
         return type(self)(self.level, *(axis + by for axis in self.axes))
 
     def physical(self, value: torch.Tensor, dim: int) -> Any:
-        """The collective of a physical value whose batch dim is ``dim``."""
+        """Return the collective of a physical value whose batch dim is ``dim``."""
         raise NotImplementedError
 
     def of(self, value: torch.Tensor) -> Any:
-        """The collective of a tensor."""
+        """Return the collective of a tensor."""
         return linear(self, (at_level(value, self.level),))
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
@@ -148,7 +148,7 @@ class Collective(LinearMap):
 
 
 class Sum(Collective):
-    """The sum of all examples, the same for each."""
+    """The sum of all examples, which is the same for each example."""
 
     def physical(self, value: torch.Tensor, dim: int) -> Any:
         return wrap(value.sum(dim), None, self.level)
@@ -158,7 +158,7 @@ class Sum(Collective):
 
 
 class Gather(Collective):
-    """All examples along a new dim, the same for each."""
+    """All examples along a new dim, which are the same for each example."""
 
     def physical(self, value: torch.Tensor, dim: int) -> Any:
         return wrap(value.movedim(dim, self.axes[0]), None, self.level)
@@ -168,7 +168,7 @@ class Gather(Collective):
 
 
 class SumScatter(Collective):
-    """The sum of all examples, of which each is given its slice of a dim."""
+    """The sum of all examples, with one slice of a dim for each example."""
 
     def physical(self, value: torch.Tensor, dim: int) -> Any:
         return wrap(value.sum(dim), self.axes[0], self.level)
@@ -178,7 +178,7 @@ class SumScatter(Collective):
 
 
 class AllToAll(Collective):
-    """Slices of a dim sent to the examples, and those that come in put along another."""
+    """The exchange of slices: split a dim among the examples, and concatenate along another."""
 
     def physical(self, value: torch.Tensor, dim: int) -> Any:
         split, concat = self.axes
@@ -190,7 +190,7 @@ class AllToAll(Collective):
 
 
 class Permute(Collective):
-    """Each example's value sent to another; zeros where none comes."""
+    """The transfer of values between pairs of examples; zeros for examples that receive none."""
 
     def __init__(self, level: BatchLevel, pairs: Sequence[tuple[int, int]]) -> None:
         super().__init__(level)
@@ -217,7 +217,7 @@ class Permute(Collective):
 
 
 def total(level: Axis, value: torch.Tensor) -> torch.Tensor:
-    """Return the sum over an axis, the same for each of its indices."""
+    """Return the sum over an axis, which is the same for each of its indices."""
     if isinstance(level, MeshLevel):
         return level.exchanged("sum", (), value)
     found: torch.Tensor = Sum(level).of(value)
@@ -233,7 +233,7 @@ def gathered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def scattered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the sum over an axis, of which each index has its own along a dim."""
+    """Return the sum over an axis, with one slice of ``dim`` for each index."""
     if isinstance(level, MeshLevel):
         return level.exchanged("scatter", (dim,), value)
     found: torch.Tensor = SumScatter(level, dim).of(value)
@@ -241,7 +241,7 @@ def scattered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def exchanged(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch.Tensor:
-    """Send each index its slice of a dim, and return those that come in along another."""
+    """Send each index its slice of ``split``, and return the received slices along ``concat``."""
     if isinstance(level, MeshLevel):
         return level.exchanged("all_to_all", (split, concat), value)
     found: torch.Tensor = AllToAll(level, split, concat).of(value)
@@ -249,7 +249,7 @@ def exchanged(level: Axis, value: torch.Tensor, split: int, concat: int) -> torc
 
 
 def permuted(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Send values along an axis; return zeros where none comes in."""
+    """Send values along an axis; return zeros for an index that receives none."""
     if isinstance(level, MeshLevel):
         ints = [source for source, _ in pairs] + [destination for _, destination in pairs]
         return level.exchanged("permute", ints, value)
@@ -269,7 +269,7 @@ def index(level: Axis, device: torch.device | None) -> torch.Tensor:
 
 
 def size(level: Axis) -> int:
-    """Return how many examples the axis has, of which some may be running by themselves."""
+    """Return the number of examples of an axis, even if a subset of them is running."""
     if isinstance(level, MeshLevel):
         return level.batch_size
     subset = level.origin

@@ -1,16 +1,15 @@
 """Control flow as operators of a program.
 
 NOTE [control flow in programs]
-The bodies of a call become graphs (NOTE [bodies] in ``bodies``), and the call one node of the
-program: a :class:`ControlFlow`, which takes and returns flat tensors when the program runs, and
-then does what the user's call does. So a program with a loop is vmapped and differentiated as
-the loop is.
+The bodies of a call become graphs (NOTE [bodies] in ``bodies``), and the call becomes one node of
+the program: a :class:`ControlFlow`. When the program runs, the node takes and returns flat tensors
+and does the same as the user's call. A program with a loop is therefore vmapped and differentiated
+like the loop itself.
 
-The node's tensors are physical values; the batch dims of a vmap inside of the trace are dims of
-them. Which tracers belong around them, inputs and results, is kept beside (``bodies.TracerStack``).
-Where the trace's own level, or one inside of it, differentiates by an input, the call is an
-``autograd.Function`` of that level (``control_flow_calls``); its backward calls another node, the
-pullback of this one.
+The node's tensors are physical values, which include the batch dims of a vmap inside of the trace.
+The tracers around inputs and results are stored separately (``bodies.TracerStack``). If the trace's
+own level, or one inside of it, differentiates by an input, the call is an ``autograd.Function`` of
+that level (``control_flow_calls``). Its backward calls another node, the pullback of the first one.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from tsfunc.bridge.tracers.operators import TorchOperator
 
 @dataclass(eq=False)
 class Body:
-    """A body's graph, and what it takes.
+    """The graph of a body, and the operands that it takes.
 
     Attributes:
-        name: what the program calls it.
-        graph: its operators.
-        inputs: for each of the graph's inputs, its number among the operands that it is
-            called with.
-        source: the graph as Python, once it has been written.
-        function: what that defines; it takes a list of operands.
+        name: the body's name in the program.
+        graph: the graph of its operators.
+        inputs: for each input of the graph, the position of its operand in the call.
+        source: the graph as Python source; empty until it is written.
+        function: the function that the source defines, from a list of operands to the results.
     """
 
     name: str
@@ -50,17 +48,17 @@ class Body:
 
 
 class NoTorchOperator(Exception):
-    """Internal: torch has no operator for some control flow."""
+    """Internal: torch has no operator for this control flow."""
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """An operator that takes and returns no more than is used of another one.
+    """An operator without the operands and results of another one that are not used.
 
     Attributes:
         op: the operator.
-        operands: which of the other's operands it is called with, in order.
-        results: which of the other's results it returns.
+        operands: the positions of its operands among the other operator's.
+        results: the positions of its results among the other operator's.
     """
 
     op: ControlFlow
@@ -69,22 +67,22 @@ class Narrowed:
 
 
 class ControlFlow:
-    """An operator of a program: a kind of control flow, and the bodies of one call.
+    """An operator of a program: one kind of control flow, with the bodies of one call.
 
-    It is called with flat operands, first the call's own and then what its bodies use of the
-    surroundings, and returns a tuple of tensors.
+    Its operands are flat: first the operands of the call, then the outer tensors and numbers that
+    its bodies use. It returns a tuple of tensors.
 
     Attributes:
-        name: what the program calls it.
-        bodies: its bodies.
+        name: the operator's name in the program.
+        bodies: the bodies of the call.
     """
 
-    # Whether nothing is known of what it does beside returning its results.
+    # True if the operator may have effects beside its results.
     opaque = False
 
     @property
     def random(self) -> bool:
-        """Whether a body draws random numbers."""
+        """True if a body draws random numbers."""
         return any(_draws(node) for body in self.bodies for node in body.graph.nodes)
 
     def __init__(self, name: str, bodies: Sequence[Body]) -> None:
@@ -95,35 +93,35 @@ class ControlFlow:
         raise NotImplementedError
 
     def steps(self, operands: Sequence[Any]) -> int:
-        """Return how often a call runs its bodies; 1 where data decide that.
+        """Return the number of times that a call runs its bodies; 1 if it depends on data.
 
         Args:
-            operands: the nodes that it is called with.
+            operands: the nodes of the call's operands.
         """
         return 1
 
     def in_torch(self, writer: Any, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        """Writes the operator as torch's own (``program.torch_operators``); its results.
+        """Write the operator as torch's own (``program.torch_operators``) and return its results.
 
-        By default what torch traces of :meth:`torch_form`.
+        The default traces :meth:`torch_form` with torch.
 
         Raises:
-            NoTorchOperator: torch has none.
+            NoTorchOperator: torch has no such operator.
         """
         found: list[torch.fx.Node] = writer.traced(self, operands)
         return found
 
     def torch_form(self, writer: Any, operands: Sequence[Any]) -> Callable[..., Any]:
-        """A function that does the same by torch's own operators.
+        """Return an equivalent function made of torch's own operators.
 
-        By default a module of what :meth:`in_torch` writes.
+        The default is a module with the nodes that :meth:`in_torch` writes.
 
         Args:
             writer: makes the module.
-            operands: nodes like what it is called with.
+            operands: nodes like the operands of the call.
 
         Raises:
-            NoTorchOperator: torch has none.
+            NoTorchOperator: torch has no such operator.
         """
         if type(self).in_torch is ControlFlow.in_torch:
             raise NoTorchOperator(self.name)
@@ -133,63 +131,66 @@ class ControlFlow:
     def torch_form_of_batch(
         self, writer: Any, ones: Sequence[Any], batched: Sequence[bool]
     ) -> Callable[..., Any]:
-        """As :meth:`torch_form`, for a batch of calls: see :meth:`mapped`.
+        """Return the same as :meth:`torch_form` for a batch of calls: see :meth:`mapped`.
 
         Args:
             writer: makes modules.
-            ones: nodes like what a single call is called with.
-            batched: which operands have a dim in front; all results have one.
+            ones: nodes like the operands of a single call.
+            batched: for each operand, True if its first dim is a batch dim; the first dim of each
+                result is one.
 
         Raises:
-            NoTorchOperator: torch has none.
+            NoTorchOperator: torch has no such operator.
         """
         dims = [0 if each else None for each in batched]
         dims += [None] * (len(ones) - len(dims))
         return torch.vmap(self.torch_form(writer, ones), tuple(dims), randomness="same")
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
-        """The operator without what nobody uses; None for one of which that is not known.
+        """Return the operator without unused operands and results, or None if it can't be reduced.
 
         Args:
-            count: how many operands a call of it has.
-            used: which of its results are used.
+            count: the number of operands of a call.
+            used: the positions of the results that are used.
         """
         return None
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
-        """The operator that takes cotangents of the results ``of`` to those of the operands ``by``.
+        """Return the operator from cotangents of results ``of`` to those of operands ``by``.
 
-        It is called with the ``count`` tensors that this one is called with, the cotangents, and
-        this one's numbers.
+        Its operands are the ``count`` tensor operands of this operator, the cotangents, and the
+        numbers of this operator.
         """
         raise NotImplementedError
 
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
-        """The operator with the random numbers of an earlier time.
+        """Return the operator that draws the random numbers of an earlier call.
 
-        It is called with the ``count`` tensors that this one is called with, the states that the
-        devices' generators had then, and this one's numbers.
+        Its operands are the ``count`` tensor operands of this operator, the states of the devices'
+        generators before that call, and the numbers of this operator.
         """
         raise NotImplementedError
 
     def mapped(self, batched: Sequence[bool]) -> ControlFlow:
-        """The operator for a batch of calls: these operands, and all results, have a dim in front.
+        """Return the operator for a batch of calls.
 
-        ``batched`` says it of each tensor that it is called with; numbers have none.
+        Args:
+            batched: for each tensor operand, True if its first dim is a batch dim; the first dim of
+                each result is one. Numbers are not batched.
         """
         raise NotImplementedError
 
     def pushforward(self, count: int, by: Sequence[int]) -> ControlFlow:
-        """The operator that takes tangents of the operands ``by`` to those of the results.
+        """Return the operator from tangents of the operands ``by`` to those of the results.
 
-        It is called with the ``count`` tensors that this one is called with, the tangents, and
-        this one's numbers.
+        Its operands are the ``count`` tensor operands of this operator, the tangents, and the
+        numbers of this operator.
         """
         raise NotImplementedError
 
 
 def every_node(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
-    """The nodes of a graph, and those of the bodies in it."""
+    """Yield the nodes of a graph, and those of the bodies in it."""
     for node in graph.nodes:
         yield node
         if isinstance(node.target, ControlFlow):
@@ -205,10 +206,10 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 # NOTE [random numbers of derivatives]
-# A pullback runs the call again, and must draw the numbers that the call has drawn. So the states
-# of the generators before a call that draws are kept, as results of a node of their own.
+# A pullback runs the call again, and must draw the same random numbers. The states of the
+# generators before a call that draws are therefore saved, as the results of a separate node.
 class RandomStates(ControlFlow):
-    """The states that the generators of devices have: NOTE [random numbers of derivatives]."""
+    """The operator that reads generator states: NOTE [random numbers of derivatives]."""
 
     opaque = True
 
@@ -221,7 +222,7 @@ class RandomStates(ControlFlow):
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """The state of a device's generator."""
+    """Return the state of a device's generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
     found: torch.Tensor = torch.get_device_module(device).get_rng_state(device)

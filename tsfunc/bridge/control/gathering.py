@@ -105,7 +105,7 @@ class Merge(LinearMap):
             return wrap(torch.cat(inner, dim).index_select(dim, self.order), dim, self.target)
 
     def _inside(self, level: TracerLevel, values: Sequence[Any]) -> Any:
-        """Merge at a level inside of the subsets', by the values that its tracers wrap."""
+        """Merge at a level inside of the subsets, by the values that its tracers wrap."""
         lifted: list[Any] = [
             v if v.dispatch_level.depth == level.depth else level.lift(v) for v in values
         ]

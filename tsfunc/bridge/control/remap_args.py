@@ -1,4 +1,4 @@
-"""How the function handler remaps the arguments of a body's calls: NOTE [active subsets]."""
+"""The remapping of a body's arguments by the function handler: NOTE [active subsets]."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def is_remapped(func: Any) -> bool:
-    """True if a call made while a body runs is the body's own, with arguments to remap.
+    """Return True if a call made while a body runs belongs to the body and has arguments to remap.
 
-    The arguments of a kernel's call are remapped already. Questions about a tensor's type have the
-    same answer inside and outside, and the code that runs a nested body asks them too.
+    The arguments of a kernel's call are remapped already. A query of a tensor's type has the same
+    answer inside and outside, and the code that runs a nested body makes such queries too.
     """
     if tls.state.running is not None or func == _REQUIRES_GRAD:
         return False

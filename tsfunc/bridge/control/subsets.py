@@ -6,8 +6,8 @@ their own: while the body runs, a :class:`SubsetLevel` replaces the vmap's level
 and with fewer examples. Each tensor of the whole batch that the body touches, passed in or closed
 over, is replaced by its ``index_select``: the function handler remaps the arguments of the body's
 calls before it does anything else (``remap_args``). One ``cat`` and one ``index_select`` merge the
-results of the subsets (``gathering``). A subset of a single example needs no batch: where nothing
-is recorded at the level, its tensors are plain, and its steps cost as much as without vmap.
+results of the subsets (``gathering``). A subset of a single example needs no batch: if nothing is
+recorded at the level, its tensors are plain, and its steps cost as much as without vmap.
 
 The autograd of outer levels records operations on physical values like any operator. At the vmap's
 own level, and at inner levels, whose tracers wrap the vmap's tracers, the remapping is a linear map
@@ -42,7 +42,7 @@ class SubsetLevel(BatchLevel, StandIn):
 
     Attributes:
         parent: the level that the examples are selected from.
-        index: their indices in the parent, a tensor of the outer levels.
+        index: the examples' indices in the parent, an int tensor of the outer levels.
         single: True if it is one example whose tensors are plain.
     """
 
@@ -81,8 +81,8 @@ class SubsetLevel(BatchLevel, StandIn):
     def index_in(self, level: BatchLevel) -> torch.Tensor:
         """Return the indices of the examples in an ancestor.
 
-        If the indices differ among the examples of an outer vmap, which a subset may replace by
-        now, they are the indices for that subset.
+        If the indices differ among the examples of an outer vmap, and a subset currently replaces
+        that vmap, the result has the indices for that subset.
         """
         known = self._composed.get(id(level))
         if known is not None:
@@ -122,9 +122,12 @@ class SubsetLevel(BatchLevel, StandIn):
         return self.whole.places().to(index.device)[index]
 
     def agree(self, answers: torch.Tensor) -> None:
-        """Return if all examples of the subset agree; otherwise restart the vmap without some.
+        """Return None if all examples of the subset agree; otherwise restart the vmap.
 
-        Examples outside of the subset, which need no answer, are never postponed.
+        Examples outside of the subset, which need no answer, are never put off.
+
+        Raises:
+            StartAnew: the examples of the subset have different answers.
         """
         groups = groups_of(answers)
         if len(groups) == 1:
@@ -164,7 +167,7 @@ class SubsetLevel(BatchLevel, StandIn):
         return pytrees.unflatten(structure, taken)
 
     def _wrapped_again(self, value: Any) -> bool:
-        """True if a tracer belongs to another level than the subset's parent."""
+        """True if a tracer belongs to a level other than the subset's parent."""
         return isinstance(value, Tracer) and not (
             type(value) is MadeTracer and value.dispatch_level is self.parent
         )
@@ -220,7 +223,7 @@ def guarded_subset(level: BatchLevel, mask: torch.Tensor) -> SubsetLevel:
     """Return a subset with as many examples as the level, for a mask that can't be read.
 
     An example outside of the mask is replaced by the first one inside, so that a body never sees
-    values that are not meant for it.
+    values of examples that do not take it.
     """
     numbers = torch.arange(level.batch_size, device=mask.device)
     return subset_of(level, torch.where(mask, numbers, mask.long().argmax()))

@@ -1,15 +1,16 @@
-"""torch's own control flow, called inside of our transforms: ``torch.cond`` and its like.
+"""torch's own control flow, such as ``torch.cond``, called inside of tsfunc's transforms.
 
-Outside of its compiler torch has Dynamo compile such a call, which knows nothing of tracers. So
-while a level is active the call is made as it is, and its operator, such as
-``torch.ops.higher_order.cond``, given to ours of the same meaning: which one that is,
-``transforms/control/torch_forms`` says.
+torch compiles such a call with Dynamo, which does not support the tracers. While a level is active
+the call is therefore made without Dynamo, and its operator, such as
+``torch.ops.higher_order.cond``, is replaced by the equivalent function of this library
+(``transforms/control/torch_forms``).
 
-Private names used here (torch 2.13): ``torch._higher_order_ops.utils._hop_compile_and_call`` is
-what torch's functions compile and call an operator by. Without it (it was seen in 2.13 alone) they
-go to Dynamo inside of our transforms too, and only the operators themselves are ours. Of torch 2.11
-to 2.13 is ``generic_associative_scan`` in ``torch._higher_order_ops.associative_scan``, which is no
-operator, but Python that halves the elements until one is left, and so asks how many there are.
+Private names used here (torch 2.13): torch's functions compile and call an operator by
+``torch._higher_order_ops.utils._hop_compile_and_call``. Without this name (only 2.13 is known to
+have it) the functions go to Dynamo inside of the transforms too, and only the operators are
+replaced. torch 2.11 to 2.13 have ``generic_associative_scan`` in
+``torch._higher_order_ops.associative_scan``, which is not an operator but a Python function; it
+halves the elements until one is left, and therefore reads their number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OURS: Final[dict[HigherOrderOperator, Callable[..., Any]]] = {}
 
 
 def stands_for(operator: HigherOrderOperator, func: Callable[..., Any]) -> None:
-    """Registers what an operator of torch's is inside of transforms; it takes its arguments."""
+    """Register the replacement of a torch operator inside of transforms, with equal arguments."""
 
     def called(_: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
@@ -39,7 +40,7 @@ def stands_for(operator: HigherOrderOperator, func: Callable[..., Any]) -> None:
 
 
 class _Given(TorchFunctionMode):
-    """Gives calls of torch's operators to ours, also those without a tracer among the operands."""
+    """Replaces torch's operators, also in calls without a tracer among the operands."""
 
     def __torch_function__(
         self,
@@ -62,7 +63,7 @@ def _given_to_ours(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stands_for_halving(func: Callable[..., Any]) -> None:
-    """Registers what ``generic_associative_scan`` is inside of transforms."""
+    """Register the replacement of ``generic_associative_scan`` inside of transforms."""
     home: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
     halving = home.generic_associative_scan
 
@@ -73,7 +74,7 @@ def stands_for_halving(func: Callable[..., Any]) -> None:
 
 
 def take_over() -> None:
-    """Has torch's functions ask whether a level is active, before they compile anything."""
+    """Patch torch so that its functions don't compile while a level is active."""
     utils: Any = torch._higher_order_ops.utils
     compiled = getattr(utils, "_hop_compile_and_call", None)
     if compiled is not None:

@@ -1,8 +1,8 @@
-"""torch's functions for control flow that torch calls prototypes: their places may change.
+"""torch's prototype functions for control flow, whose import paths may change.
 
 Private names used here (torch 2.11 to 2.13): ``torch._higher_order_ops`` has ``associative_scan``,
-``map``, ``scan`` and ``while_loop``. It is imported where one is called, which is while torch
-records a graph. ``torch.utils._pytree`` are the pytrees that these know.
+``map``, ``scan`` and ``while_loop``. The functions below import it when they are called, which is
+while torch records a graph. ``torch.utils._pytree`` has the pytrees that these functions support.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ torch_tree_map: Callable[..., Any] = _pytree.tree_map
 
 
 def torch_while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carry: Any) -> Any:
-    """``torch``'s while_loop, of one carry."""
+    """Call torch's ``while_loop`` with one carry."""
     from torch._higher_order_ops import while_loop
 
     return while_loop(cond_fn, lambda carry: (body_fn(carry),), (carry,))[0]
 
 
 def torch_scan(f: Callable[..., Any], init: Any, xs: Any, dim: int, reverse: bool) -> Any:
-    """``torch``'s scan."""
+    """Call torch's ``scan``."""
     from torch._higher_order_ops import scan
 
     return scan(f, init, xs, dim=dim, reverse=reverse)
 
 
 def torch_map(f: Callable[..., Any], xs: Any) -> Any:
-    """``torch``'s map."""
+    """Call torch's ``map``."""
     from torch._higher_order_ops import map
 
     return map(f, xs)
 
 
 def torch_associative_scan(fn: Callable[..., Any], xs: Any, dim: int, reverse: bool) -> Any:
-    """``torch``'s associative scan of any function."""
+    """Call torch's ``associative_scan`` with any combine function (``combine_mode="generic"``)."""
     from torch._higher_order_ops import associative_scan
 
     return associative_scan(fn, xs, dim, reverse, combine_mode="generic")

@@ -1,4 +1,4 @@
-"""Bodies of one call of control flow, traced: what they take together, and what they return."""
+"""The traced bodies of one control flow call: their common operands, and their results."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class TracedBody:
 
     Attributes:
         level: its level, with the graph.
-        leaves: what it returned, flat; tensors are traced, numbers are numbers until `settle`.
-        spec: the structure of that.
+        leaves: the flat results: traced tensors, and Python numbers until ``settle``.
+        spec: the structure of the results.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class TracedBody:
         ]
 
     def end(self, stacks: Sequence[TracerStack | None]) -> list[Result | None]:
-        """Lay the results out, and end the graph with them.
+        """Give the results the layouts ``stacks``, and end the graph with them.
 
-        None stands for a leaf that is not a tensor.
+        The stack, and the returned result, of a leaf that is not a tensor is None.
         """
         nodes = []
         results: list[Result | None] = []

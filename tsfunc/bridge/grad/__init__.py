@@ -1,1 +1,1 @@
-"""torch's autograd at a level: backward passes, duals, functions with rules of their own."""
+"""torch's autograd at a level: backward passes, duals, Functions with custom derivatives."""

@@ -30,10 +30,10 @@ from torch._C import _FunctionBase, _functorch
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 
-Handler = Callable[..., Any]  # of a class and its arguments, bound to those of ``forward``
+Handler = Callable[..., Any]  # takes a class, and its arguments bound to those of ``forward``
 
 _descriptor: Any = _FunctionBase.__dict__["apply"]
-_own: Any = _descriptor  # torch's method, as it is before the hook
+_own: Any = _descriptor  # torch's method without the hook
 
 
 def applies_in_cpp() -> bool:
@@ -42,7 +42,7 @@ def applies_in_cpp() -> bool:
 
 
 def call_torch_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call torch's own method: one node in the graph of the tensors that are given."""
+    """Call torch's own method, which adds one node to the graph of the tensor arguments."""
     return _own.__get__(None, cls)(*args, **kwargs)
 
 
@@ -60,7 +60,7 @@ def install(handler: Handler) -> None:
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, Function):
             if _functorch.maybe_current_level() is not None:
-                return call_torch_apply(cls, *args, **kwargs)  # derives a class and calls that
+                return call_torch_apply(cls, *args, **kwargs)  # torch.func derives a class
             if cls.setup_context is not _SingleLevelFunction.setup_context:
                 bound = inspect.signature(cls.forward).bind(*args, **kwargs)
                 bound.apply_defaults()
@@ -87,7 +87,7 @@ class _MethodDef(ctypes.Structure):
 
 
 _VARARGS_KEYWORDS_CLASS = 0x1 | 0x2 | 0x10  # METH_VARARGS | METH_KEYWORDS | METH_CLASS
-_own_entry: _MethodDef | None = None  # read by the descriptor made of it
+_own_entry: _MethodDef | None = None  # must outlive the descriptor that is made from it
 
 
 def _redirect_method_table() -> None:

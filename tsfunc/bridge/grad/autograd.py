@@ -1,17 +1,17 @@
-"""torch's autograd at one level: fresh inputs, backward, tangents, and taking results out.
+"""torch's autograd at one level: fresh inputs, backward passes, tangents, and detached results.
 
 NOTE [whose autograd]
-A reverse-mode transform uses torch's own graph, recorded on the tensors of the innermost level:
-plain tensors where no tracer is about (no wrapper, no cost), else that level's tracers. Tensors
-that are not of the level are lifted to it first, so that the graphs of two levels never share a
-differentiated input. What the inner values record, under the state that the level captured, is
-the graph of the levels outside.
+A reverse-mode transform uses torch's own graph, recorded on the tensors of the innermost level.
+Without tracers these are plain tensors (no wrapper, no cost), otherwise they are tracers of that
+level. Tensors of other levels are lifted to it first, so that the graphs of two levels never share
+a differentiated input. Operations on the inner values, under the state that the level captured,
+record the graphs of the outer levels.
 
 Private names used here (torch 2.11 to 2.13): ``Variable._execution_engine`` runs a backward pass
-without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` says whether a dual level
+without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` tells whether a dual level
 is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``,
 ``forward_ad._set_fwd_grad_enabled`` switches tangents on; ``Node._sequence_nr`` is a node's number,
-``_C._autograd._get_sequence_nr`` the one that this thread's next node will get;
+``_C._autograd._get_sequence_nr`` the number of the next node of this thread;
 ``DisableTorchFunctionSubclass`` reaches a tracer's own methods.
 """
 
@@ -38,7 +38,7 @@ _alias = torch.ops.aten.alias.default
 
 
 def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
-    """The value as a tensor of the level: a tracer, or, at no level or an inner one, itself."""
+    """Return the value as a tracer of the level; unchanged without a level or at an inner one."""
     if level is None:
         return value
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
@@ -49,9 +49,12 @@ def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
 
 
 def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
-    """An alias to differentiate by; it stays connected to what the value itself depends on.
+    """Return an alias of a tensor to differentiate by, connected to the tensor's own graph.
 
-    The caller has grad mode on, and recording at the level.
+    The caller must have grad mode on, and autograd recording at the level.
+
+    Raises:
+        RuntimeError: the tensor's dtype is neither floating point nor complex.
     """
     if not (value.is_floating_point() or value.is_complex()):
         raise RuntimeError(
@@ -74,7 +77,10 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
 
 
 def out_of_inference(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The call under ``no_grad`` instead of inference mode, in which nothing can be recorded."""
+    """Call a function under ``no_grad`` instead of inference mode, which can't record.
+
+    Inference tensors among the arguments are cloned.
+    """
     with torch.inference_mode(False), torch.no_grad():
         args, kwargs = pytrees.tree_map(_not_inference, (args, kwargs))
         return call(*args, **kwargs)
@@ -87,13 +93,13 @@ def _not_inference(value: Any) -> Any:
 
 
 def differentiates_here() -> bool:
-    """Whether the code that runs is inside of a derivative of ours, at whichever level."""
+    """Return True if the running code is inside of a derivative by tsfunc, at any level."""
     return entered.recording > 0 or entered.forward > 0
 
 
 @contextmanager
 def differentiating() -> Iterator[None]:
-    """The code of the block counts as inside of a derivative."""
+    """Context manager: ``differentiates_here`` is True within the block."""
     entered.recording += 1
     try:
         yield
@@ -103,7 +109,7 @@ def differentiating() -> Iterator[None]:
 
 @contextmanager
 def recording(level: TracerLevel | None) -> Iterator[None]:
-    """Autograd records on the tensors of the level within the block."""
+    """Context manager: autograd records on the tensors of the level."""
     if level is None:
         prepare()
     else:
@@ -117,16 +123,17 @@ def recording(level: TracerLevel | None) -> Iterator[None]:
 
 
 def _is_of(value: Any, level: TracerLevel) -> bool:
-    """Whether a tensor is of the level's transform: its graphs reach those of its subsets."""
+    """Return True if a tensor belongs to the level's transform, including its subsets."""
     return isinstance(value, Tracer) and value.dispatch_level.root is level.root
 
 
 @contextmanager
 def outside_graph(grad_mode: bool) -> Iterator[None]:
-    """Inside of an ``autograd.Function``'s forward: what is called belongs to other levels.
+    """Context manager for the forward of an ``autograd.Function``: outer levels keep recording.
 
-    Their graphs and tangents go on, which C++ has switched off. A level that was made meanwhile, to
-    map the function, has captured that: for it, too, what it calls is recorded.
+    C++ switches off grad mode and tangents for the forward; the block switches them on again. A
+    level made in the meantime, to map the function, has captured the state without grad mode, so
+    its captured grad mode is restored too.
     """
     made = [level for level in current_levels() if isinstance(level, TracerLevel)][-1:]
     captured = [level.torch_state.grad_mode for level in made]
@@ -141,7 +148,7 @@ def outside_graph(grad_mode: bool) -> Iterator[None]:
 
 
 def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
-    """Whether the value depends on an outer differentiated input of the same level."""
+    """Return True if the value depends on an outer differentiated input of the same level."""
     if level is not None and not _is_of(value, level):
         return False
     with DisableTorchFunctionSubclass():
@@ -151,7 +158,7 @@ def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
 def _with_tangents(
     values: Sequence[torch.Tensor], level: TracerLevel | None
 ) -> Sequence[torch.Tensor]:
-    """The values, and the tangents that they carry, whose graphs are apart from theirs."""
+    """Return the values and their tangents, which have separate graphs."""
     if not forward_in_use(level):
         return values
     tangents = [forward_ad.unpack_dual(value).tangent for value in values]
@@ -161,9 +168,10 @@ def _with_tangents(
 def reaches_other_leaves(
     outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], level: TracerLevel | None
 ) -> bool:
-    """Whether the outputs depend on leaves of the level beside the given ones.
+    """Return True if the outputs depend on leaves of the level other than the given ones.
 
-    Then their derivatives are to be differentiable too: somebody outside may ask for it.
+    The derivatives of such outputs must be differentiable, because an outer transform may
+    differentiate by those leaves.
     """
 
     def is_other(variable: torch.Tensor) -> bool:
@@ -176,7 +184,7 @@ def reaches_other_leaves(
 
 
 def is_perturbed(value: Any) -> bool:
-    """Whether somebody differentiates by a tensor, at whatever level and in whichever mode."""
+    """Return True if a tensor is differentiated by, at any level and in either mode."""
     recorded, forward = torch.is_grad_enabled(), tangents_here()
     with DisableTorchFunctionSubclass():
         while isinstance(value, torch.Tensor):
@@ -189,15 +197,17 @@ def is_perturbed(value: Any) -> bool:
 
 
 def next_node() -> int:
-    """The number of the node that this thread will make next."""
+    """Return the sequence number of the next node that this thread makes."""
     return _autograd._get_sequence_nr()
 
 
 def comes_from(value: Any, leaves: Sequence[torch.Tensor], since: int) -> bool:
-    """Whether a tensor, or what it holds for outer levels, was made of leaves of a graph.
+    """Return True if a tensor, or a value that it wraps, was computed from leaves of a graph.
 
     Args:
-        since: the number of the first node that can have been made of them.
+        value: the tensor.
+        leaves: the leaves.
+        since: the smallest sequence number of a node that can depend on the leaves.
     """
     while isinstance(value, torch.Tensor):
         if any(value is leaf for leaf in leaves) or _made_of(value, leaves, since):
@@ -224,12 +234,12 @@ def _made_of(value: torch.Tensor, leaves: Sequence[torch.Tensor], since: int) ->
 
 
 def depends_on(outputs: Sequence[torch.Tensor], leaf: torch.Tensor) -> bool:
-    """Whether some of the outputs depend on a leaf of their graph, or are it."""
+    """Return True if an output is a leaf, or depends on it."""
     return any(out is leaf for out in outputs) or _reaches(outputs, lambda x: x is leaf)
 
 
 def _reaches(outputs: Sequence[torch.Tensor], wanted: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether the graph of the outputs has a leaf that is wanted."""
+    """Return True if the graph of the outputs has a leaf for which ``wanted`` is True."""
     with DisableTorchFunctionSubclass():
         pending: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
         seen = set(pending)
@@ -248,10 +258,10 @@ def _reaches(outputs: Sequence[torch.Tensor], wanted: Callable[[torch.Tensor], b
 
 
 def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the outputs carry tangents, or depend on what a level outside differentiates by.
+    """Return True if the outputs carry tangents, or an outer level differentiates by their inputs.
 
-    Some backward formulas (of ``linalg.det``, for one) use saved values that have no derivative
-    of their own, unless grad mode says that they will be differentiated again.
+    Some backward formulas (for example that of ``linalg.det``) use saved values without
+    derivatives, unless grad mode is on when they run.
     """
     with DisableTorchFunctionSubclass():
         forward = tangents_here()
@@ -270,9 +280,9 @@ def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
 
 @contextmanager
 def unrecorded(level: TracerLevel | None) -> Iterator[None]:
-    """A backward pass over the level's graph within the block is not recorded in it.
+    """Context manager: a backward pass over the level's graph is not recorded in that graph.
 
-    What it calls may record by itself, as a checkpoint does that runs its function again.
+    Code that the pass calls may record nevertheless, like a checkpoint that reruns its function.
     """
     depth = 0 if level is None else level.depth
     inner = [
@@ -302,11 +312,15 @@ def backward(
     create_graph: bool,
     retain_graph: bool,
 ) -> list[torch.Tensor | None]:
-    """Run the engine's backward pass; return a cotangent for each input, None without a path.
+    """Run the engine's backward pass.
 
-    A pass that is recorded reaches the kernels of NOTE [derivatives of backward formulas].
+    If ``create_graph`` is True, the pass can reach the kernels of NOTE [derivatives of backward
+    formulas].
+
+    Returns:
+        A cotangent for each input, or None for an input that the outputs do not depend on.
     """
-    # A tracer may say so of the graph that is recorded outside of its level, too.
+    # Read the flag of the tracer's own level, not of the graph that outer levels record.
     with DisableTorchFunctionSubclass():
         kept = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
     if not kept or not inputs:
@@ -327,7 +341,7 @@ def backward(
 
 
 def detached(value: torch.Tensor) -> torch.Tensor:
-    """The value without the graph of its own level; outer levels and its tangent stay."""
+    """Return the value without its own level's graph; outer graphs and its tangent are kept."""
     with DisableTorchFunctionSubclass():
         if not value.requires_grad:
             return value
@@ -340,12 +354,13 @@ def detached(value: torch.Tensor) -> torch.Tensor:
 
 
 # NOTE [one dual level]
-# torch has a single forward-mode level, for all threads. It is entered by a thread's outermost
-# jvp and left by it; the jvps inside of it share it, their tangents kept apart by hanging on the
-# tensors of different levels. Another thread can't share it: tangents that it leaves in saved
-# values would outlive its own jvp. So it waits for its turn. It does not wait for ever, since the
-# first thread may be waiting for the second inside of its jvp: then the second differentiates
-# the pullback instead, which gives the same but where the function turns grad mode off.
+# torch has a single forward-mode level for all threads. The outermost jvp of a thread enters and
+# exits it. Inner jvps share it; their tangents are separate, because they belong to the tensors of
+# different levels. Two threads can't share it: tangents of one thread in saved values would outlive
+# that thread's jvp. A second thread therefore waits for its turn, but only for a limited time,
+# because the first thread may be waiting for the second inside of its jvp. After that time the
+# second thread differentiates the pullback instead, which gives the same result unless the function
+# turns grad mode off.
 _dual_lock = threading.Condition()
 _DUAL_PATIENCE = 10.0  # seconds
 _dual_users = 0
@@ -354,21 +369,21 @@ _dual_owner = 0
 
 
 class DualLevelTaken(RuntimeError):
-    """Another thread is in torch's dual level."""
+    """Raised if another thread holds torch's dual level."""
 
 
 @leaves_dual_level
 def _leave_dual_level(before: int) -> None:
-    """Leave the dual level that jvps of this thread have entered since."""
+    """Exit the dual level that jvps of this thread have entered since it was at ``before``."""
     global _dual_users, _dual_ours
     if _dual_owner != threading.get_ident():
         return
-    with suppress(RuntimeError):  # raised once the thread does not hold the lock
+    with suppress(RuntimeError):  # raised as soon as the thread does not hold the lock
         while True:
             _dual_lock.release()
     with _dual_lock:
         if before < 0 and (_dual_users or forward_ad._current_level >= 0):
-            # torch's own number of the level may be out of step with whether it is entered.
+            # torch's level number may not agree with whether the level is entered.
             with suppress(RuntimeError):
                 torch._C._exit_dual_level(level=0)
             forward_ad._current_level = -1
@@ -377,9 +392,9 @@ def _leave_dual_level(before: int) -> None:
 
 
 def tangents_here() -> bool:
-    """Whether values on this thread can carry tangents.
+    """Return True if values on this thread can carry tangents.
 
-    Another thread's jvp does not count: it may leave the dual level at any moment.
+    The jvp of another thread does not count, since it may exit the dual level at any moment.
     """
     if entered.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours):
         return True
@@ -387,7 +402,7 @@ def tangents_here() -> bool:
 
 
 def forward_in_use(level: TracerLevel | None) -> bool:
-    """Whether tensors of this level carry the tangents of an enclosing jvp."""
+    """Return True if tensors of this level may carry tangents of an enclosing jvp."""
     if level is not None:
         return level.forward > 0
     return entered.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours)
@@ -398,7 +413,7 @@ _formulas_lock = threading.Lock()
 
 
 def _load_forward_formulas() -> None:
-    """torch's forward formulas that are written in Python, which it loads at the first dual."""
+    """Load torch's forward formulas written in Python, which torch loads at the first dual."""
     global _formulas_loaded
     with _formulas_lock:
         if _formulas_loaded:
@@ -413,7 +428,11 @@ def _load_forward_formulas() -> None:
 
 @contextmanager
 def dual_level(level: TracerLevel | None) -> Iterator[None]:
-    """Tangents can be hung on the level's tensors within the block."""
+    """Context manager: the level's tensors can carry tangents.
+
+    Raises:
+        DualLevelTaken: another thread does not exit the dual level in time.
+    """
     global _dual_users, _dual_ours, _dual_owner
     if not _formulas_loaded:
         _load_forward_formulas()
@@ -434,7 +453,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
         prepare()
         entered.forward += 1
     try:
-        # A caller may have switched it off, as the forward of every autograd.Function does.
+        # The caller may have switched tangents off, as the forward of an autograd.Function does.
         with forward_ad._set_fwd_grad_enabled(True):
             yield
     finally:
@@ -454,10 +473,11 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
 
 @contextmanager
 def no_duals(levels: Sequence[TracerLevel], enabled: bool) -> Iterator[None]:
-    """The code of the block is in no jvp: neither of plain tensors nor of these levels.
+    """Context manager: the block is in no jvp, neither of plain tensors nor of these levels.
 
     Args:
-        enabled: whether operators push tangents there.
+        levels: the levels.
+        enabled: True if operators propagate tangents in the block.
     """
     plain, counts = entered.forward, [level.forward for level in levels]
     entered.forward = 0
@@ -475,18 +495,18 @@ def no_duals(levels: Sequence[TracerLevel], enabled: bool) -> Iterator[None]:
 def make_dual(
     primal: torch.Tensor, tangent: torch.Tensor, level: TracerLevel | None
 ) -> torch.Tensor:
-    """The primal with its tangent, as a tensor of the level."""
+    """Return the dual tensor of a primal and its tangent, as a tensor of the level."""
     primal, tangent = lift(primal, level), lift(tangent, level)
     with DisableTorchFunctionSubclass():
         if 0 in primal.stride():
-            # torch lays a tangent out as its primal, and can't where that is expanded.
+            # torch gives a tangent the strides of its primal, which fails for an expanded primal.
             primal = primal.contiguous()
         dual: torch.Tensor = forward_ad.make_dual(primal, tangent)
     return dual
 
 
 def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The primal and the tangent, None where the value has none."""
+    """Return the primal and the tangent; the tangent is None if the value has none."""
     settle(value)
     with DisableTorchFunctionSubclass():
         primal, tangent = forward_ad.unpack_dual(value)

@@ -1,16 +1,16 @@
 """``torch.utils.checkpoint``: functions that a backward pass runs again.
 
 NOTE [run again in a backward pass]
-A checkpoint keeps its function's inputs, and what autograd would have saved of the function is
-computed again where a backward pass asks for it. Under ``grad(vmap(f))`` that is after the vmap has
-ended, and it may be on another thread; but the inputs are values of the vmap, and random functions
-are to draw as they did. So the function is run again under the dispatch state of the checkpoint,
-and for so long the levels that have ended are active again.
+A checkpoint saves its function's inputs. A backward pass runs the function again to recompute the
+tensors that autograd would have saved. Under ``grad(vmap(f))`` the backward pass comes after the
+vmap has ended, and maybe on another thread; but the inputs are values of the vmap, and random
+functions must draw the same numbers. The function therefore runs again under the dispatch state of
+the checkpoint, and levels that have ended are active again during that run.
 
-The reentrant form is one node of the graph, whose backward runs another backward pass. Torch has it
-refuse passes that are asked for certain inputs, as those of transforms are, and tracers of a level
-where no autograd is recorded would go through it without a graph. Where a transform is active the
-other form is run instead, which gives the same.
+The reentrant form is one node of the graph, whose backward runs another backward pass. torch makes
+it refuse passes with given inputs, which transforms use. Tracers of a level without autograd would
+also pass through it without a graph. While a transform is active, the other form runs instead,
+which gives the same results.
 
 Private names used here: ``torch.utils.checkpoint`` looks up ``CheckpointFunction`` for the
 reentrant form. For the other form it looks up ``_checkpoint_without_reentrant_generator`` up to
@@ -42,13 +42,13 @@ _CURRENT = "_checkpoint_without_reentrant_generator_impl"
 _FORMER = "_checkpoint_without_reentrant_generator"
 _NAME = _CURRENT if hasattr(torch.utils.checkpoint, _CURRENT) else _FORMER
 _theirs: Callable[..., Any] = getattr(torch.utils.checkpoint, _NAME)
-# How many arguments it has between the function and the function's own arguments.
+# The number of parameters between the function and the function's own arguments.
 _OPTIONS = list(inspect.signature(_theirs).parameters).index("args") - 1
 
 
 @on_first_transform
 def _install() -> None:
-    """Let checkpoints run their functions again at the levels that they were made in."""
+    """Patch torch so that checkpoints rerun functions at the levels where they were made."""
     setattr(torch.utils.checkpoint, _NAME, _current if _NAME == _CURRENT else _former)
 
 
@@ -73,12 +73,12 @@ def _generator(
     Args:
         fn: the function.
         args: its arguments.
-        make: makes torch's steps for the function that is to run again.
+        make: makes torch's generator for the function that runs again.
     """
     state = tls.state
     given = innermost_level(args)
     if not state.levels and given is not None:
-        state = given.inner  # on a thread that was started inside of it
+        state = given.inner  # for a thread that was started inside of the level
     inside = differentiates_here()
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
@@ -98,7 +98,7 @@ def _generator(
 
 
 def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any]) -> _Steps:
-    """The generator, which yields where the function runs for the first time."""
+    """Return the steps of the generator; the function's first run is at the ``yield``."""
     next(generator)
     try:
         with (
@@ -115,7 +115,7 @@ def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any
 
 @contextmanager
 def _recording_at(levels: Sequence[tuple[TracerLevel, int]]) -> Iterator[None]:
-    """Within the block levels record autograd where they did."""
+    """Context manager: levels record autograd at least as often as in the given counts."""
     added = [(level, max(0, count - level.autograd)) for level, count in levels]
     for level, more in added:
         level.autograd += more
@@ -127,14 +127,14 @@ def _recording_at(levels: Sequence[tuple[TracerLevel, int]]) -> Iterator[None]:
 
 
 def is_reentrant(cls: type) -> bool:
-    """Whether a function is the reentrant form, where the other one is to be run instead."""
+    """Return True if a Function is the reentrant form and a transform is active."""
     if cls is not CheckpointFunction:
         return False
     return differentiates_here() or current_tracer_level() is not None
 
 
 def not_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """The other form, with the arguments of the reentrant one's node."""
+    """Run the non-reentrant form, with the arguments of the reentrant form's node."""
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
     )

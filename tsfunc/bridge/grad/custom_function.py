@@ -1,14 +1,14 @@
-"""``torch.autograd.Function`` on tracers: each level outside goes through its ``backward``.
+"""``torch.autograd.Function`` on tracers: every level outside uses the class's ``backward``.
 
-torch runs ``forward`` with grad mode off and puts one node in the graph of the tensors it is
-given. For tracers that is the graph of their own level; what the values inside of them record
-would be cut, as if ``forward`` had no derivative. So a call on tracers is given to the levels one
-by one, the innermost first: the level's own node, if it records, and within its ``forward`` the
-same function on the values inside; for a vmap that is a function whose ``forward`` and
-``backward`` are those of the class, mapped (``mapped_function``).
+torch runs ``forward`` with grad mode off and adds one node to the graph of the tensor arguments.
+For tracers this is the graph of their own level; the graphs of the values inside would be cut, as
+if ``forward`` had no derivative. A call on tracers is therefore handled level by level, innermost
+first: if the level records, it gets its own node, and the node's ``forward`` applies the same
+function to the values inside. For a vmap this is a function with the ``forward`` and ``backward``
+of the class, mapped over the examples (``mapped_function``).
 
-``apply_hook`` gives every call of ``Function.apply`` to ``_apply`` once a first transform has run.
-Calls without tracers go on to torch's own method.
+After the first transform has run, ``apply_hook`` passes every call of ``Function.apply`` to
+``_apply``. Calls without tracers continue to torch's own method.
 
 Private names used here (torch 2.11 to 2.14): ``_functorch.maybe_current_level``;
 ``DisableTorchFunctionSubclass``; ``forward_ad._set_fwd_grad_enabled``.
@@ -57,7 +57,7 @@ _torch_vmap = Function.vmap
 
 
 def install() -> None:
-    """Receive the calls of ``Function.apply``. A second call does nothing."""
+    """Install ``_apply`` as the handler of ``Function.apply``; a second call has no effect."""
     apply_hook.install(_apply)
 
 
@@ -65,7 +65,7 @@ on_first_transform(install)
 
 
 def torch_apply(cls: Any, *args: Any) -> Any:
-    """Call torch's own method: one node in the graph of the tensors that are given."""
+    """Call torch's own method, which adds one node to the graph of the tensor arguments."""
     if cls.jvp is not torch_jvp and tangents_here():
         cls = _on_primals(cls)
     return apply_hook.call_torch_apply(cls, *args)
@@ -75,7 +75,7 @@ _ON_PRIMALS = "__tsfunc_on_primals__"
 
 
 def _on_primals(cls: Any) -> Any:
-    """The class with a ``jvp`` that sees no tangents of the tensors that it has saved."""
+    """Return the class with a ``jvp`` that sees saved tensors without their tangents."""
     if hasattr(cls.jvp, "on_primals"):
         return cls
     made = cls.__dict__.get(_ON_PRIMALS)
@@ -102,18 +102,18 @@ def _apply(cls: Any, *args: Any) -> Any:
     return _at_level(cls, level, args)
 
 
-# How a call in a trace is recorded: set by the room of transforms, which has the operators of
-# programs. Function, level, arguments.
+# Functions (class, level, arguments) that record a call in a trace. The transforms package sets
+# it, because it has the operators of programs.
 _record: list[Callable[[Any, TraceLevel, Sequence[Any]], Any]] = []
 
 
 def on_trace(record: Callable[[Any, TraceLevel, Sequence[Any]], Any]) -> None:
-    """Registers what records a call in a trace."""
+    """Register the function that records a call in a trace."""
     _record.append(record)
 
 
 def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
-    """The call at one level: its own node if it records, and the levels outside within."""
+    """Handle a call at one level: a node if the level records, and the outer levels inside."""
     mapped = isinstance(level, BatchLevel) and cls.vmap is not _torch_vmap
     trace = None if mapped else trace_of(args)
     if trace is not None and _record and not getattr(cls, "mapped_by_level", False):
@@ -149,9 +149,10 @@ _RETURNING_TRACERS = "__tsfunc_returning_tracers__"
 
 
 def _returning_tracers(cls: Any) -> Any:
-    """The class with results of the level of its arguments, also where ``forward`` makes others.
+    """Return the class with results lifted to the level of its arguments.
 
-    Those would be taken for results with a graph of an outer level.
+    ``forward`` may return other tensors, which would count as results with a graph of an outer
+    level.
     """
     made = cls.__dict__.get(_RETURNING_TRACERS)
     if made is None:
@@ -167,7 +168,7 @@ def _returning_tracers(cls: Any) -> Any:
 
 
 def trace_of(args: Sequence[Any]) -> TraceLevel | None:
-    """The trace that some of the arguments are values of, at whatever levels inside of it."""
+    """Return the trace of the first traced argument, at any depth; None if none is traced."""
     for arg in args:
         while isinstance(arg, BatchTracer | GradTracer):
             arg = arg.value
@@ -185,7 +186,7 @@ def _lifted(arg: Any, level: TracerLevel) -> Any:
 
 
 def _differentiated_outside(arg: Any, level: TracerLevel) -> bool:
-    """Whether what levels outside have for an argument records or has a tangent."""
+    """Return True if an outer level differentiates by an argument, in either mode."""
     value = value_of(arg, level)
     with DisableTorchFunctionSubclass():
         while isinstance(value, torch.Tensor):
@@ -199,7 +200,7 @@ def _differentiated_outside(arg: Any, level: TracerLevel) -> bool:
 
 
 def _inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
-    """The call on the values inside of the level's tracers; results are tracers again."""
+    """Apply the class to the values inside of the level's tracers, and wrap the results."""
     if not isinstance(level, BatchLevel):
         values = [value_of(arg, level) for arg in args]
         with level.restored():
@@ -208,7 +209,7 @@ def _inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
         results = rewrapped(leaves, [None] * len(leaves), values, args, level)
         return pytrees.unflatten(tree, results)
     if cls.vmap is not _torch_vmap:
-        leaves, tree = pytrees.flatten(args)  # which may be containers of tensors
+        leaves, tree = pytrees.flatten(args)  # the arguments may be containers of tensors
         if any(dim_of(leaf, level) is not None for leaf in leaves):
             return _by_own_rule(cls, level, leaves, tree)
     needs = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
@@ -216,7 +217,11 @@ def _inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
 
 
 def _by_own_rule(cls: Any, level: BatchLevel, args: Sequence[Any], tree: Any) -> Any:
-    """The class' ``vmap`` staticmethod on the values and their dims."""
+    """Call the class's ``vmap`` staticmethod with the values and their batch dims.
+
+    Raises:
+        RuntimeError: the class also has ``generate_vmap_rule=True``.
+    """
     if cls.generate_vmap_rule:
         raise RuntimeError(
             f"vmap: {cls.__name__} has generate_vmap_rule=True and a vmap staticmethod: which of "

@@ -1,11 +1,11 @@
-"""Dual numbers that a function uses, made again for a run of it after their jvp has ended.
+"""The duals that a function uses, rebuilt for another run after their jvp has ended.
 
 NOTE [duals of another run]
-A checkpoint in a jvp in a reverse mode runs its function again when the jvp is over, and what
-carried tangents has lost them. So in the first run a function mode looks at the tensors among the
-arguments of each call. Of those that carry tangents and outlive the run, which the function closes
-over, the tangents are kept. In another run the mode puts dual numbers made with them in the places
-of these tensors, and of the function's arguments.
+A checkpoint in a jvp inside of a reverse-mode transform runs its function again after the jvp has
+ended, when tensors have lost their tangents. During the first run, a function mode therefore looks
+at the tensor arguments of each call. It stores the tangents of the tensors that outlive the run,
+which the function closes over. In another run, the mode replaces these tensors, and the function's
+arguments, by duals with the stored tangents.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from tsfunc.bridge.tracers.torch_state import below_autograd, faking, tangents_e
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch.state import State
 
-# Takes a tensor whose tangents are gone.
+# Rebuilds the dual of a tensor that has lost its tangents.
 _Build = Callable[[Any], torch.Tensor]
 
 
 class Duals:
-    """The dual numbers of a function that may be run again.
+    """The duals of a function that may run again.
 
     Args:
-        state: the dispatch state that it is called in.
+        state: the dispatch state of the call.
     """
 
     def __init__(self, state: State) -> None:
@@ -54,16 +54,16 @@ class Duals:
 
     @contextmanager
     def first(self, args: Sequence[Any]) -> Iterator[None]:
-        """The run in which the dual numbers are there."""
+        """Context manager for the first run, which stores the tangents."""
         self.given = [_how(arg) for arg in args]
         with _Looking(self.keep, self.around):
             yield
 
     @contextmanager
     def again(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Another run; gives the arguments that the function is to be called with.
+        """Context manager for another run; yields the arguments to call the function with.
 
-        It may be in the middle of a jvp that the first run was not in.
+        The run may be inside of a jvp that the first run was not in.
         """
         with no_duals(self.active, self.enabled), ExitStack() as stack:
             if not self.levels:
@@ -77,20 +77,20 @@ class Duals:
             yield given
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
-        """Notes a tensor, for as long as there is one."""
+        """Store how to rebuild the tangents of a tensor while it lives; return the tensor."""
         key = id(value)
         if key not in self.closed and (build := _how(value)) is not None:
             self.closed[key] = weakref.ref(value, lambda _: self.closed.pop(key, None)), build
         return value
 
     def replaced(self, value: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor in another run."""
+        """Return the dual that replaces a tensor in another run, or the tensor itself."""
         ref, build = self.closed.get(id(value), (None, None))
         return build(value) if build is not None and ref is not None and ref() is value else value
 
 
 class _Looking(TorchFunctionMode):
-    """Has a function look at the tensors of outside among the arguments of each call."""
+    """Calls ``look`` on the tensors from outside among the arguments of each call."""
 
     def __init__(self, look: Callable[[torch.Tensor], torch.Tensor], around: Any) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Looking(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if below_autograd() or faking() or not tangents_enabled():
-            return func(*args, **kwargs)  # where no tangents are
+            return func(*args, **kwargs)  # no tangents are visible here
         args = [self.seen(arg) for arg in args]
         return func(*args, **{name: self.seen(arg) for name, arg in kwargs.items()})
 
@@ -115,7 +115,7 @@ class _Looking(TorchFunctionMode):
                 return self.look(value)
             if value.dispatch_level in self.around:
                 return self.look(value)
-            # A tracer of a transform inside of the function, which stands for one of outside.
+            # A tracer of a transform inside of the function, which may wrap a tensor from outside.
             value.value = self.seen(value.value)
             return value
         if type(value) in (list, tuple):
@@ -124,7 +124,7 @@ class _Looking(TorchFunctionMode):
 
 
 def _how(value: Any) -> _Build | None:
-    """How to make a tensor again that carries tangents, at its level or at ones outside."""
+    """Return a function that rebuilds a tensor's tangents; None if no level has one for it."""
     if not isinstance(value, torch.Tensor):
         return None
     tracer = isinstance(value, BatchTracer | GradTracer)
@@ -133,7 +133,7 @@ def _how(value: Any) -> _Build | None:
     if tangent is None and inside is None:
         return None
     level = value.dispatch_level if tracer else None  # type: ignore[attr-defined]
-    pushed = _how(tangent)  # by a jvp around that of the tangent
+    pushed = _how(tangent)  # a jvp around the tangent's own jvp
 
     def build(value: Any) -> torch.Tensor:
         found = value if inside is None else _around(inside(value.value), value)
@@ -145,7 +145,7 @@ def _how(value: Any) -> _Build | None:
 
 
 def _around(inner: torch.Tensor, tracer: Any) -> torch.Tensor:
-    """A tracer like another one around another value, and recorded where that one is."""
+    """Return a tracer like another one with another value and the same ``requires_grad``."""
     level = tracer.dispatch_level
     if isinstance(tracer, BatchTracer):
         found: torch.Tensor = wrap(inner, tracer.bdim, level)

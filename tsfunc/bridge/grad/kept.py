@@ -1,17 +1,17 @@
-"""Results of chosen operators, kept from one run of a function to the next.
+"""Results of chosen operators, saved for later runs of a function.
 
 NOTE [what a policy keeps]
-A dispatch mode sees each operator below the autograd of its arguments' level: what it returns in a
-second run, instead of calling the operator, autograd ties to its graph as any result. The levels
-outside of a tracer's are inside of the call. Where one of these records, the call must be made, so
-that it saves what it saved the first time.
+A dispatch mode sees each operator below the autograd of its arguments' level. In a second run the
+mode returns a saved result instead of calling the operator, and autograd connects this result to
+its graph like any other. The outer levels of a tracer run inside of the operator's call. If one of
+them records, the call must be made, so that it saves the same tensors as in the first run.
 
-An operator that draws random numbers is always called again, for what comes after it is to draw
-the same; and so is one that writes into its arguments.
+An operator that draws random numbers is always called again, because later operators must draw the
+same numbers as before. An operator that writes into its arguments is always called again too.
 
-Private names used here (torch 2.11 to 2.13): ``torch.utils._python_dispatch.TorchDispatchMode`` is
-shown every operator below autograd; ``torch._ops`` has the types of operators;
-``_SetExcludeDispatchKeyGuard`` puts a key into the thread's exclude set, or takes it out.
+Private names used here (torch 2.11 to 2.13): ``torch.utils._python_dispatch.TorchDispatchMode``
+receives every operator below autograd; ``torch._ops`` has the types of operators;
+``_SetExcludeDispatchKeyGuard`` adds a key to the thread's exclude set, or removes it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import tangents_here
 from tsfunc.bridge.tracers.tracer import Tracer
 
-# As torch has it: takes a context, an operator and its arguments.
+# A function of a context, an operator and its arguments, as in torch.utils.checkpoint.
 Policy = Callable[..., "CheckpointPolicy | bool"]
 
 SAVES = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def policy_of(operators: Sequence[Any]) -> Policy:
-    """The policy that keeps the results of some operators, or of some overloads of theirs.
+    """Return the policy that saves the results of some operators, or of some of their overloads.
 
     Raises:
-        TypeError: one of them is no operator.
+        TypeError: an item is not an operator.
     """
     chosen = frozenset(operators)
     if not all(isinstance(op, OpOverload | OpOverloadPacket) for op in chosen):
@@ -52,7 +52,7 @@ def policy_of(operators: Sequence[Any]) -> Policy:
 
 @dataclass(frozen=True)
 class KeepsOperators:
-    """A policy that keeps the results of some operators."""
+    """A policy that saves the results of some operators."""
 
     chosen: frozenset[Any]
 
@@ -60,7 +60,7 @@ class KeepsOperators:
         return op in self.chosen or op.overloadpacket in self.chosen
 
     def overloads(self) -> list[Any]:
-        """The operators, each overload by itself, in an order that is always the same."""
+        """Return the overloads of the operators in a fixed order."""
         found = {
             each
             for op in self.chosen
@@ -75,7 +75,7 @@ class KeepsOperators:
 
 @dataclass(frozen=True)
 class KeepsEither:
-    """A policy that keeps what either of two keeps."""
+    """A policy that saves each result that either of two policies saves."""
 
     first: Policy
     second: Policy
@@ -87,13 +87,13 @@ class KeepsEither:
 
 
 class KeptResults:
-    """What operators gave in a first run, for the runs after it.
+    """The saved results of a first run, for later runs.
 
-    A call is told by its operator, the types and shapes of its arguments, and how many like it
-    came before.
+    A call is identified by its operator, the dtypes and shapes of its tensor arguments, and the
+    number of earlier calls with the same operator, dtypes and shapes.
 
     Args:
-        policy: whether the results of a call are kept.
+        policy: decides which results are saved.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -101,7 +101,7 @@ class KeptResults:
         self.results: defaultdict[Any, dict[int, _Kept]] = defaultdict(dict)
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """Context managers for the first run and for those after it."""
+        """Return the context managers for the first run and for the later runs."""
         return _First(self), _Again(self)
 
 
@@ -127,7 +127,7 @@ class _Mode(TorchDispatchMode):
         return self.at(key, place, func, args, kwargs)
 
     def at(self, key: Any, place: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call, by its key and how many like it came before."""
+        """Handle a call by its key and the number of earlier calls with this key."""
         raise NotImplementedError
 
 
@@ -149,7 +149,7 @@ class _Again(_Mode):
 
 
 class _Kept:
-    """A result: other tensors for the same memory, as long as nobody writes into that."""
+    """A saved result, as aliases; it is valid until a write into its memory."""
 
     def __init__(self, out: Any) -> None:
         self.leaves, self.tree = pytrees.flatten(out)
@@ -164,7 +164,7 @@ class _Kept:
         return self._versions() == self.versions
 
     def given(self) -> Any:
-        """The result, as another call of the operator would return it."""
+        """Return the result as new aliases, like another call of the operator."""
         return pytrees.unflatten(self.tree, [_another(x) for x in self.leaves])
 
 
@@ -174,11 +174,11 @@ def _another(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     with _SetExcludeDispatchKeyGuard(TorchKey.ADInplaceOrView, False):
-        return value.detach()  # which counts as written into when the value does
+        return value.detach()  # shares the version counter of the value
 
 
 def _may_be_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """See NOTE [what a policy keeps]."""
+    """Return True if the result of a call may be saved: see NOTE [what a policy keeps]."""
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     tracers = [x for x in pytrees.leaves_of((args, kwargs)) if isinstance(x, Tracer)]

@@ -1,10 +1,10 @@
 """Linear maps of a level's tensors that are not operators: subsets, collectives, layouts.
 
 NOTE [linear maps]
-Each map here is linear in its operands and has a transpose that is one too. ``run`` is given
-operands of one level, and calls itself on what is inside of them until it comes to the subset's
-level, where it works on physical values. Where autograd is recorded at a level on the way, or
-tangents hang on its tracers, the map is one node of that level's graph.
+Each map here is linear in its operands, and its transpose is a linear map too. ``run`` gets
+operands of one level. It calls itself on the values inside until it reaches the subset's level,
+where it works on physical values. If autograd records at a level on the way, or the level's tracers
+carry tangents, the map is one node of that level's graph.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class LinearMap:
 
 
 def linear(f: LinearMap, values: Sequence[Tracer]) -> Any:
-    """The map, as a node of the graph of its operands' level where one is recorded."""
+    """Apply a map, as a node of the graph if the level of its operands records one."""
     if any(is_recorded(v) for v in values):
         return torch_apply(_Node, f, torch.is_grad_enabled(), *values)
     return f.run(values)
 
 
 class _Node(Function):
-    """A linear map in a graph: its backward is the transpose, its tangent the map itself."""
+    """A linear map in a graph: its backward is the transpose, and its jvp is the map itself."""
 
     @staticmethod
     def forward(ctx: Any, f: LinearMap, grad_mode: bool, *values: Any) -> Any:
         ctx.f = f
         ctx.count = len(values)
         ctx.zeros = [_zeros_like(v) for v in values] if len(values) > 1 else None
-        # What is inside belongs to other levels, whose graphs go on.
+        # The values inside belong to other levels, whose graphs continue.
         with outside_graph(grad_mode):
             return f.run(values)
 
@@ -74,7 +74,7 @@ _SAME: Final = object()
 
 
 def rebuilt(tracer: Any, value: torch.Tensor, bdim: Any = _SAME) -> Any:
-    """A tracer of the same level and kind for another value."""
+    """Return a tracer of the same level and kind for another value."""
     if isinstance(tracer, BatchTracer):
         dim = tracer.bdim if bdim is _SAME else bdim
         return wrap(value, dim, tracer.dispatch_level)
@@ -83,16 +83,16 @@ def rebuilt(tracer: Any, value: torch.Tensor, bdim: Any = _SAME) -> Any:
 
 
 def is_recorded(value: Tracer) -> bool:
-    """Whether the tracer's own level differentiates by it."""
+    """Return True if the tracer's own level differentiates by it."""
     level = value.dispatch_level
     if level.forward:
         return True
-    with DisableTorchFunction():  # a mode would take the value over
+    with DisableTorchFunction():  # a function mode would handle the access
         return bool(level.autograd) and value.requires_grad
 
 
 def batched_value(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, int]:
-    """The physical value with a batch dim, and where it is."""
+    """Return the physical value with a batch dim, and the position of that dim."""
     if value.bdim is not None:
         return value.value, value.bdim
     inner = value.value
@@ -100,7 +100,7 @@ def batched_value(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, 
 
 
 def at_level(value: torch.Tensor, level: BatchLevel) -> Any:
-    """A tensor as a tracer of the level or of one inside of it."""
+    """Return a tensor as a tracer of the level; a tracer of an inner level is unchanged."""
     settle(value)
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
         return value
@@ -108,14 +108,14 @@ def at_level(value: torch.Tensor, level: BatchLevel) -> Any:
 
 
 # NOTE [layouts]
-# A tracer's physical value may have its batch dims anywhere, or not at all. Where a function of
-# physical values is called (a body of control flow), they must be where that has them. To put them
-# there changes nothing that the tracer's own level knows of: a linear map, and the identity.
+# A tracer's physical value may have its batch dims at any position, or none. A function of physical
+# values (a body of control flow) expects them at fixed positions. Moving them there changes nothing
+# at the tracer's own level: the move is a linear map, and the identity.
 class Layout(LinearMap):
-    """Puts the batch dims of a tensor's physical values where they are wanted.
+    """A map that moves the batch dims of a tensor's physical values to given positions.
 
     Args:
-        layers: the levels, the innermost first, each with its batch dim (None: none).
+        layers: the levels, the innermost first, each with its batch dim or None.
     """
 
     def __init__(self, layers: Sequence[tuple[TracerLevel, int | None]]) -> None:
@@ -126,7 +126,7 @@ class Layout(LinearMap):
         level, wanted = self.layers[0]
         with level.restored():
             inner, dim = value.value, getattr(value, "bdim", None)
-            # This level's dim first: to move it may move those of the levels outside.
+            # Move this level's dim first: moving it may move the dims of the outer levels.
             rest = Layout(self.layers[1:])
             if not isinstance(level, BatchLevel):
                 return level.lift(rest.of(inner))
@@ -139,7 +139,7 @@ class Layout(LinearMap):
             return wrap(rest.of(inner), wanted, level)
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor laid out."""
+        """Return the tensor with the batch dims at these positions."""
         if not self.layers:
             return value
         level = self.layers[0][0]

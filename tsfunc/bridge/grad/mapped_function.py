@@ -1,8 +1,8 @@
-"""An ``autograd.Function`` of the values inside of tracers, made from one that takes the tracers.
+"""An ``autograd.Function`` of values, made from a Function that is called on tracers.
 
-Its ``forward``, ``backward`` and ``jvp`` run those of the class on tracers of a level of their own,
-so that the values' own graph gets a node with the derivative that the class gives, and not with
-what ``forward`` would record.
+Its ``forward``, ``backward`` and ``jvp`` run the methods of the class on tracers of a new level.
+The values' own graph gets a node with the derivative that the class defines, instead of the
+operations that ``forward`` would record.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ torch_jvp = Function.jvp
 
 
 def has_setup(cls: Any) -> bool:
-    """Whether the class fills its ctx apart from ``forward``, which then takes none."""
+    """Return True if the class has ``setup_context``, so that ``forward`` takes no ctx."""
     return cls.setup_context is not _torch_setup_context
 
 
 def value_of(arg: Any, level: TracerLevel) -> Any:
-    """What a tracer of the level stands for; anything else as it is."""
+    """Return the value of a tracer of the level; other arguments are returned unchanged."""
     own = isinstance(arg, BatchTracer | GradTracer) and arg.dispatch_level is level
     return arg.value if own else arg
 
 
 def dim_of(arg: Any, level: TracerLevel) -> int | None:
-    """Where the examples lie in the value of a tracer of the level."""
+    """Return the batch dim of a tracer of the level, or None."""
     return arg.bdim if isinstance(arg, BatchTracer) and arg.dispatch_level is level else None
 
 
@@ -51,7 +51,7 @@ def rewrapped(
     args: Sequence[Any],
     level: TracerLevel,
 ) -> list[Any]:
-    """Tracers for results; one that is an argument's own value, as written to, is that argument."""
+    """Return tracers for results; a result that is an argument's own value is that argument."""
 
     def tracer(result: Any, dim: int | None) -> Any:
         if not isinstance(result, torch.Tensor):
@@ -67,11 +67,17 @@ def rewrapped(
 def results_of_rule(
     found: Any, what: str, values: Sequence[Any], args: Sequence[Any], level: TracerLevel
 ) -> Any:
-    """Tracers for what a rule in torch's form returned: the output, and where its batch dims lie.
+    """Return tracers for the results of a rule in torch's form, ``(output, out_dims)``.
 
     Args:
-        what: the rule, in words.
-        values: what it was given for ``args``.
+        found: the results of the rule.
+        what: a description of the rule, for errors.
+        values: the values that the rule got for ``args``.
+        args: the arguments of the call.
+        level: the level of the results.
+
+    Raises:
+        RuntimeError: the results are not a pair, or ``out_dims`` does not fit the output.
     """
     if not isinstance(found, tuple) or len(found) != 2:
         got = f"{len(found)} of them" if isinstance(found, tuple) else f"a {type(found).__name__}"
@@ -91,9 +97,9 @@ def results_of_rule(
 
 
 def unaliased(result: Any, operands: Sequence[Any]) -> Any:
-    """A result of a ``forward`` that is no argument, nor a view of one.
+    """Return a result of a ``forward``, detached if it is an argument or a view.
 
-    Of a view torch has the tangent be one too.
+    torch makes the tangent of a view a view as well.
     """
     with DisableTorchFunctionSubclass():
         fresh = not result._is_view() and not any(result is x for x in operands)
@@ -101,7 +107,7 @@ def unaliased(result: Any, operands: Sequence[Any]) -> Any:
 
 
 class Context:
-    """What the class' own methods see as ``ctx``."""
+    """The ``ctx`` that the methods of the class get."""
 
     def __init__(self, needs_input_grad: Sequence[bool] = ()) -> None:
         self.needs_input_grad = tuple(needs_input_grad)
@@ -127,13 +133,13 @@ class Context:
         self.materialize = value
 
     def seen_by(self, method: str) -> Context:
-        """The same as ``backward`` or ``jvp`` sees it, which have tensors of their own saved."""
+        """Return the context for ``backward`` or ``jvp``, with the tensors saved for it."""
         if method == "jvp" and self.saved_for_forward is not None:
             self.saved_tensors = self.saved_for_forward
         return self
 
     def hand_over(self, ctx: Any) -> None:
-        """Tells torch's ctx all that was told to this one."""
+        """Copy the saved tensors and settings to torch's ctx."""
         told = dict(vars(self))
         saved, forward = told.pop("saved_tensors"), told.pop("saved_for_forward")
         ctx.save_for_backward(*saved)
@@ -147,24 +153,24 @@ class Context:
 
 
 class MappedFunction:
-    """A class of which ``forward`` is called on tracers of a level, for the values inside.
+    """A Function of values whose ``forward`` runs a class on tracers of a level.
 
-    Called with the tracers it returns its results, and its ctx as the class left it, both of the
-    level.
+    A call takes the tracers, and returns the results and the ctx that the class filled, both at the
+    level of the tracers.
 
     NOTE [results of a mapped function]
-    Where one result is batched, or an argument that can be differentiated by, all results that can
-    be differentiated are: a cotangent that came for an unbatched one would be the sum over the
-    examples, and each of them would get all of it. A result that does not differ from example to
-    example by its value does so by the derivative that the class gives.
+    If one result is batched, or an argument with a differentiable dtype, all results with
+    differentiable dtypes are batched. The cotangent of an unbatched result would be the sum over
+    the examples, and each example would get the whole sum. The value of such a result is the same
+    for all examples, but its derivative by the class's ``backward`` may differ.
 
     Attributes:
-        dims: where the batch dim of each argument is.
-        shapes: the shapes of the arguments, for one example.
-        results: how many results there are; stored tensors that are none of them come after.
-        out_dims: where the batch dim of each result and stored tensor is.
+        dims: the batch dim of each argument, or None.
+        shapes: the shape of each argument for one example.
+        results: the number of results; stored tensors that are not results come after them.
+        out_dims: the batch dim of each result and stored tensor, or None.
         tree: the structure of the results.
-        state: what the class stored on its ctx, each leaf as ("input", i), ("result", i) or
+        state: the contents of the ctx, each leaf as ("input", i), ("result", i) or
             ("other", value).
     """
 
@@ -190,7 +196,7 @@ class MappedFunction:
         return pytrees.unflatten(self.tree, found[: self.results]), stored
 
     def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
-        """Calls a function on tracers of a level of its own, with that level."""
+        """Call a function with a new level and tracers of it for the values."""
         outer = self.outer
         with using(outer.outer):
             if not isinstance(outer, BatchLevel):
@@ -200,7 +206,7 @@ class MappedFunction:
                 return call(level, _wrapped(values, at, level))
 
     def forward(self, *values: Any) -> Any:
-        """The results, and after them what else was stored on the ctx."""
+        """Return the results, followed by the other tensors stored on the ctx."""
         cls, ctx = self.cls, Context(self.needs)
 
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
@@ -231,7 +237,7 @@ class MappedFunction:
     def _keep(
         self, ctx: Context, level: TracerLevel, values: Sequence[Any], results: list[Any]
     ) -> None:
-        """Writes the ctx down; tensors that it has beside inputs and results join the results."""
+        """Record the ctx; its tensors that are neither inputs nor results join the results."""
         stored, self.state_tree = pytrees.flatten(vars(ctx))
         known = [value_of(x, level) for x in results]
         self.state = []
@@ -245,27 +251,27 @@ class MappedFunction:
             self.state.append(place or ("other", value))
 
     def _batch_all(self, results: list[Any], size: int) -> None:
-        """See NOTE [results of a mapped function]."""
+        """Batch all results with differentiable dtypes: see NOTE [results of a mapped function]."""
         for i in range(self.results):
             x = results[i]
             if self.out_dims[i] is None and isinstance(x, torch.Tensor) and differentiable(x):
                 every = x.expand(size, *x.shape)
-                # A tangent is laid out as its result, and can't be where that is expanded.
+                # A tangent gets the strides of its result, which fails for an expanded one.
                 results[i] = every.clone() if tangents_here() else every
                 self.out_dims[i] = 0
 
     @property
     def batched(self) -> bool:
-        """Whether the results differ from example to example."""
+        """True if any result is batched."""
         return any(dim is not None for dim in self.out_dims[: self.results])
 
     def stored_of(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        """The tensors on the ctx, taken from a call's inputs and results."""
+        """Return the tensors stored on the ctx, from a call's inputs and results."""
         known = {"input": inputs, "result": results}
         return [known[kind][where] for kind, where in self.state if kind != "other"]
 
     def restored(self, tensors: Sequence[Any]) -> Context:
-        """The ctx as the class left it, with these tensors."""
+        """Return the ctx that the class filled, with these tensors."""
         remaining = iter(tensors)
         leaves = [where if kind == "other" else next(remaining) for kind, where in self.state]
         ctx = Context()
@@ -285,8 +291,8 @@ class MappedFunction:
     def derivative(
         self, method: str, ctx: Any, given: Sequence[Any], at: Sequence[Any], moved: Any
     ) -> list[Any]:
-        """``backward`` or ``jvp`` of the class; ``moved(x, i, level)`` is its result's value."""
-        kept = ctx.saved_tensors  # outside: a checkpoint's run its function again
+        """Run ``backward`` or ``jvp`` of the class; ``moved(x, i, level)`` unwraps result ``i``."""
+        kept = ctx.saved_tensors  # read outside of the level: may rerun a checkpoint
 
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
             dims = self.stored_of(self.dims, self.out_dims)
@@ -301,7 +307,7 @@ class MappedFunction:
         return out
 
     def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        """The class' ``backward``, each cotangent laid out as its argument."""
+        """Run the class's ``backward``; each cotangent has the batch dim of its argument."""
         count = self.results
         return tuple(
             self.derivative(
@@ -310,7 +316,7 @@ class MappedFunction:
         )
 
     def _cotangent(self, x: Any, i: int, level: TracerLevel) -> Any:
-        """Summed where the argument was broadcast, as the engine does it, or not batched."""
+        """Reduce a cotangent to the shape and batch dim of its argument, as the engine does."""
         if not isinstance(x, torch.Tensor):
             return x
         shape = self.shapes[i]
@@ -324,7 +330,7 @@ class MappedFunction:
         return batched_at(value, dim, _size(level), to)
 
     def jvp(self, ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        """The class' ``jvp``, each tangent laid out as its result."""
+        """Run the class's ``jvp``; each tangent has the batch dim of its result."""
         found = self.derivative("jvp", ctx, tangents, self.dims, self._tangent)
         return (*found, *[None] * (len(self.out_dims) - self.results))
 
@@ -348,21 +354,21 @@ def _size(level: TracerLevel) -> Any:
 
 
 def differentiable(x: torch.Tensor) -> bool:
-    """Whether it is of a type that has derivatives."""
+    """Return True if the dtype is floating point or complex."""
     return x.is_floating_point() or x.is_complex()
 
 
 # NOTE [tangents of outer levels]
-# C++ runs a ``jvp`` method with forward mode switched off, for the tensors' own tangents would be
-# pushed a second time. That they are not there at all is what every ``jvp`` needs that switches
-# forward mode on again, by a jvp of its own or by a checkpoint: it sees tensors without tangents of
-# their own. The tangents of levels outside, which hang on the values inside of tracers, are to be
-# pushed: so for tracers forward mode is on.
+# C++ runs a ``jvp`` method with forward mode switched off, because the tensors' own tangents would
+# be propagated a second time. A ``jvp`` method that switches forward mode on again, by a jvp of its
+# own or by a checkpoint, must not see these tangents at all, so its tensors are stripped of them.
+# The tangents of outer levels, which belong to the values inside of tracers, must be propagated, so
+# forward mode is on for tracers.
 def on_primals(jvp: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``jvp`` method that sees no tangents but those that it is given.
+    """Return a ``jvp`` method that sees no tangents except its arguments.
 
-    It runs outside of the levels that no tangent belongs to: its own transforms must not return
-    tracers of a vmap that the call only happens to be in.
+    It runs outside of the levels that none of the tangents belong to. Otherwise transforms that the
+    method calls could return tracers of an unrelated vmap around the call.
     """
 
     def run(ctx: Any, *tangents: Any) -> Any:
@@ -384,7 +390,7 @@ def _inside_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 def with_outer_tangents(jvp: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``jvp`` method for tracers, from that of the class."""
+    """Return a ``jvp`` method for tracers, which propagates the tangents of outer levels."""
 
     def run(ctx: Any, *tangents: Any) -> Any:
         with forward_ad._set_fwd_grad_enabled(True):
@@ -394,7 +400,7 @@ def with_outer_tangents(jvp: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Primals:
-    """A ctx whose tensors have no tangents."""
+    """A ctx whose tensors are returned without tangents."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
@@ -414,7 +420,7 @@ def _primal(value: Any) -> Any:
 
 
 def _function_of(mapped: MappedFunction) -> Any:
-    """The autograd.Function of a mapped class."""
+    """Return the ``autograd.Function`` of a mapped class."""
     members: dict[str, Any] = {
         "forward": staticmethod(mapped.forward),
         "setup_context": staticmethod(mapped.setup_context),
@@ -427,7 +433,7 @@ def _function_of(mapped: MappedFunction) -> Any:
 
 
 def _place(value: Any, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[str, int] | None:
-    """Which of the tensors that the call has anyhow a stored one is."""
+    """Return the position of a stored tensor among the inputs and results, or None."""
     if isinstance(value, torch.Tensor):
         for kind, known in (("input", inputs), ("result", results)):
             for i, tensor in enumerate(known):

@@ -1,24 +1,25 @@
-"""Operators without a forward formula of which torch does not say so.
+"""Operators without a forward formula for which torch raises no error.
 
-Where an operator has no forward formula torch raises, and ``jvp`` finds the tangent by the
-pullback. Of some it says nothing, and gives a wrong tangent or none:
+If an operator has no forward formula, torch usually raises, and ``jvp`` computes the tangent by the
+pullback. For some operators torch silently gives a wrong tangent, or none:
 
-- An operator of ``torch.library`` or of a C++ extension has a kernel for autograd that was written
-  for reverse mode, or none. Where nothing requires a gradient, tangents are lost in it.
-- What products of ``scatter_reduce`` leave out, and of ``_foreach_maximum`` and its like with
-  numbers the tangent is the number. torch's own tests know them as without forward mode.
+- An operator of ``torch.library`` or of a C++ extension has an autograd kernel written for reverse
+  mode, or none. If no argument requires a gradient, the operator drops the tangents.
+- ``scatter_reduce`` with ``prod`` drops the tangents. ``_foreach_maximum`` and similar operators
+  with numbers give the number as the tangent where they give the number as the value. torch's own
+  tests list these operators as operators without forward mode.
 
-So calls of these with tangents are met before autograd (NOTE [the factory keys]). Those of
-operators that are not torch's own go on, and are refused where no result has a tangent. The
-functional collectives of torch.distributed are linear and have no forward formula: what they do to
-values is done to tangents here.
+Calls of these operators with tangents are therefore intercepted before autograd (NOTE [the factory
+keys]). torch's own operators are refused. Other operators run, and are refused if none of their
+results has a tangent. The functional collectives of torch.distributed are linear and have no
+forward formula: they are applied to the tangents here.
 
-Private names used here (torch 2.11 to 2.14): ``_library.custom_ops.OPDEFS`` has what ``custom_op``
-made, each with the library ``_lib`` that it is registered in, and its ``_opoverload``;
+Private names used here (torch 2.11 to 2.14): ``_library.custom_ops.OPDEFS`` has the operators of
+``custom_op``, each with the library ``_lib`` that it is registered in, and its ``_opoverload``;
 ``_C._dispatch_get_all_op_names`` lists the operators, ``library._defs`` those that Python defined,
-``_C._dispatch_has_kernel_for_dispatch_key`` says whether an operator has a kernel for a key;
-``OpOverload._schema`` says what an operator writes to; ``DisableTorchFunctionSubclass`` reads a
-tracer's own tangent.
+``_C._dispatch_has_kernel_for_dispatch_key`` tells whether an operator has a kernel for a key;
+``OpOverload._schema`` tells which arguments an operator writes to; ``DisableTorchFunctionSubclass``
+reads a tracer's own tangent.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ _LISTS = [
 ]
 _SCATTERED = ["scatter_reduce.two", "scatter_reduce_.two"]
 
-# Namespaces of torch's own whose operators have forward formulas, or can't be differentiated.
+# torch's own namespaces, whose operators have forward formulas or have no derivatives.
 _OF_TORCH = frozenset(
     "aten prims debugprims rngprims quantized _quantized quantization static_runtime onednn"
     " mkldnn mkldnn_prepacked mkl symm_mem profiler inductor inductor_prims sparse _test _native"
     " debug_mode_ops export tsfunc_mesh".split()
 )
 
-# How an operator is met: given its name, keys and arguments, what goes on with the call, and the
-# call's result.
+# An interceptor takes the operator's name, a function that continues the call, and the arguments;
+# it returns the result of the call.
 _Meet = Callable[[str, Callable[..., Any], Sequence[Any], Any], Any]
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -70,14 +71,14 @@ _watched: set[str] = set()
 
 
 class _Known:
-    """The operators that there were when they were last listed."""
+    """The state of the list of operators at the last listing."""
 
     references: Sequence[Any] = ()
     counts: tuple[int, ...] = ()
 
 
 def watch() -> None:
-    """Before forward mode begins: operators that were defined since are watched too."""
+    """Intercept the operators defined since the last call; called before forward mode begins."""
     if not _libraries:
         for name in _LISTS:
             _install(f"aten::{name}", _refuse)
@@ -91,7 +92,7 @@ def watch() -> None:
             name = made._opoverload.name()
             _watched.add(name)
             _install(name, _how_to_meet(name), made._lib)
-    # C++ extensions come with a module, or by torch.ops.load_library.
+    # A module import or torch.ops.load_library loads C++ extensions.
     counts = len(_defs), len(torch.ops.loaded_libraries), len(sys.modules)
     if counts != _Known.counts:
         _Known.counts = counts
@@ -123,7 +124,7 @@ def _may_be_differentiated(name: str) -> bool:
 
 
 def _install(name: str, meet: _Meet, library: torch.library.Library | None = None) -> None:
-    """Have calls of an operator with tangents met before autograd."""
+    """Intercept calls of an operator with tangents before autograd."""
     overload = overload_of(name)
     if overload is None:
         return
@@ -135,7 +136,7 @@ def _install(name: str, meet: _Meet, library: torch.library.Library | None = Non
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # Looked up by name: an operator may be defined again.
+        # Look the operator up by name: it may have been defined again.
         called = overload_of(name)
         assert called is not None
 
@@ -176,7 +177,7 @@ def _refuse_write(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwa
 
 
 def _require_tangent(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """The call, where a result of it carries a tangent or none could."""
+    """Run the call; refuse it if its results can carry tangents and none does."""
     overload = overload_of(name)
     assert overload is not None
     if operator_of(overload).writes:
@@ -197,7 +198,7 @@ def _require_tangent(name: str, go_on: Callable[..., Any], args: Sequence[Any], 
 
 
 def _has_autograd(name: str) -> bool:
-    """True if an operator has a kernel for autograd, on whichever device."""
+    """Return True if an operator has an autograd kernel for any device."""
     return any(
         _dispatch_has_kernel_for_dispatch_key(name, key)
         for key in ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther")
@@ -205,7 +206,7 @@ def _has_autograd(name: str) -> bool:
 
 
 def _push(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """A linear operator: the tangent of its result is what it makes of the tangent."""
+    """Run a linear operator on the primals and on the tangents."""
     if not LINEAR[name](args):
         _refuse(name, go_on, args, kwargs)
     overload = overload_of(name)
@@ -214,7 +215,7 @@ def _push(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any
         tangents = pytrees.tree_map(_tangent, tuple(args))
     wait = torch.ops._c10d_functional.wait_tensor
     if name == "_c10d_functional::_wrap_tensor_autograd":
-        # A tensor that waits by itself can't carry a tangent.
+        # An asynchronous tensor, which waits at its first use, can't carry a tangent.
         out, pushed = wait(*primals), wait(*tangents)
     else:
         out = go_on(*primals, **kwargs)

@@ -1,11 +1,11 @@
-"""Functions whose ``backward`` is marked ``@once_differentiable``: a second derivative is an error.
+"""Functions with a ``backward`` marked ``@once_differentiable``: a second derivative is an error.
 
-What torch's mark makes of such a ``backward`` is run without a graph, so that it says nothing of
-how its results depend on what ``forward`` was given. A derivative of them by that is an error in
-torch where it meets nothing that it could differentiate by, and zero where it does. Here it is an
-error in both modes: each call has one more operand, the guard, that depends on all the others, and
-what ``backward`` returns depends on that and on the cotangents by a function without derivatives.
-Forward mode of a function without a ``jvp`` is such a derivative too.
+torch runs such a ``backward`` without a graph, so its results have no recorded dependence on the
+inputs of ``forward``. Differentiating them again is an error in torch if no recorded path exists,
+and gives zero otherwise. Here it is an error in both modes. Each call gets one more operand, the
+guard, which depends on all the others. The results of ``backward`` depend on the guard and on the
+cotangents by a function without derivatives. Forward mode of a function without a ``jvp`` is a
+derivative of ``backward`` too, and raises the same error.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ def _marked(ctx: Any) -> None: ...
 
 _torch_vmap = Function.vmap
 
-# All functions that the mark makes have one code.
+# All functions that the decorator makes share one code object.
 _CODE: Final = _marked.__code__
 _GUARDED: Final = "__tsfunc_guarded__"
 
 
 def is_marked(cls: Any) -> bool:
-    """Whether the ``backward`` of a class is marked ``@once_differentiable``."""
+    """Return True if the ``backward`` of a class is marked ``@once_differentiable``."""
     return getattr(cls.backward, "__code__", None) is _CODE
 
 
 def is_once_differentiable(cls: Any, args: Sequence[Any]) -> bool:
-    """Whether the derivative of a call is an error, and somebody may ask for it."""
+    """Return True if the class is marked and a transform differentiates by an argument."""
     return is_marked(cls) and differentiates_here() and any(is_perturbed(x) for x in args)
 
 
 def guarded(cls: Any, args: Sequence[Any]) -> Any:
-    """The call, of which a second derivative is an error."""
+    """Run the call so that a second derivative raises ``UndefinedDerivativeError``."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     guard: Any = _Guard.apply(*tensors)  # type: ignore[no-untyped-call]
     return _guarded(cls).apply(*args, guard)
 
 
 class _Guard(Function):
-    """A tensor that depends on others, by a function that nobody asks for its derivative."""
+    """A scalar that depends on tensors, with zero derivatives."""
 
     @staticmethod
     def forward(*tensors: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class _Guard(Function):
 
 
 class _Pulled(Function):
-    """A cotangent that depends on the guard and on other cotangents; nobody knows how."""
+    """A cotangent that depends on the guard and on other cotangents, without a derivative."""
 
     @staticmethod
     def forward(name: str, pulled: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _refuse(name: str) -> None:
 
 
 def _guarded(cls: Any) -> Any:
-    """The class with the guard as one more operand, made once."""
+    """Return the class with the guard as one more operand; the class is made once."""
     made = cls.__dict__.get(_GUARDED)
     if made is not None:
         return made
@@ -142,7 +142,7 @@ def _guarded(cls: Any) -> Any:
         members["forward"] = staticmethod(forward)
     if cls.jvp is not torch_jvp:
         members["jvp"] = staticmethod(lambda ctx, *tangents: cls.jvp(ctx, *tangents[:-1]))
-    if cls.vmap is not _torch_vmap:  # which calls the class itself, at the levels outside
+    if cls.vmap is not _torch_vmap:  # the class's vmap calls the class itself, at the outer levels
 
         def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
             return cls.vmap(info, tuple(in_dims[:-1]), *args[:-1])

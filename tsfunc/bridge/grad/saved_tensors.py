@@ -1,14 +1,14 @@
-"""``torch.autograd.graph.saved_tensors_hooks``: what becomes of tensors that autograd saves.
+"""``torch.autograd.graph.saved_tensors_hooks`` for tensors that autograd saves at any level.
 
 NOTE [hooks and levels]
-Hooks that are entered on a thread see what autograd saves at every level: plain tensors, and the
-tracers of the levels in which it records. Of a tracer only the graph of its own level is left
-behind when it is packed, which autograd ties again; what a hook makes of it is recorded by the
-levels outside, although torch has switched recording off. And what a level saves that was entered
-after the hooks is not theirs: the transform has pulled back through it before it ends, and a
-checkpoint that runs the transform again would get values of another level. It is kept as it is.
-When hooks are asked for what they packed the levels in which they were entered may have ended: for
-so long these are active again.
+Hooks entered on a thread see the tensors that autograd saves at every level: plain tensors, and the
+tracers of the levels that record. A packed tracer is disconnected from the graph of its own level
+only, and autograd connects it again. The operations of a pack hook on the tracer are recorded by
+the outer levels, although torch has switched recording off. Tensors saved by a level that was
+entered after the hooks are kept without calling the hooks: the transform has finished its pullback
+before the level ends, and a checkpoint that runs the transform again would get values of another
+level. When the unpack hook runs, the levels around the hooks may have ended; these levels are then
+active again during the call.
 
 Private names used here (torch 2.11 to 2.13): none; ``saved_tensors_hooks`` is public, and
 ``__enter__`` reads ``pack_hook`` and ``unpack_hook``.
@@ -32,7 +32,7 @@ _theirs = saved_tensors_hooks.__enter__
 
 @on_first_level
 def _install() -> None:
-    """Has hooks meet tracers as said above."""
+    """Patch ``saved_tensors_hooks`` so that hooks handle tracers as described above."""
     saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
 
 
@@ -46,7 +46,7 @@ def _enter(self: saved_tensors_hooks) -> None:
 
 
 class _Kept:
-    """What hooks are not asked about."""
+    """A saved tensor that bypasses the hooks."""
 
     __slots__ = ("tensor",)
 

@@ -1,23 +1,23 @@
-"""Formulas of derivatives that can't be differentiated again, replaced where they will be.
+"""Derivative formulas that can't be differentiated again, and their replacements.
 
 NOTE [derivatives of forward formulas]
-torch's formulas for the tangents of some operators are right as far as they go, but take for
-constants what they are not (further results that have no derivative of their own, such as the
-factors of a determinant), or write in place into values that autograd has saved. torch notices such
-a write only where it checks versions, and not on values that hooks have saved, as those of a
-checkpoint are. torch itself never differentiates a tangent of plain tensors. Here
-``jvp`` may stand inside of anything. So these operators are met before autograd sees them (NOTE
-[the factory keys]); a call with tangents that somebody else differentiates by is written in other
-operators (``ops/written_out``), or gets its tangent by differentiating its pullback, which torch
-keeps differentiable.
+torch's tangent formulas of some operators give right tangents, but can't be differentiated. They
+treat values as constants that are not constant (further results without derivatives of their own,
+such as the factors of a determinant), or they write in place into values that autograd has saved.
+torch detects such a write only by version checks, which do not cover values saved by hooks, such as
+those of a checkpoint. torch itself never differentiates the tangents of plain tensors, but a
+``jvp`` of tsfunc may be inside of any transform. These operators are therefore intercepted before
+autograd (NOTE [the factory keys]). If a call with tangents is differentiated by another transform
+too, it is rewritten in other operators (``ops/written_out``), or its tangent is computed by
+differentiating its pullback, which torch keeps differentiable.
 
 NOTE [derivatives of backward formulas]
-The backward formulas of normalizations are differentiated once by formulas of their own, which take
-the mean and the deviation for constants: third derivatives by reverse mode are wrong. If a backward
-pass is recorded, they are written in other operators, whose derivatives are right to any order.
+The backward formulas of normalizations have derivative formulas of their own, which treat the mean
+and the deviation as constants: third derivatives by reverse mode are wrong. If a backward pass is
+recorded, these formulas are written in other operators, whose derivatives are right to any order.
 
 Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reaches a tracer's
-own methods; ``forward_ad._current_level`` says whether a dual level is entered.
+own methods; ``forward_ad._current_level`` tells whether a dual level is entered.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_auto
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.ops.written_out import BACKWARD_WRITTEN_OUT, WRITTEN_OUT
 
-# Their pullbacks can be differentiated any number of times.
+# Operators whose pullbacks can be differentiated any number of times.
 PULLED_BACK = (
     "_linalg_det _linalg_slogdet _linalg_solve_ex _linalg_eigh linalg_eig "
     "linalg_householder_product glu cholesky_inverse "
-    # Their formulas write in place into what autograd has saved.
+    # The tangent formulas of these write in place into values that autograd has saved.
     "_softmax _log_softmax _safe_softmax logsumexp linalg_vector_norm renorm "
     "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype"
 ).split()
@@ -50,7 +50,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Registers the kernels; once a process."""
+    """Register the kernels; a second call has no effect."""
     if _libraries:
         return
     library = torch.library.Library("aten", "IMPL")
@@ -73,11 +73,11 @@ on_first_level(install)
 
 
 def _kernel(overload: Any, written_out: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What an operator does while a level or a jvp is active."""
+    """Return the kernel of an operator for use while a level or a jvp is active."""
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # Below autograd, where another operator's kernel calls it, there are no tangents to read.
+        # Below autograd, in the kernel of another operator, no tangents are visible.
         pushing = forward_ad._current_level >= 0 and not below_autograd()
         twice = pushing and _differentiated_twice((*args, *kwargs.values()))
         if twice and written_out is not None:
@@ -114,7 +114,7 @@ def _recorded(values: Sequence[Any]) -> bool:
 
 
 def _differentiated_twice(values: Sequence[Any]) -> bool:
-    """Whether there are tangents, and somebody who differentiates by something else as well."""
+    """Return True if an argument has a tangent and another transform differentiates by one."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     with DisableTorchFunctionSubclass():
         if all(forward_ad.unpack_dual(x).tangent is None for x in tensors):
@@ -125,7 +125,7 @@ def _differentiated_twice(values: Sequence[Any]) -> bool:
 
 
 def _inside(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tracer stands for, and what that stands for."""
+    """Yield the values inside of a tracer, the outermost value first."""
     value = getattr(x, "value", None) if isinstance(x, Tracer) else None
     while isinstance(value, torch.Tensor):
         yield value
@@ -133,16 +133,16 @@ def _inside(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _differentiated(value: torch.Tensor) -> bool:
-    # A program may be differentiated later by anything that it traces.
+    # A program may later be differentiated by any value that it traces.
     traced = hasattr(value, "node")
     return traced or value.requires_grad or forward_ad.unpack_dual(value).tangent is not None
 
 
 def _with_tangents(out: Any, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The operator's results, their tangents by its pullback.
+    """Return the operator's results with tangents computed by its pullback.
 
-    That is linear in the cotangents, so its own pullback is the pushforward. The results
-    themselves stay: what autograd keeps for them has tangents of its own.
+    The pullback is linear in the cotangents, so the pullback of the pullback is the pushforward.
+    The result primals are kept: the tensors that autograd saved for them have tangents too.
     """
     level = innermost_level(args)
     results = [out] if isinstance(out, torch.Tensor) else list(out)
@@ -154,9 +154,9 @@ def _with_tangents(out: Any, overload: Any, args: Sequence[Any], kwargs: Mapping
 def _pushed(
     overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], level: TracerLevel | None
 ) -> dict[int, torch.Tensor]:
-    """The tangent of each result that has one.
+    """Return the tangent of each result that has one, by the result's index.
 
-    Autograd is on at the level, since somebody hangs tangents on its tensors.
+    Autograd records at the level, because the level's tensors carry tangents.
     """
     filled, inputs, tangents = list(args), [], []
     with torch.enable_grad():

@@ -1,1 +1,1 @@
-"""Axes over processes: the only room that knows torch.distributed's private names."""
+"""Mesh axes over processes; the only room that uses torch.distributed's private names."""

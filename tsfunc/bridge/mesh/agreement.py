@@ -1,11 +1,11 @@
-"""Agreements: ranks tell one another what they are about to do, before they do it.
+"""Agreements: ranks compare their next calls before they make them.
 
 NOTE [agreements]
-A collective of a process group gives wrong numbers, or waits until the group's timeout, where one
-rank calls another collective than the rest, with another shape or type, or none at all. An
-agreement is one small collective before it: the greatest of a hash and of its negative. Where the
-ranks' hashes differ all of them see it, exchange the texts, and raise an error that has all. A rank
-whose body raises says that in an agreement too, which ends the others at their next one.
+If one rank calls another collective than the rest, one with another shape or dtype, or none at all,
+a collective of a process group gives wrong numbers or waits until the group's timeout. An agreement
+is one small collective before it: the maximum of a hash and of its negative. If the ranks' hashes
+differ, all ranks detect it, exchange their texts, and raise an error with all texts. A rank whose
+body raises reports the error in an agreement too, which stops the other ranks at their next one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LENGTH = 400  # bytes of a rank's text
 
 
 def agree(mesh: Mesh, axis: str, text: str) -> None:
-    """Return when all ranks along an axis have called this with the same text.
+    """Return after all ranks along an axis have called this function with the same text.
 
     Raises:
         RanksDisagree: the texts differ; the message has a line for each rank.
@@ -41,14 +41,14 @@ def agree(mesh: Mesh, axis: str, text: str) -> None:
 
 
 def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
-    """Return when all ranks along an axis run one program: NOTE [marks of programs] in ``passes``.
+    """Return after all ranks along an axis have agreed that they run one program.
 
-    A program is agreed on once.
+    Each program is agreed on once: NOTE [marks of programs] in ``passes``.
 
     Args:
         axis: the axis.
-        mesh: the names and sizes of the axes, and behind them the program's mark, if it has one.
-        call: the exchange that is about to be run.
+        mesh: the names and sizes of the axes, followed by the program's mark, if it has one.
+        call: a description of the next exchange.
 
     Raises:
         RanksDisagree: other ranks run other programs.
@@ -62,7 +62,7 @@ def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
 
 
 def exchanged_texts(mesh: Mesh, axis: str, text: str) -> list[str] | None:
-    """Return every rank's text, or None where all are equal."""
+    """Return every rank's text, or None if all texts are equal."""
     group = mesh.groups[axis]
     device = _device_of(group)
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
@@ -84,6 +84,6 @@ def exchanged_texts(mesh: Mesh, axis: str, text: str) -> list[str] | None:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Return a device that the group exchanges tensors of."""
+    """Return a device whose tensors the group can exchange."""
     kinds = [kind.type for kind in group._device_types]
     return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])

@@ -1,4 +1,4 @@
-"""What a rank does for each kind of exchange: calls of its process group on plain tensors.
+"""The implementation of each kind of exchange: calls of a process group on plain tensors.
 
 Private names used here (torch 2.11 to 2.14): ``ProcessGroup._allgather_base`` and
 ``ProcessGroup._reduce_scatter_base`` gather and scatter one tensor.
@@ -19,7 +19,7 @@ from tsfunc.dispatch.state import tls
 
 
 def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
-    """Return the result of a kind of exchange along an axis, a contiguous tensor of its own."""
+    """Return the result of an exchange along an axis, a contiguous tensor with its own memory."""
     text, _, check = mesh.partition(";")
     found = mesh_named(text)
     if check:
@@ -30,7 +30,7 @@ def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) ->
     return _KINDS[kind](x.resolve_conj().resolve_neg(), ints, found, axis)
 
 
-# The kinds that exchange values, with the collective that each is; the others are a rank's own.
+# The kinds that communicate, with the collective of each; the other kinds are local to a rank.
 COLLECTIVES = {
     "sum": "psum",
     "gather": "all_gather",
@@ -40,15 +40,15 @@ COLLECTIVES = {
     "permute": "ppermute",
 }
 
-# The kinds whose argument is promised to be equal on the ranks.
+# The kinds whose argument must be equal on all ranks, by the caller's promise.
 _PROMISED = frozenset({"slice", "enter", "leave", "share"})
 
 
 def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, axis: str) -> None:
-    """Return when the ranks have agreed on an exchange, as far as its check asks for it.
+    """Return after the ranks have agreed on an exchange, if its check requires an agreement.
 
     Raises:
-        RanksDisagree: they do not.
+        RanksDisagree: the ranks make different exchanges, or promised values differ.
     """
     call = f"{kind}{list(ints)} of {x.dtype} {tuple(x.shape)}"
     if check.startswith("program:"):
@@ -66,21 +66,21 @@ def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, ax
 
 
 def _checksum(x: Tensor) -> int:
-    """Return a number that is another one for other bits, as good as always."""
+    """Return a 64-bit checksum of a tensor's bytes."""
     octets = _in_bytes(x.contiguous()).reshape(-1).view(torch.uint8).long()
     weights = torch.arange(1, octets.numel() + 1, device=x.device) * 0x1E3779B97F4A7C15 | 1
     return int(((octets + 1) * weights).sum()) & 0xFFFFFFFFFFFFFFFF
 
 
 def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a result: sums of integers are int64, as ``torch.sum`` has them."""
+    """Return the dtype of a result: sums of integers are int64, as in ``torch.sum``."""
     if kind in ("sum", "scatter") and not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64
     return dtype
 
 
 def _in_reals(x: Tensor) -> Tensor:
-    """Return a tensor that every engine can add up."""
+    """Return a tensor in a dtype that every backend can sum."""
     return torch.view_as_real(x) if x.is_complex() else x.to(result_dtype("sum", x.dtype))
 
 
@@ -89,7 +89,7 @@ def _as_before(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _in_bytes(x: Tensor) -> Tensor:
-    """Return a tensor that every engine can send; no sum is taken of it."""
+    """Return a tensor in a dtype that every backend can send, for exchanges without sums."""
     if x.is_complex():
         return torch.view_as_real(x)
     return x.view(torch.uint8) if x.dtype is torch.bool else x
@@ -108,7 +108,7 @@ def _sum(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 
 
 def _gathered(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """Return the ranks' values along a first dim."""
+    """Return the values of all ranks, stacked along a new first dim."""
     sent = _in_bytes(x.contiguous())
     size = mesh.sizes[axis]
     out = sent.new_empty(size * sent.numel())
@@ -140,7 +140,7 @@ def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor
 
 
 def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    """Each rank sends to one rank at most, and receives of one at most."""
+    """Send values between ranks; each rank sends and receives at most one value."""
     size, me = mesh.sizes[axis], mesh.index(axis)
     sent = _in_bytes(x.contiguous()).reshape(-1)
     elements = sent.numel()

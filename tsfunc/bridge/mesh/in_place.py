@@ -1,14 +1,15 @@
 """``torch.distributed``'s collectives that write into their arguments, called on tracers.
 
 ``dist.all_reduce(x)`` goes through a process group into an operator (``c10d::allreduce_``) whose
-schema does not say that it writes. On a tracer it is the functional collective, and a copy of the
-result into the argument: so a program has both, and a vmap sends the whole batch at once.
+schema does not declare the write. On a tracer, the call becomes the functional collective and a
+copy of its result into the argument. A program therefore has both operators, and a vmap sends the
+whole batch at once.
 
 The wrappers of torch's functional collectives return tensors that wait at their first use. On a
-tracer they wait at once.
+tracer the wait follows at once.
 
 Private names used here (torch 2.11 to 2.14): ``_C._distributed_c10d`` has the classes of process
-groups, of works and of reductions, and ``FakeWork``, a work that is done.
+groups, of works and of reductions, and ``FakeWork``, a completed work.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tsfunc.dispatch import DispatchKey, register, running_level
 from tsfunc.errors import MissingRuleError
 
 _functional: Any = torch.ops._c10d_functional
-# The functional collectives' words for reductions.
+# The names of reductions; the functional collectives take them in lower case.
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
@@ -85,7 +86,11 @@ def _all_to_all(
 def _write(
     name: str, target: Tensor, operands: Sequence[Tensor], result: Tensor, *, waited: bool = False
 ) -> None:
-    """Write a collective's result into the tensor that the user gave."""
+    """Write a collective's result into the tensor that the user passed.
+
+    Raises:
+        MissingRuleError: a level differentiates by an operand.
+    """
     if any(isinstance(x, Tracer) and is_recorded(x) for x in operands):
         raise MissingRuleError(
             f"torch.distributed.{name}: expected a tensor that nothing differentiates by, got one "
@@ -111,7 +116,7 @@ def _size(group: Any) -> int:
 
 
 def _word(reduction: Any) -> str:
-    """The word of a reduction."""
+    """Return the functional collectives' name of a reduction."""
     from torch._C._distributed_c10d import ReduceOp
 
     op = reduction.op()
@@ -125,7 +130,7 @@ def _word(reduction: Any) -> str:
 
 
 def _done() -> Any:
-    """A work that is done."""
+    """Return a completed work."""
     from torch._C._distributed_c10d import FakeWork, Work
 
     return Work.boxed(FakeWork())
@@ -143,7 +148,7 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 def _at_own_level(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, which calls torch on the tracers that it is given."""
+    """Return the kernel, run at the level itself, so that it calls torch on tracers."""
 
     def run(*args: Any) -> Any:
         level = running_level()

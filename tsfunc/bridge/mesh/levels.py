@@ -1,9 +1,9 @@
-"""Levels of mesh axes: they bind a name and have no tracers.
+"""Levels of mesh axes, which bind a name and have no tracers.
 
 The examples of a mesh axis are ranks, so each process has one example, as a plain tensor. Operators
-run on it at torch's own speed; only collectives ask for the level (``level_named`` in
-``bridge/control/collectives``). As a level it is captured by the levels inside of it and by
-whatever runs the function again (checkpoints, rules of the user's in a backward pass).
+on it are plain torch calls; only collectives look up the level (``level_named`` in
+``bridge/control/collectives``). Inner levels capture the level, and so does code that runs the
+function again (checkpoints, the user's rules in a backward pass).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _observed = _Observed()
 
 @contextmanager
 def observing() -> Iterator[set[str]]:
-    """Context manager: gives the axes over which the code of the block exchanges values."""
+    """Context manager: yields the set of axes over which the block exchanges values."""
     outer = _observed.axes
     seen: set[str] = set()
     _observed.axes = seen
@@ -51,8 +51,8 @@ class MeshLevel(Level):
     Attributes:
         mesh: the mesh.
         axis_name: the axis.
-        batch_size: how many ranks the axis has.
-        check: "calls", "values", None, or "programs", which stands for "calls" outside of
+        batch_size: the number of ranks along the axis.
+        check: "calls", "values", None, or "programs", which is the same as "calls" outside of
             programs.
     """
 
@@ -92,7 +92,7 @@ class MeshLevel(Level):
 
 
 def in_trace() -> bool:
-    """True if a program is being traced, whose exchanges come later."""
+    """True if a program is being traced, whose exchanges run later."""
     return any(isinstance(level, TraceLevel) for level in tls.state.levels)
 
 
@@ -102,16 +102,16 @@ def mesh_levels() -> list[MeshLevel]:
 
 
 class MeshAxes:
-    """The mesh axes that are bound where it is made, for code that runs later.
+    """The mesh axes that are bound when it is made, for code that runs later.
 
-    A rule of the user's may run in a backward pass that begins after ``shard_map`` has returned.
+    A user's rule may run in a backward pass that begins after ``shard_map`` has returned.
     """
 
     def __init__(self) -> None:
         self.levels = mesh_levels()
 
     def bound(self) -> AbstractContextManager[None]:
-        """Context manager: the axes are bound, where no active level binds them already."""
+        """Context manager: binds the axes that no active level binds already."""
         state = tls.state
         here = {level.axis_name for level in mesh_levels()}
         again = [level for level in self.levels if level.axis_name not in here]

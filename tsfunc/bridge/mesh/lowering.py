@@ -1,8 +1,8 @@
-"""Exchanges as torch's functional collectives, which Inductor compiles, overlaps and buckets.
+"""Decompositions of exchanges into torch's functional collectives.
 
-A decomposition is applied while a process compiles a program for itself, after autograd. It may
-therefore name process groups and use the rank, which a program must not. Exchanges whose calls are
-checked stay operators of their own.
+Inductor compiles, overlaps and buckets these collectives. A decomposition is applied while a
+process compiles a program for itself, after autograd. It may therefore name process groups and use
+the rank, which a program must not do. Exchanges with checked calls are not decomposed.
 """
 
 from __future__ import annotations

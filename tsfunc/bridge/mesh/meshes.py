@@ -1,10 +1,10 @@
 """Meshes: named axes whose indices are ranks, and the process group of each axis.
 
 NOTE [meshes by text]
-A program must be the same on every rank and may run in another process than it was made in, so it
-can't hold process groups, whose names are counters. It holds the axis and the mesh as texts
-(``"dp"``, ``"dp=2,tp=4"``). A process registers each mesh that it uses by its text; a second mesh
-of the same text over other ranks is refused.
+A program must be the same on every rank and may run in a process other than the one that made it.
+It can't hold process groups, whose names are counters. Instead it holds the axis and the mesh as
+texts (``"dp"``, ``"dp=2,tp=4"``). A process registers each mesh that it uses by its text; a second
+mesh with the same text over other ranks is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Mesh:
     """Named axes over the ranks of process groups.
 
     Attributes:
-        sizes: how many ranks each axis has, by name, the outermost axis first.
-        groups: the process group of each axis that this rank is in.
-        text: the names and sizes, as programs have them.
+        sizes: the number of ranks along each axis, by name, the outermost axis first.
+        groups: for each axis, the process group that contains this rank.
+        text: the names and sizes, in the form that programs contain.
         agreed: the programs, by axis and mark, that the ranks have agreed on.
     """
 
@@ -44,13 +44,13 @@ class Mesh:
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
-    """Return names and sizes as programs have them."""
+    """Return names and sizes in the form that programs contain."""
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 @functools.lru_cache(maxsize=256)
 def sizes_of(text: str) -> Mapping[str, int]:
-    """Return the sizes by name of a mesh's text, without the check that may follow it."""
+    """Return the sizes by name from a mesh's text; a check after the text is ignored."""
     pairs = (part.rpartition("=") for part in text.partition(";")[0].split(","))
     return {name: int(size) for name, _, size in pairs}
 
@@ -59,10 +59,10 @@ _registered: dict[str, Mesh] = {}
 
 
 def registered(groups: Mapping[str, Any]) -> Mesh:
-    """Return the mesh of the groups, which programs can name from now on.
+    """Return the mesh of the groups, registered so that programs can name it.
 
     Raises:
-        MeshError: the names and sizes are those of another mesh over other ranks.
+            MeshError: another mesh over other ranks has the same names and sizes.
     """
     for other in _registered.values():
         if other.groups == groups and list(other.groups) == list(groups):
@@ -96,7 +96,7 @@ def mesh_named(text: str) -> Mesh:
     """Return the mesh of a text.
 
     Raises:
-        MeshError: this process has no such mesh; the message lists those that it has.
+            MeshError: this process has no such mesh; the message lists the registered ones.
     """
     mesh = _registered.get(text)
     if mesh is None:

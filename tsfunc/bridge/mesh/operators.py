@@ -2,32 +2,32 @@
 
 NOTE [exchanges]
 ``tsfunc_mesh::map(x, kind, ints, axis, mesh)`` is a linear map from the ranks' values to the ranks'
-values, and every transform knows it by this one operator: its transpose is a map again, its tangent
-is itself, under vmap its dims shift by one (``ops/collectives``), in a program it is a node. A node
-is the same on every rank: nothing that depends on the rank is an argument, so a permutation is
-given whole, and a rank's index is an operator and not a constant. The kinds:
+values. Transforms see exchanges only as this operator: its transpose is a map again, its tangent is
+the same map, vmap shifts its dims by one (``ops/collectives``), and a program has it as a node. The
+node is the same on every rank: no argument depends on the rank, so a permutation is passed as a
+whole, and a rank's index is an operator instead of a constant. The kinds, each with its transpose:
 
 ========== ======= ==================================================================
-sum                the sum over the ranks                              (its own transpose)
+sum                the sum over the ranks                              (sum)
 gather     dim     the values along a new dim                          (scatter)
 scatter    dim     the sum, of which each rank has its index along dim (gather)
 all_to_all dim, to each rank is sent its index along dim               (reversed)
-permute    pairs   sources, then destinations; zeros for who gets none (reversed)
-slice      dim     a rank's own part of a value that all have          (tile)
-tile       dim     the parts put together, for all                     (slice)
-enter              a value that all have, as one for each              (sum)
-leave              one for each, all equal, as a value that all have   (share)
-share              a value that all have, by the number of ranks       (leave)
+permute    pairs   sources, then destinations; zeros without a source  (reversed)
+slice      dim     a rank's own part of a value that all ranks have    (tile)
+tile       dim     the concatenated parts, on all ranks                (slice)
+enter              an equal value of all ranks, as one value per rank  (sum)
+leave              equal values, one per rank, as one value of all     (share)
+share              an equal value of all, divided by the rank count    (leave)
 ========== ======= ==================================================================
 
 The last five are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
-``in_dims`` and ``out_dims`` are these specs, and not those of ``torch.chunk`` and the like, which
-know of one process only.
+``in_dims`` and ``out_dims`` are these specs. They differ from the transposes of ``torch.chunk`` and
+similar operators, which involve one process only.
 
 Private names used here (torch 2.11 to 2.14): ``_C._AutoDispatchBelowAutograd`` and
-``_C._after_autograd_keyset`` call an operator past autograd;
-``_C.DisableTorchFunctionSubclass`` reads a tracer's own tangent; ``forward_ad._current_level`` says
-whether a dual level is entered.
+``_C._after_autograd_keyset`` call an operator below autograd;
+``_C.DisableTorchFunctionSubclass`` reads a tracer's own tangent; ``forward_ad._current_level``
+tells whether a dual level is entered.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ INDEX: Any = torch.ops.tsfunc_mesh.index.default
 
 
 def _run(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
-    # Past autograd, where detach() leaves a tangent behind too.
+    # Below autograd, where detach() removes a tangent too.
     return exchange(x.detach(), kind, ints, axis, mesh)
 
 
@@ -118,7 +118,7 @@ _TRANSPOSED = {
 
 
 def transposed(kind: str, ints: Sequence[int]) -> tuple[str, list[int]]:
-    """Return the kind and the numbers of the transpose."""
+    """Return the kind and the ints of the transpose."""
     ints = list(ints)
     if kind == "all_to_all":
         ints = ints[::-1]
@@ -129,16 +129,16 @@ def transposed(kind: str, ints: Sequence[int]) -> tuple[str, list[int]]:
 
 
 class _Exchange(Function):
-    """An exchange in a graph: its backward is the transpose, its tangent the exchange itself.
+    """An exchange in a graph: its backward is the transpose, its jvp is the exchange itself.
 
-    torch's own node of an operator (``torch.library.register_autograd``) has no forward mode, and
-    is a function of the user's to a trace; this one leaves a program one node of ``map``.
+    torch's own node for an operator (``torch.library.register_autograd``) has no forward mode, and
+    a trace treats it as a Function of the user. This class records one ``map`` node in a program.
     """
 
     @staticmethod
     def forward(ctx: Any, keys: Any, grad_mode: bool, x: Tensor, *call: Any) -> Any:
         ctx.call = call
-        # Values inside of tracers belong to other levels, whose graphs go on.
+        # Values inside of tracers belong to other levels, whose graphs continue.
         with outside_graph(grad_mode):
             return _below_autograd(keys, x, *call)
 
@@ -173,7 +173,7 @@ _library.impl("map", _autograd, "Autograd", with_keyset=True)
 
 
 def mapped(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tensor:
-    """Return an exchange of a tensor of any level."""
+    """Return an exchange of a tensor at any level."""
     if type(x) is Tensor and not _is_observed(x):
         return exchange(x, kind, ints, axis, mesh)
     out: Tensor = MAP(x, kind, ints, axis, mesh)
@@ -181,12 +181,12 @@ def mapped(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tenso
 
 
 def _is_observed(x: Tensor) -> bool:
-    """True if autograd, a dual level or a mode may have a part in a call on a plain tensor."""
+    """True if autograd, a dual level or a dispatch mode may handle a call on a plain tensor."""
     return x.requires_grad or forward_ad._current_level >= 0 or in_dispatch_modes()
 
 
 def axis_index(axis: str, mesh: str, device: torch.device | None) -> Tensor:
-    """Return this rank's index along an axis; in a trace, as a node of the program."""
+    """Return this rank's index along an axis; a trace records it as a node."""
     on = torch.get_default_device() if device is None else device
     for level in reversed(tls.state.levels):
         if isinstance(level, TraceLevel):

@@ -8,12 +8,14 @@ from torch import nn
 
 
 def refuse_fully_sharded(module: nn.Module, what: str) -> None:
-    """Raise an error for a module with parts that ``fully_shard`` was applied to.
+    """Raise an error if ``fully_shard`` was applied to a module or one of its submodules.
 
-    The forward of such a part gathers the parameters that it was given by ``fully_shard``, also
-    where others stand in the places of these.
+    The forward of such a submodule gathers its own parameters, even if a call replaces them.
+
+    Raises:
+        RuntimeError: ``module`` has such a submodule.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # applied to nothing before it is imported
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not applied
     kind = getattr(fsdp, "FSDPModule", None)
     if kind is None:
         return

@@ -1,4 +1,4 @@
-"""One rank of a large mesh in a process of its own, by torch's fake process group.
+"""One simulated rank of a large mesh in a single process, by torch's fake process group.
 
 Private names used here (torch 2.13 and 2.14): ``torch.testing._internal.distributed.fake_pg``
 registers the backend "fake", whose collectives return at once and move no data.
@@ -34,7 +34,7 @@ def simulated_rank(rank: int = 0, **sizes: int) -> Iterator[DeviceMesh]:
         The mesh, on the CPU.
 
     Raises:
-        MeshError: the process is in a process group already.
+        MeshError: the process already has a process group.
 
     Example:
         >>> import torch

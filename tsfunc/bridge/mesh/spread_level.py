@@ -13,11 +13,14 @@ from tsfunc.errors import UnboundAxisError
 
 
 class SpreadLevel(BatchLevel):
-    """Some examples of a batch, of which other ranks have the others.
+    """A level with some examples of a batch; other ranks have the other examples.
 
     Args:
-        axes: the mesh axes that the batch is spread over, the first counted slowest. They are
-            bound where the level is made.
+        axes: the mesh axes that the batch is spread over, the slowest varying first. All must be
+            bound when the level is made.
+
+    Raises:
+        UnboundAxisError: an axis is not bound.
     """
 
     __slots__ = ()
