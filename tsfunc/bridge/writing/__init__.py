@@ -1,1 +1,2 @@
-"""Writes, and views that are written through: a user's tensor becomes a level's tracer."""
+"""In-place writes and write-through views: a plain tensor of the user becomes a tracer of a level.
+"""
