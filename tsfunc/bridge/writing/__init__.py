@@ -1,2 +1,1 @@
-"""In-place writes and write-through views: a plain tensor of the user becomes a tracer of a level.
-"""
+"""In-place writes and write-through views: a user's plain tensor becomes a level's tracer."""

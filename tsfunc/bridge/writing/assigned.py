@@ -88,9 +88,7 @@ register_module_buffer_registration_hook(note_assigned)
 
 
 def put_back_assigned(level: BatchLevel) -> _Assigned | None:
-    """Restore the buffers of a level at the end of its call; return the first that was still
-    batched.
-    """
+    """Restore the buffers of a level when its call ends; return the first still batched."""
     own = [each for each in ASSIGNED if each.level is level]
     kept = [each for each in own if each.is_kept]
     ASSIGNED[:] = [each for each in ASSIGNED if each.level is not level]

@@ -37,8 +37,7 @@ _IN_ORDER = "t" not in getattr(sys, "abiflags", "")
 
 
 class _Births:
-    """The tensors that collections moved out of the youngest generation while levels were active.
-    """
+    """Tensors that collections moved out of the youngest generation while levels were active."""
 
     def __init__(self) -> None:
         self.levels = 0  # the number of levels met
@@ -74,7 +73,7 @@ def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
 
 @on_first_level
 def _watch_collections() -> None:
-    """The first level is active already, and may have been moved."""
+    """Register the callback; the first level is active already, and may have left generation 0."""
     for level in tuple(active_levels):
         if isinstance(level, TracerLevel):
             level.born = _births.levels = 1

@@ -84,9 +84,7 @@ class CopiedView(Record):
         return base.as_strided(self.shape, self.stride)
 
     def prepare(self, name: str, values: Sequence[Any]) -> None:
-        """Make the innermost base a tracer of the level before ``name`` writes the values to the
-        view.
-        """
+        """Make the innermost base a tracer of the level, before ``name`` writes to a view."""
         base = self.base
         while (further := record_of(base)) is not None:
             base = further.base
@@ -127,9 +125,7 @@ class CopiedView(Record):
 
 
 def state_of(base: torch.Tensor) -> State | None:
-    """Return a tensor's storage and version count, which change with every write; None if not
-    known.
-    """
+    """Return a tensor's storage and its count of writes, or None if not known."""
     memory = physical(base)
     if memory is None or memory.is_inference():
         return None

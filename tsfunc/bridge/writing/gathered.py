@@ -28,11 +28,11 @@ from tsfunc.bridge.writing.copied_views import CopiedView
 
 @dataclass
 class Gathered(CopiedView):
-    """Some places of a tensor.
+    """A copied view of some indices of a tensor along one dim.
 
     Attributes:
-        dim: along which dim of it.
-        places: the places there: a tensor of one dim, or the place alone.
+        dim: the dim of the base that is indexed.
+        places: the indices: a 0-dim or 1-dim tensor.
     """
 
     dim: int
@@ -57,8 +57,6 @@ def gather(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
 
 
 def _picked(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the indexed elements, by an operator whose backward saves no values of
-    base.
-    """
+    """Return a copy of the indexed elements; the operator's backward saves no values of base."""
     out: torch.Tensor = torch.ops.aten.index.Tensor(base, [*[None] * dim, places])
     return out

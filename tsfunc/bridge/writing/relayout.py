@@ -60,8 +60,7 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
 
 
 def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
-    """Return the tracers that share the memory of ``x``, or None if that memory cannot be laid out
-    again.
+    """Return the tracers that share the memory of ``x``; None if it cannot be laid out again.
 
     An operator at the level must have made the memory. Besides ``x`` the group may contain only
     the
@@ -99,8 +98,7 @@ def _same_order(x: BatchTracer, base: BatchTracer) -> bool:
 
 
 def _offsets(x: BatchTracer) -> torch.Tensor:
-    """Return the memory offsets of the elements of the first example, in order, as a 1-dim tensor.
-    """
+    """Return the memory offsets of the first example's elements, as a 1-dim tensor."""
     with DisableTorchFunctionSubclass():
         shape, strides, start = tuple(x.shape), x.stride(), x.storage_offset()
     offsets = torch.tensor(start)
@@ -110,20 +108,18 @@ def _offsets(x: BatchTracer) -> torch.Tensor:
 
 
 def _view_as_complex(x: BatchTracer) -> torch.Tensor:
-    """Raise NoView; the batching rule found a last dim without stride 1, perhaps due to the batch
-    dim.
-    """
-    torch.view_as_complex(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # raises other errors
+    """Raise NoView: the last dim has no stride 1, perhaps because of the batch dim."""
+    torch.view_as_complex(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # raises its other errors
     raise NoView("Tensor must have a last dimension with stride 1")
 
 
 @dataclass
 class Relaid(CopiedView):
-    """A view of a tensor of which its batch has none.
+    """A copied view that is a reshape or a reinterpretation of its base.
 
     Attributes:
-        take: takes a copy of it, from the tensor.
-        untake: the tensor's elements, in its shape, from such a copy.
+        take: copies the elements from the tensor, in the shape of the view.
+        untake: maps such a copy back to the shape of the tensor.
     """
 
     take: Callable[[torch.Tensor], torch.Tensor]
@@ -178,9 +174,7 @@ def _reshape(shape: torch.Size) -> _Map:
 def _native_group_norm(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Clone the input if tangents exist, because the forward formula views the input and its
-    tangent.
-    """
+    """Clone the input if there are tangents: the forward formula views input and tangent."""
     x = args[0] if args else None
     if not isinstance(x, BatchTracer) or not x.dispatch_level.forward:
         return NotImplemented

@@ -56,8 +56,7 @@ class Scattered(Exception):
 
 
 def physical(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor with memory at the bottom of a stack of tracers, or None if there is none.
-    """
+    """Return the tensor with memory at the bottom of a stack of tracers, or None."""
     while isinstance(tensor, Tracer):
         value = getattr(tensor, "value", None)
         if not isinstance(value, torch.Tensor):
@@ -133,9 +132,7 @@ def kin_of(subject: torch.Tensor, level: TracerLevel) -> Kin:
 
 
 def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
-    """Return the tensors that overlap the subject, directly or through others; no other sees the
-    write.
-    """
+    """Return the tensors that overlap the subject, directly or through other tensors."""
     rest = [(tensor, _Place(tensor)) for tensor in tensors if tensor is not subject]
     found, news = [subject], [_Place(subject)]
     while news and rest:
@@ -161,8 +158,7 @@ def _depth(tensor: torch.Tensor) -> int:
 def relatives_of(
     plain: torch.Tensor, memory: int, level: TracerLevel
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors that were born inside the level, by id, and those of them with the given
-    memory.
+    """Return the live tensors born inside the level, by id, and those with the given memory.
 
     Raises:
         BornOutside: a tensor with this memory may be known outside of the level.
@@ -213,8 +209,7 @@ def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
 
 
 class _Place:
-    """The position of a tensor in its storage, in elements, and how the tensor reads the memory.
-    """
+    """The position of a tensor in its storage, in elements, and its reading of the memory."""
 
     __slots__ = ("conj", "dtype", "negative", "offset", "size", "stride", "tracked")
 
@@ -262,8 +257,7 @@ class _Place:
         return _hint(self.span) == math.prod(map(_hint, self.size))
 
     def _bytes(self, first: int, end: int) -> torch.Tensor:
-        """Return a boolean mask of the bytes from ``first`` to ``end`` that belong to the tensor.
-        """
+        """Return a boolean mask of the bytes of a range that belong to the tensor."""
         width = self.dtype.itemsize
         with without_factory_keys():
             found = torch.zeros(end - first, dtype=torch.bool)
@@ -309,9 +303,7 @@ def turn(kin: Kin, level: TracerLevel, *, batched: bool) -> None:
 def _counterparts(
     tensors: Tensors, level: TracerLevel, batched: bool
 ) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Yield each tensor with a new tracer of the level: the home, tensors unlinked from it, and
-    views.
-    """
+    """Yield each tensor with its new tracer: the home, tensors unlinked from it, and views."""
     places = {id(tensor): _Place(tensor) for tensor in tensors}
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -335,15 +327,13 @@ def _counterparts(
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the base of the physical tensor, or the physical tensor itself if it is not a view.
-    """
+    """Return the base of the physical tensor, or the tensor itself if it is not a view."""
     plain = _physical(tensor)
     return plain if plain._base is None else plain._base
 
 
 def _first(tensors: Tensors, places: Mapping[int, _Place]) -> torch.Tensor:
-    """Return the tensor that covers the memory of the others, preferably one that is not a view.
-    """
+    """Return the tensor that covers the memory of all, preferably not a view."""
     if len(tensors) == 1:
         return tensors[0]
     for tensor in sorted(tensors, key=lambda t: _physical(t)._base is not None):
@@ -353,8 +343,7 @@ def _first(tensors: Tensors, places: Mapping[int, _Place]) -> torch.Tensor:
 
 
 def _home(firsts: Tensors, places: Mapping[int, _Place]) -> tuple[torch.Tensor, _Place]:
-    """Return the tensor that covers the memory of the others; for plain tensors, else the storage.
-    """
+    """Return the tensor that covers the memory of all; for plain tensors, else the storage."""
     try:
         home = _first(firsts, places)
         return home, places[id(home)]
@@ -377,8 +366,7 @@ def _copies(home: torch.Tensor, place: _Place, level: TracerLevel) -> Any:
 
 
 def _unlinked(copies: Any, tensor: torch.Tensor, at: _Place, home: _Place) -> Any:
-    """Return a tracer that shares the home's memory without being its view, as after ``detach``.
-    """
+    """Return a tracer of the home's memory that is not a view of it, as after ``detach``."""
     source = wrap(copies.value.detach(), 0, copies.dispatch_level)
     alias = _view(source, at, home).again()
     if at.tracked:
@@ -400,8 +388,9 @@ def _view(made: Any, at: _Place, base: _Place) -> Any:
 
 
 def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Reinterpret memory as elements of another dtype; a complex tensor read as real gives its
-    parts.
+    """Reinterpret memory as elements of another dtype.
+
+    A complex tensor read as real gives its real and imaginary parts.
     """
     if flat.is_complex() and dtype.to_complex() is flat.dtype and not dtype.is_complex:
         return torch.view_as_real(flat).flatten()
@@ -411,8 +400,7 @@ def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def become(tensor: Any, tracer: Any) -> None:
-    """Give the object the tracer's tensor and class; a new object takes over its previous tensor.
-    """
+    """Give the object the tracer's tensor and class; its old tensor moves to a new object."""
     record = unmark(tensor)
     was = _set_aside(tensor)
     _swap_tensor_impl(tensor, tracer)

@@ -52,8 +52,7 @@ def prepare_write(
     recorded: bool = True,
     words: str = _IN_TORCH_FUNC,
 ) -> None:
-    """Turn plain tensors and outer levels' tracers that a call writes to into tracers of the
-    level.
+    """Turn the plain tensors and outer tracers that a call writes to into the level's tracers.
 
     This is needed if the written values differ between examples, or if autograd or forward AD is
     recorded on them at the level.
@@ -81,7 +80,7 @@ def prepare_write(
     if not batched and not (recorded and any(differentiated(t, level) for t in own)):
         return
     for target in targets:
-        if not _is_of(target, level):  # it may already have turned, with an earlier target whose memory it shares
+        if not _is_of(target, level):  # it may have turned together with an earlier target
             adopt(name, target, level, batched=batched, words=words)
 
 
@@ -143,8 +142,7 @@ def adopt(
 
 
 def _own_to_draw(target: Any, level: TracerLevel) -> None:
-    """Turn a tensor that is filled with random numbers into a batched one, if examples draw
-    separately.
+    """Turn a tensor that gets random numbers into a batched one, if each example draws its own.
 
     If this is impossible, the batching rule refuses the draw.
     """
@@ -238,17 +236,13 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
 
 
 def _first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Prepare a call that writes to its first argument, which may be a keyword (``input=``,
-    ``self=``).
-    """
+    """Prepare a write to the first argument, which may be a keyword (``input=``, ``self=``)."""
     values = (*args, *kwargs.values())
     prepare_write(func.__name__, values[:1], values)
 
 
 def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Prepare a random draw with probabilities in the second argument; report randomness errors
-    first.
-    """
+    """Prepare a random draw, with probabilities in the second argument."""
     values = (*args, *kwargs.values())
     level = innermost_level(values)
     if isinstance(level, BatchLevel) and level.alive:
@@ -283,9 +277,7 @@ def _packet(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 @functools.cache
 def only_overload(packet: OpOverloadPacket) -> OpOverload | None:
-    """Return the overload of an operator that has only one, such as ``torch.library.custom_op``
-    makes.
-    """
+    """Return an operator's only overload, or None; ``torch.library.custom_op`` makes only one."""
     names = packet.overloads()
     return getattr(packet, names[0]) if len(names) == 1 else None
 
@@ -301,8 +293,7 @@ def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
 
 def _running(func: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the running statistics that are written: none if they are empty or the momentum is 0.
-    """
+    """Return the written running statistics: none if they are empty or the momentum is 0."""
     if not updates_statistics(func.name() if isinstance(func, OpOverload) else "", args):
         return ()
     return [x for x in args[3:5] if isinstance(x, torch.Tensor) and x.numel() > 0]
