@@ -4,8 +4,7 @@ NOTE [born inside]
 A plain tensor does not record whether the transformed function made it or found it outside. The
 torch calls that make tensors are not watched, because plain tensors must stay as fast as torch's.
 But Python's garbage collector keeps its tracked objects in the order of their births, and a level
-is
-such an object: in the youngest generation, the objects after the level were born inside it. A
+is such an object: in the youngest generation, the objects after the level were born inside it. A
 collection moves all young objects to an older generation and loses the order. Therefore, while
 levels are active, a callback notes the young tensors before each collection, each with the number
 of levels born before it.

@@ -4,8 +4,7 @@ NOTE [gathered views]
 For one example ``y[i]`` is a view: a write to the view is a write to ``y``, and the reverse. A
 batch has no such view, because each example has another index. The indexed elements are therefore
 copied into a tensor of their own, the *whole*, and the user gets a view of the whole. The view is
-a
-copied view (``copied_views``), so its record sees each call first:
+a copied view (``copied_views``), so its record sees each call first:
 
 - Before a call reads the view, the whole is copied again if the base has been written to since.
   torch counts the writes to every storage, including writes that no tracer sees.

@@ -78,8 +78,7 @@ def _class_for(kind: type) -> type:
         return door_1(func, types, args, kwargs or NO_KWARGS)
 
     # Hot calls accept a MadeTracer. As a subclass of all tracer classes of its level, the marked
-    # class
-    # has its ``__torch_function__`` called before theirs.
+    # class has its ``__torch_function__`` called before theirs.
     members = {"__slots__": (), "__torch_function__": classmethod(without_hot_rules)}
     marked = type(kind.__name__, (MadeTracer, TurnedTracer), members)
     KINDS.add(marked)

@@ -63,8 +63,7 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
     """Return the tracers that share the memory of ``x``; None if it cannot be laid out again.
 
     An operator at the level must have made the memory. Besides ``x`` the group may contain only
-    the
-    base of ``x``, kept alive by C++ or by a record.
+    the base of ``x``, kept alive by C++ or by a record.
     """
     level, plain = x.dispatch_level, physical(x)
     memory = None if plain is None else memory_of(plain)
@@ -109,7 +108,7 @@ def _offsets(x: BatchTracer) -> torch.Tensor:
 
 def _view_as_complex(x: BatchTracer) -> torch.Tensor:
     """Raise NoView: the last dim has no stride 1, perhaps because of the batch dim."""
-    torch.view_as_complex(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # raises its other errors
+    torch.view_as_complex(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # may raise
     raise NoView("Tensor must have a last dimension with stride 1")
 
 

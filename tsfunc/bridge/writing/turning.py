@@ -2,19 +2,16 @@
 
 NOTE [writing into what was made inside]
 Plain tensors inside a transformed function are torch's own, as are the results of plain torch
-calls
-there. If the function writes values of the level into such a tensor (``out = torch.zeros(3);
+calls there. If the function writes values of the level into such a tensor (``out = torch.zeros(3);
 out[0] = x``), the tensor must become a tracer of the level. The Python object itself must change,
 because the function's variables, lists and modules hold it: ``_swap_tensor_impl`` gives a Python
 object another tensor, and the object gets another class.
 
 The tensors that share its memory, its kin, must follow. The kin are complete if each reference to
 the storage is accounted for: the storage counts its plain tensors, and each tensor that Python
-knows
-and that was born inside (NOTE [born inside]) is examined. If a tensor of the kin is from outside,
-other code may read it, and the write is refused. A reference that no Python object explains
-belongs
-to an autograd graph, which keeps its saved values.
+knows and that was born inside (NOTE [born inside]) is examined. If a tensor of the kin is from
+outside, other code may read it, and the write is refused. A reference that no Python object
+explains belongs to an autograd graph, which keeps its saved values.
 
 The kin become one tensor of the level and its views: ``_home`` returns the tensor that covers all
 of the shared memory, and ``as_strided`` takes the others from it. If the written values are not
@@ -23,8 +20,7 @@ batched, the home is not copied but only wrapped, so that autograd can record at
 Private names used here (torch 2.11 to 2.13): ``_C._swap_tensor_impl`` as described above;
 ``_C._storage_Use_Count`` and ``UntypedStorage._cdata`` give the number of tensors of a storage;
 ``Tensor._use_count`` counts the C++ references to a tensor; ``Tensor._base`` is the base of a
-view;
-``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
+view; ``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ NOTE [writing into what was made inside] in ``turning`` describes how. This modu
 callables write to which arguments, when the written tensor must change, and the error messages.
 
 Private names used here (torch 2.11 to 2.13): ``torch._C._nn`` has the C functions behind
-``torch.nn.functional``;
-``_functorch.maybe_current_level`` is the depth of torch.func's stack;
+``torch.nn.functional``; ``_functorch.maybe_current_level`` is the depth of torch.func's stack;
 ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
 """
 
