@@ -1,1 +1,2 @@
-"""Symbolic sizes: their symbols, what is known of them, and the shapes that operators give."""
+"""Symbolic sizes: their symbols, the known facts about them, and the result shapes of operators.
+"""
