@@ -1,2 +1,1 @@
-"""Symbolic sizes: their symbols, the known facts about them, and the result shapes of operators.
-"""
+"""Symbolic sizes: their symbols, the facts known about them, and operators' result shapes."""

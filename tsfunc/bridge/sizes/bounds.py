@@ -168,8 +168,7 @@ def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
 
 
 def _without_quotient(fact: Any, dims: Mapping[str, Dim]) -> Sequence[Any]:
-    """Rewrite a fact about one quotient as facts about products: ``p // q >= k`` as ``p >= k *
-    q``.
+    """Rewrite a fact with one quotient as facts with products: ``p // q >= k`` as ``p >= k * q``.
 
     The result is empty if the fact has no or several quotients, or if the divisor may be below 1.
     """
@@ -210,10 +209,10 @@ def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
 
 
 def period_of(expr: Any) -> int | None:
-    """Return a number of steps by which a size may grow so that an expression grows by a fixed
-    amount.
+    """Return an amount by which a size may grow so that an expression grows linearly, or None.
 
-    None if no such number is known: the expression has products of sizes, or other functions.
+    None means that no such amount is known: the expression has products of sizes, or other
+    functions.
     """
     from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 

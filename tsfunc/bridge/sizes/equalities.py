@@ -76,8 +76,7 @@ def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
 
 
 def _equalities(asked: Sequence[Any], here: _Sizes) -> list[Any]:
-    """Return the equalities that hold at the sizes of the call, from the parts of the questions.
-    """
+    """Return the equalities in the questions that hold at the sizes of the call."""
     from sympy import And, Eq, Ne
 
     found: dict[Any, None] = {}

@@ -107,7 +107,7 @@ def results_of(
 
 @contextmanager
 def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
-    """In the block operators run on fake tensors, whose mode keeps results, or does not."""
+    """Run operators on fake tensors in a block, with or without the mode's cache."""
     cached, fake.cache_enabled = fake.cache_enabled, fake.cache_enabled and keeps
     try:
         with kept_keys(), DisableTorchFunction(), fake:

@@ -89,7 +89,7 @@ def _any_marked(values: Sequence[Any]) -> bool:
 
 @functools.cache
 def _packet(func: Callable[..., Any]) -> OpOverloadPacket | None:
-    """The operator that a function of torch's is, as its name says."""
+    """Return the aten operator packet of a torch function with the same name, or None."""
     owner = getattr(func, "__module__", None) or getattr(func, "__objclass__", None)
     if type(func) not in _C_FUNCTIONS or owner is None:
         return None
@@ -128,7 +128,7 @@ def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[
 
 @functools.cache
 def _plain_ints(overload: OpOverload) -> Sequence[tuple[int, str]]:
-    """The arguments that are ints, or lists of ints, and for which a symbolic one is none."""
+    """Return the position and name of each argument that is a plain int, or a list of them."""
     found = []
     for i, argument in enumerate(overload._schema.arguments):
         kind = argument.real_type

@@ -228,7 +228,7 @@ for _kind in ("nearest{}d", "nearest_exact{}d", "linear1d", "bilinear2d", "trili
 
 
 def _batch_norm(name: str, training: int | None) -> Any:
-    """Avoid torch's rule for one value per channel, where it divides by 0 and asks for 2."""
+    """Return the rule for one value per channel, where torch's own rule divides by zero."""
     overload: Any = overload_of(f"aten::{name}")
 
     def rule(x: Any, *args: Any) -> Any:

@@ -73,8 +73,7 @@ def is_small(form: Any) -> bool:
 
 
 def _extent(form: Any) -> tuple[int, int, int]:
-    """Return the number of expanded terms, divisions by non-numbers, and nesting depth of a form.
-    """
+    """Return a form's number of expanded terms, of divisions by sizes, and nesting depth."""
     if not isinstance(form, list) or len(form) < 2:
         return 1, 0, 0
     kind, *parts = form

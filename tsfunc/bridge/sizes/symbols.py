@@ -52,14 +52,14 @@ _HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069
 
 @dataclass(frozen=True)
 class Need:
-    """A fact about named dims that a trace relied on, and the line that made it.
+    """A fact about named dims that a trace relies on, and the line that asked for it.
 
     Attributes:
-        fact: as Python.
-        expr: the fact, with symbols that are called as the dims.
+        fact: the fact as Python code.
+        expr: the fact as an expression in symbols with the names of the dims.
         place: the user's line.
-        by_user: whether the user's own code asked, or how many results there are for it, and not
-            torch or this package for something else.
+        by_user: True if the user's code asked, also for a number of results; False if torch or
+            this package asked for another reason.
     """
 
     fact: str
@@ -98,7 +98,7 @@ def check_size(holds: bool, text: str) -> None:
     Raises:
         FailedCheckError: the fact does not hold.
     """
-    if isinstance(holds, torch.SymBool):  # in a trace of the program, by this package or torch's tools
+    if isinstance(holds, torch.SymBool):  # in a trace of the program
         torch._check(holds, lambda: text)
     elif not holds:
         raise FailedCheckError(text)

@@ -77,7 +77,7 @@ def _is_symbolic(*window: Any) -> bool:
 def _counts(
     sizes: Sequence[Any], kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> list[Any]:
-    """How many windows there are along each dim."""
+    """Return the number of windows along each dim."""
     window = (_each(given, len(sizes)) for given in (kernel, stride, padding, dilation))
     return [
         (size + 2 * around - apart * (length - 1) - 1) // step + 1
