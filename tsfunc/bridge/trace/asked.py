@@ -42,9 +42,9 @@ _T = torch.Tensor
 
 @functools.cache
 def users_class(cls: type) -> type:
-    """The class of a tensor if it is one of the user's, else ``torch.Tensor``.
+    """Return a tensor class if it is the user's, else ``torch.Tensor``.
 
-    Such a class may give operators a meaning of its own, so its instances have their own programs.
+    The user's class may redefine operators, so its instances have programs of their own.
     """
     return torch.Tensor if cls.__module__.partition(".")[0] in ("torch", "tsfunc") else cls
 
@@ -104,12 +104,12 @@ def answerer(fact: str) -> Callable[[torch.Tensor], Any] | None:
 
 @dataclass(frozen=True)
 class Asked:
-    """Something that a trace has asked of an argument.
+    """A question of a trace about an argument.
 
     Attributes:
-        position: which of the flattened arguments.
+        position: the index of the flattened argument.
         fact: the question, with ``{}`` for the argument.
-        answer: that of the call which was traced.
+        answer: the answer in the traced call.
     """
 
     position: int
@@ -129,11 +129,11 @@ class Argument:
     """A tensor among the arguments of a trace.
 
     Attributes:
-        position: which of the flattened arguments.
-        name: what the program calls it.
+        position: the index of the flattened argument.
+        name: its name in the program.
         example: the tensor of the call.
         value: the fake tensor in its place.
-        is_fixed: whether all of its sizes are numbers.
+        is_fixed: True if all of its sizes are ints.
     """
 
     position: int
@@ -175,7 +175,7 @@ class Questions:
     def argument(self, tracer: Any) -> Argument | None:
         """Return the argument of a tracer, or None for a computed value."""
         level = tracer.dispatch_level
-        while (taken := getattr(level, "taken", None)) is not None:  # the level of a control-flow body
+        while (taken := getattr(level, "taken", None)) is not None:  # a body of control flow
             outer = next((given for given, own in taken.values() if own is tracer), None)
             if not isinstance(outer, Tracer):
                 return None
@@ -259,9 +259,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _questions(value: Any) -> Questions | None:
-    """Return the questions of a tensor's trace; None if it is not traced, or the user does not
-    ask.
-    """
+    """Return the questions of a tensor's trace, if the tensor is traced and the user asks."""
     if not isinstance(value, Tracer):
         return None
     found: Questions | None = getattr(value.dispatch_level, "questions", None)
@@ -365,8 +363,7 @@ def _hooks(questions: Questions, value: Any) -> None:
 
 
 def _of_argument(name: str, fact: str) -> Callable[[Questions, Any], Any]:
-    """Return the answer for a question with a fact for arguments, and the tracer's own value else.
-    """
+    """Return an answerer: a guarded fact for arguments, the tracer's own value for others."""
     found = getattr(_T, name)
     func = found if callable(found) else found.__get__
 
@@ -378,8 +375,7 @@ def _of_argument(name: str, fact: str) -> Callable[[Questions, Any], Any]:
 
 
 def _bit(name: str) -> Callable[[Questions, Any], Any]:
-    """Answer for lazy conjugation or negation, which views and some operators take from arguments.
-    """
+    """Answer for lazy conjugation or negation, which views take from arguments."""
 
     def answer(questions: Questions, value: Any) -> Any:
         questions.ask_all(f"{{}}.{name}()")
@@ -440,8 +436,7 @@ ANSWERS: Final[Mapping[Any, Callable[[Questions, Any], Any]]] = {
 
 
 def answer_of(func: Any, args: Sequence[Any]) -> Any:
-    """Return the answer to a call that asks about a traced tensor, NotImplemented for other calls.
-    """
+    """Return the answer to a question about a traced tensor, else NotImplemented."""
     answer = ANSWERS.get(func)
     questions = None if answer is None else _questions(args[0])
     return NotImplemented if answer is None or questions is None else answer(questions, args[0])

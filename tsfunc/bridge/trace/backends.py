@@ -44,8 +44,7 @@ def inductor(
     examples: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Any:
-    """Compile a graph with Inductor, with torch's own random numbers, so that it draws as eager
-    does.
+    """Compile a graph with Inductor, with torch's own random numbers, as in eager mode.
 
     Args:
         module: the graph.

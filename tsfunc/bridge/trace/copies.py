@@ -27,8 +27,7 @@ T = TypeVar("T", bound=Tracer)
 
 
 class _Original(torch.Tensor):
-    """The original of copied tracers; not a tracer itself, so that searches for tracers skip it.
-    """
+    """The original of copied tracers; not a tracer, so that a search for tracers skips it."""
 
     @classmethod
     def __torch_dispatch__(cls, *call: Any) -> Any:

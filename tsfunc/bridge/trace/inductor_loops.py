@@ -19,8 +19,7 @@ _STACKED: Final = {"scan": 3, "map_impl": 2}
 
 
 class LoopsMadeReady(CustomGraphPass):
-    """Gives carries their own contiguous storage, and loops the symbols in their results' sizes.
-    """
+    """Gives carries contiguous storage, and loops the symbols in their results' sizes."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in list(graph.nodes):
@@ -92,8 +91,7 @@ def _sizes(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _size(graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node | None:
-    """Return a node for a symbol: an input of the graph, or a size of an input; None if missing.
-    """
+    """Return a node for a symbol: an input or a size of an input; None if there is none."""
     for node in graph.nodes:
         if node.op != "placeholder":
             return None

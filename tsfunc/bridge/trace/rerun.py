@@ -71,8 +71,7 @@ def _lists(value: Any) -> Any:
 
 
 def difference(found: torch.Tensor, said: torch.Tensor) -> str | None:
-    """Return the first difference of two tensors as text: dtype, device or shape; None if equal.
-    """
+    """Return the first difference of dtype, device or shape of two tensors as text, or None."""
     if found.dtype != said.dtype:
         return f"its dtype is {found.dtype}, not {said.dtype}"
     if found.device != said.device:

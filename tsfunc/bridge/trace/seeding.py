@@ -44,10 +44,10 @@ _watched = _Watched()
 
 @contextlib.contextmanager
 def no_seeding(what: str) -> Iterator[None]:
-    """Context manager: the user's code can't seed torch's default generator, or read its state.
+    """Context manager that stops the user's code from seeding or reading the default generator.
 
     Args:
-        what: how errors call the trace that is made in it.
+        what: the name of the trace in errors.
     """
     module: Any = torch.random
     trace = threading.get_ident(), what

@@ -49,7 +49,7 @@ _served = threading.local()
 
 @contextlib.contextmanager
 def copied_views() -> Iterator[None]:
-    """A block in which copies of views have symbolic sizes: NOTE [copied views]."""
+    """Give copies of views symbolic sizes within a block: NOTE [copied views]."""
     before = getattr(_served, "on", False)
     _served.on = True
     try:
@@ -144,12 +144,11 @@ def pulled_back(
     primals: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """Return the cotangents of a function's inputs, by torch's autograd; zeros if there is none.
-    """
+    """Return the cotangents of a function's inputs, by torch's autograd; zeros if none."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in primals]
         outs = run(*inputs)
-    cotangents = [ct.contiguous() for ct in cotangents]  # the cotangents become carries of torch's loops
+    cotangents = [ct.contiguous() for ct in cotangents]  # torch's loops carry them
     pairs = [(out, ct) for out, ct in zip(outs, cotangents, strict=True) if out.requires_grad]
     found: Sequence[Any] = [None] * len(inputs)
     if pairs:

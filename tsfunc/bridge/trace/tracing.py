@@ -129,8 +129,7 @@ class TraceLevel(TracerLevel):
     def fake_like(
         self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
     ) -> torch.Tensor:
-        """Return a fake tensor with the example's dtype, device, and lazy conjugation or negation.
-        """
+        """Return a fake tensor with the example's dtype, device, and lazy conj or neg bits."""
         self.of_dtensors = self.of_dtensors or is_dtensor(example)
         with without_factory_keys(), self.fake:
             made = self.results.new(shape, strides, example.dtype, example.device)
@@ -365,7 +364,7 @@ def ways_out() -> str:
 
 @register_fallback(DispatchKey.Trace)
 def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The column of the Trace key: has the results worked out, and records the call."""
+    """The column of the Trace key: compute the results, and record the call."""
     level = running_level()
     assert isinstance(level, TraceLevel)
     if not isinstance(op, TorchOperator):
