@@ -98,7 +98,7 @@ def _require_grad(
 def _make_dual(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Make a dual of the user's; from now on the level's calls must pass through autograd."""
+    """Make a dual tensor; from now on the level's calls must pass through autograd."""
     level = innermost_level(args)
     # A torch.func transform inside the level makes its own tensors, which the level must not wrap.
     if level is not None and (_functorch.maybe_current_level() or 0) <= level.functorch_depth:

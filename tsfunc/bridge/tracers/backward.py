@@ -63,7 +63,7 @@ def _made_inside(value: Any) -> bool:
     if not isinstance(value, Tracer) or not value.dispatch_level.alive:
         return False
     while isinstance(value, Tracer):
-        if getattr(value, "tracks", False):  # a traced value that tracks gradients when the program runs
+        if getattr(value, "tracks", False):  # traced: the program would record it
             return False
         value = getattr(value, "value", None)
         if isinstance(value, torch.Tensor) and value.requires_grad:

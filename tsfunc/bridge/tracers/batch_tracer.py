@@ -133,8 +133,7 @@ class BatchLevel(TracerLevel):
         return torch.arange(self.batch_size, device="cpu")
 
     def with_batch(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the level's tracer of a tensor from outside with the examples in its first dim.
-        """
+        """Return the level's tracer of a tensor from outside whose first dim has the examples."""
         return wrap(value, 0, self)
 
     def draws(self, generator: torch.Generator | None) -> None:

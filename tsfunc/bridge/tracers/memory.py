@@ -25,8 +25,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 
 
 class Meter:
-    """Context manager that measures the memory of its block on a device, beyond the memory before
-    it.
+    """Context manager that measures the additional memory that its block takes on a device.
 
     On the CPU it counts allocations of this thread, and of backward passes that the thread starts.
     Releases of memory from before the block are not part of the result.

@@ -1,4 +1,4 @@
-"""Door 1 methods for Python protocols of tracers: copies, pickling and storages.
+"""Door 1 methods for Python protocols of tracers: copies and storages.
 
 A tracer has no storage. Calls that need one (``data_ptr``, ``x.data = y``) would access memory
 that does not exist, so they raise an error that names the call and an alternative.

@@ -151,8 +151,7 @@ class TorchOperator(Operator):
         return found if isinstance(found, type(torch.sin)) else self.overload._op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the operator as user code does: through autograd if a level records on its
-        arguments.
+        """Call the operator as user code does, through autograd if a level records on its values.
 
         Inside that level's own kernel the call has passed autograd already.
         """

@@ -54,8 +54,7 @@ def is_outside(value: Any, level: BatchLevel) -> bool:
 
 
 class lifting_factories:
-    """Context manager that lifts the results of factories, because C++ may write batched values
-    there.
+    """Context manager that lifts factories' results, because C++ may write batched values there.
 
     A Python object can become a tracer later (``turning``); a tensor that only C++ holds cannot.
     """

@@ -116,7 +116,7 @@ def condition(now: tuple[Any, ...], scope: dict[str, Any]) -> str:
     parts = []
     for i, (setting, value) in enumerate(zip(_PLAIN, plain, strict=True)):
         if value == "":
-            continue  # without bound axes, the function asked for none that was bound
+            continue  # with no axis bound, the function has found none
         scope[f"setting_{i}"], scope[f"is_{i}"] = setting.read, value
         same = "is" if isinstance(value, bool | torch.dtype) else "=="
         parts.append(f"setting_{i}() {'is not' if same == 'is' else '!='} is_{i}")

@@ -186,8 +186,7 @@ def _with_autocast(exclude: Any) -> Any:
 
 
 class RestoredTorchState:
-    """Context manager that restores the captured sets, and disables grad mode if the level had it
-    off.
+    """Context manager that restores the captured sets, and grad mode off if it was captured so.
 
     A ``torch.no_grad()`` in the transformed function holds for outer levels too, as it would
     without the transform, and so does inference mode. The no_grad that the autograd engine sets

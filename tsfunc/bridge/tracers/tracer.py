@@ -1,5 +1,4 @@
-"""Tracers: tensors that represent a value of a level, and the two doors through which calls reach
-them.
+"""Tracers: tensors that represent a value of a level, and the two doors that calls go through.
 
 Door 1 is ``__torch_function__``: user code calls torch on a tracer. The call continues into C++
 with the subclass's override disabled for that one hop. If no autograd is recorded at the tracer's
@@ -112,9 +111,7 @@ class TracerLevel(Level):
 
 
 class StandIn:
-    """A level in place of another one, which takes in that level's tensors (``subsets``,
-    ``bodies``).
-    """
+    """A level in place of another level, whose tensors it takes in (``subsets``, ``bodies``)."""
 
     __slots__ = ()
 
@@ -132,8 +129,7 @@ class StandIn:
 
 @functools.cache
 def _carried_over(own: type, other: type) -> tuple[str, ...]:
-    """Return the slots of a level's class that the replacement stores too, without its properties.
-    """
+    """Return the slots of a level's class that its replacement has too, except properties."""
     names = [name for cls in other.__mro__ for name in cls.__dict__.get("__slots__", ())]
     places = [(name, getattr(own, name, None)) for name in names]
     return tuple(name for name, place in places if isinstance(place, MemberDescriptorType))
@@ -286,8 +282,7 @@ class Tracer(torch.Tensor):
         return operator_of(func).call(args, kwargs or NO_KWARGS, True)
 
     def cut(self) -> torch.Tensor:
-        """Return the result of the user's ``detach()``, without the graphs of this and outer
-        levels.
+        """Return the result of the user's ``detach()``, without graphs of this and outer levels.
 
         Autograd's own ``aten::detach`` at a tracer's level is different: it must keep the graphs
         of outer levels.
@@ -299,9 +294,7 @@ class Tracer(torch.Tensor):
         raise TypeError(f"{type(self).__name__} does not say how another one is made.")
 
     def from_outside(self) -> bool:
-        """True if the values come from outside, so that the transformed function may not write to
-        them.
-        """
+        """True if the values are from outside, so the transformed function may not write them."""
         return False
 
     def read(self, name: str) -> Any:
@@ -437,7 +430,8 @@ def _into_torch(
             _prepare_write(func, args, kwargs)
             if not level.autograd or torch.is_inference_mode_enabled():
                 if isinstance(func, OpOverload) and not kwargs and not any_autocast():
-                    # A dispatch mode's handler calls it below autograd; other code does not.
+                    # A dispatch mode's handler is below autograd; values inside the tracers are
+                    # not.
                     return operator_of(func).call(args, kwargs, below_autograd())
                 if torch.is_grad_enabled() or forward_ad._current_level >= 0:
                     args = tuple([_lift_recorded(arg, level) for arg in args])
@@ -468,7 +462,7 @@ def _lift(value: Any, level: TracerLevel) -> Any:
         if value.requires_grad or (level.forward and value.dtype in _DIFFERENTIABLE):
             return level.lift(value)
         return value
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):  # ``new`` needs a Size
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):  # ``new`` needs it
         lifted = [_lift(item, level) for item in value]
         return lifted if isinstance(value, list) else tuple(lifted)
     return value
@@ -477,7 +471,7 @@ def _lift(value: Any, level: TracerLevel) -> Any:
 # If no autograd is recorded at the level, C++ skips autograd, and some parts of a composite
 # function may have only operands of outer levels (the 0 in ``w[i, 0]``). Operands that are
 # differentiated at outer levels are lifted too, so that every part reaches the level, which
-# restores their autograd.
+# records in the autograd state that it captured.
 def _lift_recorded(value: Any, level: TracerLevel) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:

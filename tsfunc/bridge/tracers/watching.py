@@ -21,8 +21,7 @@ from tsfunc.dispatch.state import tls
 
 
 class Lines:
-    """Finds the user's line of a call; for a call in a backward pass, the line of the forward
-    call.
+    """Finds the user's line of a call; in a backward pass, the line of the forward call.
 
     Autograd numbers its nodes as it makes them, each just before its operator reaches a tracer.
     The node with number n therefore belongs to the first call that found the counter beyond n.
