@@ -166,8 +166,7 @@ class Elsewhere:
                 return None
 
     def _is_small(self, sizes: Mapping[Any, int]) -> bool:
-        """Return True if a real kernel may run at given sizes, for an operator without a fake
-        rule.
+        """Return True if a real kernel may run at given sizes, in place of a missing fake rule.
 
         The kernel runs on zeros, and its result may be as large as all sizes of all arguments
         together: a histogram over a hundred bins in each of five dims is larger than any memory.

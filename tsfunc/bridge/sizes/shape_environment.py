@@ -164,7 +164,7 @@ def _way_to_asking() -> tuple[FrameType, set[CodeType]]:
     return frame, through
 
 
-# Functions that raise if the answer is no. If torch's own code calls them, they check the
+# Functions that raise for the answer "no". If torch's own code calls them, they check the
 # arguments of operators, which ``equalities`` handles.
 _CHECKS = {torch._check_with.__code__, torch._assert.__code__}
 
