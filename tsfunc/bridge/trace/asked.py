@@ -94,7 +94,7 @@ _ATTRIBUTE: Final = re.compile(r"hasattr\(\{\}, '([^\W\d]\w*)'\)")
 
 
 def answerer(fact: str) -> Callable[[torch.Tensor], Any] | None:
-    """Return the function that answers a question; None if there is no such question."""
+    """Return the function that answers a question; None for an unknown question."""
     attribute = _ATTRIBUTE.fullmatch(fact)
     if attribute is None:
         return _FACTS.get(fact)

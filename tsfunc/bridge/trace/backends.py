@@ -109,7 +109,7 @@ def backend_of(name: str) -> Backend:
     """Return a torch backend by its name.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: torch has no backend of this name.
     """
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import InvalidBackend

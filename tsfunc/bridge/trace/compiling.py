@@ -1,4 +1,4 @@
-"""Makes ``torch.compiler.is_compiling()`` True inside a trace.
+"""The flag by which ``torch.compiler.is_compiling()`` is True inside a trace.
 
 Libraries call this function before they look at a tensor's data, or cache a value across calls.
 

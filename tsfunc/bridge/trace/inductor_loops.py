@@ -19,7 +19,7 @@ _STACKED: Final = {"scan": 3, "map_impl": 2}
 
 
 class LoopsMadeReady(CustomGraphPass):
-    """Gives carries contiguous storage, and loops the symbols in their results' sizes."""
+    """A pass that gives carries contiguous storage, and loops the symbols in result sizes."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in list(graph.nodes):
@@ -91,7 +91,7 @@ def _sizes(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _size(graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node | None:
-    """Return a node for a symbol: an input or a size of an input; None if there is none."""
+    """Return a node for a symbol: an input, a size of an input, or None."""
     for node in graph.nodes:
         if node.op != "placeholder":
             return None

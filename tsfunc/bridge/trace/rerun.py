@@ -26,7 +26,7 @@ class Rerun:
     """Runs operators on fake tensors, outside of all levels and modes.
 
     Args:
-        example: a fake tensor of the trace, for its symbols; None if there is none.
+        example: a fake tensor of the trace, for its symbols, or None.
     """
 
     def __init__(self, example: Any) -> None:

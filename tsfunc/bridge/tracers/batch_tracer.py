@@ -213,7 +213,7 @@ def wrap(
     """Return the tracer of a physical value at storage offset ``offset`` (None: 0)."""
     tracer: Any
     if type(value) is _Tensor and bdim is not None and value.layout is _strided:
-        # Positional arguments parse faster; there is no memory format.
+        # Positional arguments parse faster; the None is the memory format.
         shape = value.shape
         if bdim == 0:
             # With the batch dim outermost in a contiguous value, the examples are contiguous too.

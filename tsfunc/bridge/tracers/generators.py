@@ -2,9 +2,9 @@
 
 NOTE [the same numbers in every part]
 With ``randomness="same"`` or ``"split"`` each part of the batch must start with the generator
-state of the first part. The states of the default generators are saved when the call begins, and
-the state of a generator that the function names (``generator=``) before its first draw. After the
-call, the generators keep the state after the part with the most draws, so that later draws get
+state of the first part. The states of the default generators are saved when the call begins. The
+state of a generator that the function names (``generator=``) is saved before its first draw. After
+the call, the generators keep the state of the part with the most draws, so that later draws get
 unused numbers.
 """
 

@@ -307,7 +307,7 @@ def has_forms(function: Any) -> bool:
 
 
 def find_form(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
-    """Return the form of a call, or None if there is none: NOTE [forms of calls].
+    """Return the form of a call, None for a call without a form: NOTE [forms of calls].
 
     No dispatch mode may be active, because a mode would see the probes.
     """

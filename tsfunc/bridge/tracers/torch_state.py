@@ -87,10 +87,10 @@ _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 # NOTE [autocast and rules]
 # Autocast is a property of the call. Its kernels are in C++, run before those of tracers, and cast
 # the arguments of the operators on torch's list; arguments at door 2 have been cast already. The
-# operators that a rule calls in place of another operator must not cast again: ``mv`` has no
-# autocast kernel, ``matmul`` has one. Only the parts that a composite would call itself are cast,
-# if autocast was on at door 1. Door 1 records this, because C++ turns autocast off before door 2.
-# Levels do not capture autocast.
+# operators that a rule calls in place of another operator must not cast again: on the CPU autocast
+# does not cast ``mv``, but would cast a ``matmul`` in its rule. Only the parts that a composite
+# would call itself are cast, if autocast was on at door 1. Door 1 records this, because C++ turns
+# autocast off before door 2. Levels do not capture autocast.
 _AUTOCAST = tuple(key for name, key in TorchKey.__members__.items() if name.startswith("Autocast"))
 _EVERY_AUTOCAST = functools.reduce(or_, map(DispatchKeySet, _AUTOCAST))
 

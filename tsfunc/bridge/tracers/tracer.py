@@ -235,7 +235,7 @@ class Tracer(torch.Tensor):
             attributes: the values of the tracer.
 
         Raises:
-            TypeError: there is no tensor for its metadata, or no level.
+            TypeError: ``like`` or ``level`` is missing or has a wrong type.
         """
         if like is None:
             like = next(iter(attributes.values()), None)
@@ -348,7 +348,7 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     return found
 
 
-# torch's annotation has only tuples and dicts, which is what this package passes.
+# torch's annotation has only tuples and dicts; callers pass nothing else.
 hop: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
 
 # The types of C functions; a Python function calls others, which reach the doors again.
