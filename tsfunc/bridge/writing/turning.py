@@ -230,7 +230,7 @@ class _Place:
         return _hint(self.offset) * width, _hint(self.offset + self.span) * width
 
     def has(self, other: _Place) -> bool:
-        """True if the memory of the other is part of this one's memory."""
+        """True if all memory of the other tensor belongs to this tensor too."""
         first, end = self.bounds()
         inner_first, inner_end = other.bounds()
         if not (first <= inner_first and inner_end <= end):
