@@ -1,1 +1,1 @@
-"""Symbolic sizes: their symbols, what is known of them, and the shapes that operators give."""
+"""Symbolic sizes: their symbols, the facts known about them, and operators' result shapes."""

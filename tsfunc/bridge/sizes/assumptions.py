@@ -1,10 +1,11 @@
-"""What is known to hold of named sizes, as text, told to the environment of their symbols.
+"""Assumes facts about named sizes, given as text, in the environment of their symbols.
 
-A trace tells its environment by asking. The symbols of a program that was read from a file have
-been asked nothing: what its calls are held to is told them before results are worked out.
+A trace tells its environment facts by asking for them. A program that was read from a file has
+asked nothing about its symbols: its guards are told to the environment before results are
+computed.
 
-Private names used here (torch 2.11 to 2.13): ``SymBool.node`` with its ``hint``, which is what the
-sizes of the call answer.
+Private names used here (torch 2.11 to 2.13): ``SymBool.node`` and its ``hint``, the answer for the
+sizes of the call.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _LARGEST_POWER = 8
 
 
 class _Untold(Exception):
-    """A fact that the environment is not told."""
+    """A fact that cannot be told to the environment."""
 
 
 def assume(facts: Sequence[str], sizes: Mapping[str, Any]) -> None:
-    """Has symbols rely on facts.
+    """Assume facts about symbols.
 
     Args:
-        facts: comparisons of sizes, joined by ``and``, ``or`` and ``not``. Those that are too large
-            to be worked out at once, or of other numbers than integers, are left out.
-        sizes: the symbolic sizes, and numbers, by their names.
+        facts: comparisons of sizes, joined by ``and``, ``or`` and ``not``. A fact is ignored if it
+            is too large to evaluate quickly, or contains numbers other than integers.
+        sizes: the symbolic sizes, and numbers, by name.
     """
     for fact in facts:
         try:
@@ -44,7 +45,7 @@ def assume(facts: Sequence[str], sizes: Mapping[str, Any]) -> None:
         except (_Untold, SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError):
             continue
         if isinstance(holds, torch.SymBool) and holds.node.hint:
-            bool(holds)  # what is asked and answered with yes is relied on
+            bool(holds)  # the environment relies on a question answered with yes
 
 
 def _fact(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
@@ -71,7 +72,7 @@ def _size(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
 
 
 def _form(node: ast.expr) -> Any:
-    """A size as plain data, see ``size_forms``."""
+    """Return a size as plain data, see ``size_forms``; raise _Untold if there is no such form."""
     match node:
         case ast.Constant(value=int() as value) if not isinstance(value, bool):
             return value

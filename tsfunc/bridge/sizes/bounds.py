@@ -1,8 +1,8 @@
-"""What holds of expressions in the names of dims, for all sizes that these allow.
+"""Decides facts about expressions in the names of dims, for all sizes that the dims allow.
 
 Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``Min`` and ``Max`` of
-sizes, and ``bound_sympy``, which works out between which numbers an expression is. They import
-sympy, which takes half a second, so they are imported where they are first asked for.
+sizes, and ``bound_sympy``, which computes the bounds of an expression. These modules import sympy,
+which takes half a second, so they are imported at the first use.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any
 from tsfunc.bridge.sizes.remainders import holds_by_remainders
 from tsfunc.types import Dim
 
-_MANY = 4096  # sizes that are tried one by one
-_FAR = 64  # a size that is no longer at an edge
+_MANY = 4096  # combinations of sizes that are tried one by one
+_FAR = 64  # no larger least size is tried
 
 
 def smallest(dim: Dim) -> int:
-    """The least size of a named dim in a program: 0 and 1 have programs of their own."""
+    """Return the least size of a named dim in a program; 0 and 1 have programs of their own."""
     return max(2, dim.min or 0)
 
 
 def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
-    """Whether a fact holds for all sizes that the dims allow, as far as can be seen.
+    """Return True if a fact provably holds for all sizes that the dims allow.
 
-    Where the sizes are few, each is tried; else it is seen from what they are multiples of, or
-    from the bounds of what is compared, or from the remainders that sizes leave.
+    If there are few combinations of sizes, each is tried. Otherwise the proof uses the multiples
+    that the dims promise, the bounds of both sides of a comparison, or the remainders of the
+    sizes.
     """
     names = sorted(str(symbol) for symbol in fact.free_symbols)
     ranges = [_few_sizes(dims[name]) for name in names]
@@ -44,7 +45,10 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
 
 
 def with_larger(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
-    """The dims, with the lowest least size for which a fact holds; None: there is none near."""
+    """Return the dims to raise, with the lowest least size for which a fact holds, or None.
+
+    None means that the fact holds for no least size below 64.
+    """
     for low in range(2, _FAR):
         if any(dim.max is not None and dim.max < low for dim in dims.values()):
             return None
@@ -55,12 +59,12 @@ def with_larger(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
 
 
 def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:
-    """Whether a fact holds at some sizes."""
+    """True if a fact holds at given sizes."""
     return bool(fact.subs({symbol: sizes[str(symbol)] for symbol in fact.free_symbols}))
 
 
 def promises_of(dim: Dim) -> list[Any]:
-    """What a dim promises of its size, as facts."""
+    """Return the facts that a dim promises about its size."""
     from sympy import Eq, Ge, Le, Or, Symbol
     from torch.utils._sympy.functions import Mod
 
@@ -76,20 +80,20 @@ def promises_of(dim: Dim) -> list[Any]:
 
 
 def _few_sizes(dim: Dim) -> Sequence[int] | None:
-    """The sizes that a dim allows, if they are few."""
+    """Return the sizes that a dim allows if they are few, else None."""
     low = smallest(dim)
     if dim.max is None or dim.max - low >= _MANY:
-        return dim.one_of  # None where all within the bounds are allowed
+        return dim.one_of  # None if all sizes within the bounds are allowed
     return [size for size in range(low, dim.max + 1) if dim.admits(size)]
 
 
 def is_true(fact: Any) -> bool:
-    """Whether nothing is left to ask of a fact."""
+    """True if a fact has simplified to true."""
     return bool(fact == True)  # noqa: E712 - sympy has a true of its own
 
 
 def in_steps(expr: Any, dims: Mapping[str, Dim]) -> Any:
-    """An expression in the names of dims, written in what their sizes are multiples of."""
+    """Return an expression with each dim replaced by its multiple times a number of steps."""
     return expr.xreplace(
         {
             symbol: (dims[str(symbol)].multiple_of or 1) * _number_of_steps(symbol)
@@ -99,14 +103,14 @@ def in_steps(expr: Any, dims: Mapping[str, Dim]) -> Any:
 
 
 def any_size(dim: Dim) -> Any:
-    """Whatever size a dim has, as an expression that divides by what it is a multiple of."""
+    """Return an expression for any size of a dim, divisible by the dim's ``multiple_of``."""
     from sympy import Symbol
 
     return (dim.multiple_of or 1) * _number_of_steps(Symbol(dim.name))
 
 
 def any_number(kind: type[int] | type[float]) -> Any:
-    """Whatever number an argument is, as an expression."""
+    """Return an expression for any number that an argument may be."""
     from sympy import Dummy
 
     return Dummy(integer=True) if kind is int else Dummy(real=True)
@@ -119,7 +123,7 @@ def _number_of_steps(symbol: Any) -> Any:
 
 
 def least(expr: Any, dims: Mapping[str, Dim]) -> float:
-    """A number that an expression in the names of dims is not below, for sizes that they allow."""
+    """Return a lower bound of an expression in the names of dims, -inf if none is found."""
     from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
     ranges = {}
@@ -130,7 +134,7 @@ def least(expr: Any, dims: Mapping[str, Dim]) -> float:
         ranges[_number_of_steps(symbol)] = ValueRanges(-(-smallest(dim) // step), most)
     try:
         return float(bound_sympy(in_steps(expr, dims), ranges).lower)
-    except Exception:  # it has functions for which there are no bounds
+    except Exception:  # the expression has functions without bounds
         return -math.inf
 
 
@@ -138,7 +142,7 @@ _ENDLESS = 1 << 40
 
 
 def has_maximum(fact: Any) -> bool:
-    """Whether a fact is about the largest of some sizes."""
+    """True if a fact contains a maximum of sizes."""
     from torch.utils._sympy.functions import Max
 
     return bool(fact.has(Max))
@@ -164,9 +168,9 @@ def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
 
 
 def _without_quotient(fact: Any, dims: Mapping[str, Dim]) -> Sequence[Any]:
-    """A fact about one quotient as facts about products: ``p // q >= k`` is ``p >= k * q``.
+    """Rewrite a fact with one quotient as facts with products: ``p // q >= k`` as ``p >= k * q``.
 
-    Nothing where it is about none or several, or where the divisor may be 0 or less.
+    The result is empty if the fact has no or several quotients, or if the divisor may be below 1.
     """
     from sympy import Eq, Ge, Gt, expand
     from torch.utils._sympy.functions import FloorDiv
@@ -190,7 +194,7 @@ def _without_quotient(fact: Any, dims: Mapping[str, Dim]) -> Sequence[Any]:
 
 
 def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
-    """A fact with the largest and smallest of some sizes where it can be seen which that is."""
+    """Resolve each maximum and minimum in a fact whose largest or smallest size is known."""
     from torch.utils._sympy.functions import Max, Min
 
     def largest_of(*sizes: Any) -> Any:
@@ -205,9 +209,10 @@ def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
 
 
 def period_of(expr: Any) -> int | None:
-    """A number by which a size may grow so that an expression grows by the same amount each time.
+    """Return an amount by which a size may grow so that an expression grows linearly, or None.
 
-    None where there may be none: the expression has products of sizes, or other functions.
+    None means that no such amount is known: the expression has products of sizes, or other
+    functions.
     """
     from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
@@ -230,7 +235,7 @@ def _is_largest(one: Any, sizes: Sequence[Any], dims: Mapping[str, Dim]) -> bool
 
 
 def choices(fact: Any) -> Iterator[Any]:
-    """A fact with each largest and smallest of some sizes replaced by one of them."""
+    """Yield a fact with each maximum and minimum replaced by one of its sizes, in all ways."""
     from torch.utils._sympy.functions import Max, Min
 
     inner = [atom for atom in fact.atoms(Min, Max) if not _has_choice(atom.args)]

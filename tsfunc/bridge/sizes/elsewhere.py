@@ -1,10 +1,10 @@
-"""An operator's call at other sizes than those of the trace, on fake tensors of fixed sizes.
+"""An operator's call at sizes other than those of the trace, on fake tensors of fixed sizes.
 
-What is learned of it says NOTE [questions of operators] in ``fake_results``.
+NOTE [questions of operators] in ``fake_results`` describes the purpose.
 
-Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``, ``FakeTensorMode``,
-``DisableTorchFunction``, and of ShapeEnv ``var_to_range`` and ``backed_var_to_val`` (``var_to_val``
-in older versions).
+Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``,
+``FakeTensorMode``, ``DisableTorchFunction``, and of ShapeEnv ``var_to_range`` and
+``backed_var_to_val`` (``var_to_val`` in older versions).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tsfunc.bridge.sizes.equalities import is_multiple, keeping, or_one, required
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_TRIES = 8  # other sizes that are tried
-ENOUGH = 2  # of these that must be taken
+_TRIES = 8  # the number of accepted other sizes at which results are compared
+ENOUGH = 2  # the least number of accepted sizes that a comparison needs
 _SMALL = 2**22  # elements
 _Call = Callable[..., Any]
 
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """A block in which torch logs nothing of operators that refuse what they are tried on.
+    """Disable torch's log of operators that raise on fake tensors within a block.
 
-    The error itself is raised all the same; its traceback on stderr beside it is of no use.
+    The errors are still raised; only the extra traceback on stderr is suppressed.
     """
     before, _logger.disabled = _logger.disabled, True
     try:
@@ -48,7 +48,7 @@ _logger = logging.getLogger(FakeTensorMode.__module__)
 
 
 def symbols_among(values: Any) -> set[Any]:
-    """The symbols in the sizes of fake tensors, and in numbers."""
+    """Return the symbols in the sizes of fake tensors, and in symbolic numbers."""
     found: set[Any] = set()
     for leaf in optree.tree_leaves(values, none_is_leaf=True):
         if isinstance(leaf, torch.Tensor):
@@ -61,7 +61,7 @@ def symbols_among(values: Any) -> set[Any]:
 
 
 class Elsewhere:
-    """An operator's call at other sizes than those of the trace.
+    """An operator's call at sizes other than those of the trace.
 
     Args:
         env: the environment of the symbols.
@@ -76,25 +76,25 @@ class Elsewhere:
         known = getattr(env, "backed_var_to_val", None)
         known = env.var_to_val if known is None else known
         self.here = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
-        self.fixed: list[Any] = []  # symbols that stay what they are
-        self.needed: list[Any] = []  # equalities that the operator needs, which others keep too
+        self.fixed: list[Any] = []  # symbols that keep the value of the trace
+        self.needed: list[Any] = []  # equalities that the operator needs; other sizes keep them
 
     def keep_needed(self, asked: Sequence[Any]) -> None:
-        """Has other sizes keep the equalities that the operator needs of those it asked for."""
+        """Restrict other sizes to those that satisfy the equalities which the operator needs."""
         self.needed = required(asked, self.here, self.takes)
 
     def ask_needed(self, multiples: bool) -> None:
-        """Has the trace rely on these equalities.
+        """Add guards for the needed equalities to the trace.
 
         Args:
-            multiples: whether on those too by which a size is a multiple of a number.
+            multiples: whether to include equalities that make a size a multiple of a number.
         """
         for fact in self.needed:
             if multiples or not is_multiple(fact):
                 self.env.evaluate_expr(or_one(fact, self.here, self.takes))
 
     def fix_refused(self) -> bool:
-        """Leaves as they are the symbols of which the operator takes no other size; if any are."""
+        """Fix the symbols for which the operator accepts no other size; True if there are any."""
         here = self.here
         self.fixed = [
             s
@@ -104,24 +104,25 @@ class Elsewhere:
         return bool(self.fixed)
 
     def ask_fixed(self) -> None:
-        """Has the trace rely on it that these symbols are what they are."""
+        """Add guards to the trace that the fixed symbols keep their values."""
         from sympy import Eq
 
         for symbol in self.fixed:
             self.env.evaluate_expr(Eq(symbol, self.here[symbol]))
 
     def sizes(self) -> Iterator[dict[Any, int]]:
-        """Sizes for the symbols: those of the trace, then others within the bounds."""
+        """Yield sizes for the symbols: those of the trace, then others within the bounds."""
         hints = self.here
         yield hints
-        # Numbers among the arguments may be small or negative, where sizes may not.
+        # Numbers among the arguments may be small or negative, unlike sizes.
         scalars = [s for s in self.symbols if self._least(s) < 2]
         for value in (-1, 0, 1) if scalars else ():
             yield self._bounded({**hints, **dict.fromkeys(scalars, value)})
         drawn = random.Random(0)
         for factor in (2, 3):
             yield self._bounded({s: factor * hint for s, hint in hints.items()})
-        # Each by itself, so that none is always the larger one; near the call's, then anywhere.
+        # Draw each size separately, so that neither of two is always the larger one: near the
+        # sizes of the call, then anywhere.
         for spread in (20, 3, 20, 8, 20, 50, 20, 200, 3, 8, 3):
             low = 2 if spread > 8 else None
             yield self._bounded({
@@ -136,7 +137,7 @@ class Elsewhere:
         return keeping(self.needed, within)
 
     def _least(self, symbol: Any) -> float:
-        """The least number that a symbol may be."""
+        """Return the least number that a symbol may be."""
         return float(self.env.var_to_range[symbol].lower)
 
     def _within(self, symbol: Any, size: Any) -> Any:
@@ -145,7 +146,7 @@ class Elsewhere:
         return min(size, int(bounds.upper)) if bounds.upper.is_Integer else size
 
     def results(self, sizes: Mapping[Any, int]) -> Any:
-        """What the operator gives there; None where it refuses."""
+        """Return the results of the operator at given sizes; None if the operator raises."""
         try:
             mode = FakeTensorMode(allow_fallback_kernels=self._is_small(sizes))
         except ZeroDivisionError:  # no argument has such a size
@@ -165,22 +166,22 @@ class Elsewhere:
                 return None
 
     def _is_small(self, sizes: Mapping[Any, int]) -> bool:
-        """Whether a kernel may run there: for an operator without a rule for fake tensors.
+        """Return True if a real kernel may run at given sizes, in place of a missing fake rule.
 
-        It does so on zeros, and what it returns may have all sizes of all arguments: a histogram
-        over a hundred bins in each of five dims is larger than any memory.
+        The kernel runs on zeros, and its result may be as large as all sizes of all arguments
+        together: a histogram over a hundred bins in each of five dims is larger than any memory.
         """
         return self._largest(sizes) <= max(_SMALL, self._largest(self.here))
 
     def _largest(self, sizes: Mapping[Any, int]) -> int:
-        """How many elements a result may have."""
+        """Return an upper bound of the number of elements of a result."""
         leaves = optree.tree_leaves((self.args, self.kwargs))
         numbers = [abs(int(at([x], sizes)[0])) for x in leaves if isinstance(x, torch.SymInt)]
         counts = [math.prod(at(x.shape, sizes)) for x in leaves if isinstance(x, torch.Tensor)]
         return math.prod(max(1, count) for count in (*numbers, *counts))
 
     def agrees(self, results: Any) -> bool:
-        """Whether symbolic results are right at other sizes too, as far as is seen."""
+        """Return True if symbolic results match the operator's results at other sizes too."""
         taken = 0
         for sizes in itertools.islice(self.sizes(), 1, None):
             found = self.results(sizes)
@@ -194,17 +195,17 @@ class Elsewhere:
         return taken >= ENOUGH
 
     def takes(self, sizes: Mapping[Any, int]) -> bool:
-        """Whether the operator does not refuse some sizes."""
+        """True if the operator accepts given sizes."""
         return self.results(sizes) is not None
 
 
 def _number(value: Any) -> Any:
-    """A number as Python's own."""
+    """Return a number as a Python int or float."""
     return int(value) if value == int(value) else float(value)
 
 
 def _plain(value: Any) -> Any:
-    """Arguments with lists for those of graphs, which optree does not look into."""
+    """Return arguments with plain lists, because optree does not flatten the lists of graphs."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list) or type(value) is tuple:
@@ -213,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 
 def at(values: Sequence[Any], sizes: Mapping[Any, int]) -> list[Any]:
-    """Symbolic numbers as those that they are for some sizes."""
+    """Evaluate symbolic numbers at given sizes."""
     found: list[Any] = []
     for value in values:
         if not isinstance(value, _SYMBOLIC):
@@ -226,7 +227,7 @@ def at(values: Sequence[Any], sizes: Mapping[Any, int]) -> list[Any]:
 
 
 def _same(results: Any, found: Any, sizes: Mapping[Any, int]) -> bool:
-    """Whether symbolic results are, for some sizes, like others."""
+    """True if symbolic results, evaluated at given sizes, match other results."""
     mine, theirs = (optree.tree_leaves(x, none_is_leaf=True) for x in (results, found))
     if len(mine) != len(theirs):
         return False

@@ -1,10 +1,10 @@
-"""Sizes that an operator takes only where they are equal.
+"""Finds pairs of sizes that an operator requires to be equal.
 
-Of what an operator asks (NOTE [questions of operators] in ``fake_results``) an equality of two
-sizes is told apart: two names are two sizes, and a function that takes them only where they are one
-needs descriptors that say so. Whether an operator needs an equality is seen by breaking it: sizes
-that keep all others that it asked for, and not this one, are all refused. Sizes of 0 and 1, which
-broadcast, say nothing of others.
+Among the questions of an operator (NOTE [questions of operators] in ``fake_results``), equalities
+of two sizes are special: two names mean two sizes, and a function that needs them equal needs
+descriptors that say so. An equality is needed if the operator raises whenever it is broken: it
+raises at all tried sizes that satisfy the other equalities but not this one. Sizes 0 and 1, which
+broadcast, are not tried, because they say nothing about other sizes.
 
 Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``Mod`` and ``PythonMod``,
 the remainders of sizes.
@@ -18,18 +18,18 @@ from typing import Any
 
 from tsfunc.bridge.sizes.bounds import is_true
 
-_BREAKS = 3  # sizes that break an equality, each to be refused
+_BREAKS = 3  # sizes that break an equality; the operator must refuse each of them
 _DRAWS = 24  # attempts to find such sizes
 _Sizes = Mapping[Any, int]
 
 
 def required(asked: Sequence[Any], here: _Sizes, takes: Callable[[_Sizes], bool]) -> list[Any]:
-    """The equalities among some questions that an operator needs.
+    """Return the equalities among the questions of an operator that the operator needs.
 
     Args:
-        asked: what it asked, of sympy's relations.
-        here: the sizes at which it did, by symbol.
-        takes: whether the operator takes other sizes.
+        asked: the questions, as sympy relations.
+        here: the sizes of the call, by symbol.
+        takes: returns True if the operator accepts given sizes.
     """
     facts = _independent(_equalities(asked, here), here)
     found = []
@@ -42,11 +42,11 @@ def required(asked: Sequence[Any], here: _Sizes, takes: Callable[[_Sizes], bool]
 
 
 def or_one(fact: Any, here: _Sizes, takes: Callable[[_Sizes], bool]) -> Any:
-    """That a size is a number; or 1, where the operator takes that as well and broadcasts it.
+    """Return an equality of a size and a number, or with 1 as an alternative if that broadcasts.
 
     Args:
         fact: an equality that the operator needs.
-        here, takes: as of :func:`required`.
+        here, takes: as in :func:`required`.
     """
     from sympy import Eq, Or
 
@@ -57,16 +57,16 @@ def or_one(fact: Any, here: _Sizes, takes: Callable[[_Sizes], bool]) -> Any:
 
 
 def is_multiple(fact: Any) -> bool:
-    """Whether an equality is one of a remainder with 0."""
+    """True if an equality compares a remainder with 0."""
     from torch.utils._sympy.functions import Mod, PythonMod
 
     return bool(fact.has(Mod, PythonMod))
 
 
 def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
-    """Sizes of which some equalities hold, as far as these say what a symbol is."""
+    """Return sizes changed to satisfy equalities, as far as these determine a symbol."""
     kept = dict(sizes)
-    for _ in facts:  # each may change what another has read
+    for _ in facts:  # one change may affect the others
         for symbol, by in filter(None, map(_multiple, facts)):
             kept[symbol] = max(kept[symbol] - kept[symbol] % by, by)
         for symbol, value in map(_solved, facts):
@@ -76,7 +76,7 @@ def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
 
 
 def _equalities(asked: Sequence[Any], here: _Sizes) -> list[Any]:
-    """Equalities of sizes that hold, as parts of what was asked."""
+    """Return the equalities in the questions that hold at the sizes of the call."""
     from sympy import And, Eq, Ne
 
     found: dict[Any, None] = {}
@@ -89,7 +89,7 @@ def _equalities(asked: Sequence[Any], here: _Sizes) -> list[Any]:
 
 
 def _independent(facts: Sequence[Any], here: _Sizes) -> list[Any]:
-    """Those that do not follow from the ones before them, as far as breaking them shows."""
+    """Return the facts that do not follow from earlier ones, as far as breaking them shows."""
     found: list[Any] = []
     known: dict[Any, Any] = {}
     for fact in facts:
@@ -106,7 +106,7 @@ def _independent(facts: Sequence[Any], here: _Sizes) -> list[Any]:
 
 
 def _solved(fact: Any) -> tuple[Any, Any]:
-    """A symbol, and what it equals; nothing where neither side is one."""
+    """Return a symbol and the expression it equals, or None twice if no side is a symbol."""
     for symbol, other in ((fact.lhs, fact.rhs), (fact.rhs, fact.lhs)):
         if symbol.is_Symbol and symbol not in other.free_symbols:
             return symbol, other
@@ -114,7 +114,7 @@ def _solved(fact: Any) -> tuple[Any, Any]:
 
 
 def _multiple(fact: Any) -> tuple[Any, int] | None:
-    """A symbol and the number that it is a multiple of, where a fact says that."""
+    """Return a symbol and the number that a fact makes it a multiple of, else None."""
     from torch.utils._sympy.functions import Mod, PythonMod
 
     if isinstance(fact.lhs, Mod | PythonMod) and fact.rhs == 0:
@@ -125,7 +125,7 @@ def _multiple(fact: Any) -> tuple[Any, int] | None:
 
 
 def _breaking(fact: Any, kept: Sequence[Any], here: _Sizes) -> Iterator[dict[Any, int]]:
-    """Sizes of 2 and more at which a fact does not hold, and others do."""
+    """Yield sizes of at least 2 that break a fact and satisfy the others."""
     drawn = random.Random(0)
     found = 0
     for _ in range(_DRAWS):
@@ -139,19 +139,19 @@ def _breaking(fact: Any, kept: Sequence[Any], here: _Sizes) -> Iterator[dict[Any
 
 
 def _breaks(fact: Any, kept: Sequence[Any], sizes: _Sizes) -> bool:
-    """Whether of some facts all hold at some sizes but for the first."""
+    """True if, at given sizes, a fact fails and the others hold."""
     try:
         return (
             _least_side((fact, *kept), sizes) >= 2
             and not fact.xreplace(sizes)
             and all(other.xreplace(sizes) for other in kept)
         )
-    except ZeroDivisionError:  # a size among them is divided by another, which is 0 here
+    except ZeroDivisionError:  # one size is divided by another, which is 0 here
         return False
 
 
 def _least_side(facts: Sequence[Any], sizes: _Sizes) -> int:
-    """The smallest size that some facts speak of; remainders are none."""
+    """Return the smallest size in some facts, without the sides of remainder facts."""
     sides = [
         int(side.xreplace(sizes)) for fact in facts if not is_multiple(fact) for side in fact.args
     ]

@@ -1,13 +1,12 @@
-"""Facts about symbolic numbers that hold in a part of a trace alone.
+"""Facts about symbolic numbers that hold only in one part of a trace.
 
-``torch._check(n > 3)`` in a branch is checked where that branch is taken. What it says must not be
-known outside, where ``n > 3`` would be answered by it.
+``torch._check(n > 3)`` in a branch is checked only if that branch is taken. Code outside of the
+branch must not rely on the fact: a question ``n > 3`` there is still open.
 
-Private names used here (torch 2.11 to 2.13): of ShapeEnv the tables of what it knows, by symbol
+Private names used here (torch 2.11 to 2.13): the fact tables of ShapeEnv, by symbol
 (``var_to_range``, ``replacements``, ``deferred_runtime_asserts``, ``size_like``) and by expression
-(``axioms``, ``divisible``); ``num_deferred_runtime_asserts``, which counts what was asserted;
-``_version_counter`` and ``_replacements_version_counter``, which tell its caches that the tables
-are others.
+(``axioms``, ``divisible``); ``num_deferred_runtime_asserts``, the number of assertions;
+``_version_counter`` and ``_replacements_version_counter``, which invalidate its caches.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from typing import Any
 
 @contextmanager
 def facts_of_its_own(env: Any) -> Iterator[None]:
-    """What is asserted in the block is forgotten after it, but of symbols that it has made.
+    """Forget the facts asserted in a block after it, except those about symbols made in the block.
 
     Args:
-        env: the environment of the symbols; None where there is none yet.
+        env: the environment of the symbols, or None if there is none yet.
     """
     if env is None:
         yield

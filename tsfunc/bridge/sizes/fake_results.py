@@ -1,21 +1,21 @@
-"""Results on fake tensors with symbolic sizes: what an operator's own questions are worth.
+"""Results of operators on fake tensors with symbolic sizes, with few guards.
 
 NOTE [questions of operators]
-torch's rules for fake tensors ask about sizes: a kernel that is no longer than its input, sizes
-that are equal, strides in some order. Most of these are checks of arguments, which the operator
-itself makes again when the program runs, or choose between ways to the same result; few tell what
-the result looks like. So a question of an operator is first answered for the sizes of the call,
-and no more is asked of the descriptors if the result is right for others too: the operator is run
-on fake tensors of other, fixed sizes, and its results are to have the sizes and strides that the
-symbolic ones have there. Sizes that the operator refuses say nothing, but of those that it wants
-equal (``equalities``). Only for these, and where the results are others, or too few sizes are
-taken, is the question one that the descriptors must answer.
+torch's fake-tensor rules ask about sizes: whether a kernel is no longer than its input, whether
+sizes are equal, how strides are ordered. Most questions only check arguments, which the operator
+checks again when the program runs, or choose between ways to the same result; few determine the
+result. A question of an operator is therefore first answered for the sizes of the call. The
+operator then runs on fake tensors of other, fixed sizes. If its results have the sizes and strides
+of the symbolic results there, the question adds no guard. Sizes that the operator refuses prove
+nothing, except for the equalities that the operator needs (``equalities``). A question becomes a
+requirement on the descriptors only for these equalities, or if the results differ, or if the
+operator accepts too few sizes.
 
-Where a rule fails because it was never written for symbolic sizes, the sizes of the results are
-found in the same way (``results_by_example``).
+If a rule fails because it does not support symbolic sizes, the sizes of the results are found in
+the same way (``results_by_example``).
 
-Private names used here (torch 2.11 to 2.13): ``FakeTensorMode``, which works results out, and its
-errors for what depends on data; ``DisableTorchFunction``.
+Private names used here (torch 2.11 to 2.13): ``FakeTensorMode``, which computes results, and its
+errors for data-dependent results; ``DisableTorchFunction``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tsfunc.bridge.tracers.torch_state import kept_keys
 
 _Call = Callable[..., Any]
 
-# What it returns depends on how large the memory behind its arguments is, which is not looked at
-# where results are kept (here by torch's mode).
+# The results of these operators depend on the size of the storage behind an argument, which caches
+# of results ignore (here the cache of torch's fake mode).
 UNKEPT = frozenset({"aten::_new_zeros_with_same_feature_meta"})
 
 
@@ -57,18 +57,18 @@ def results_of(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The results of an operator on fake values: NOTE [questions of operators].
+    """Return the results of an operator on fake values: NOTE [questions of operators].
 
     Args:
-        fake: the mode that works them out.
-        name: the operator's, for which there may be a rule of our own (``shape_rules``).
+        fake: the mode that computes the results.
+        name: the name of the operator, which may have a rule in ``shape_rules``.
         call: runs the operator.
-        writes: whether it writes into an argument.
+        writes: whether the operator writes to an argument.
         args, kwargs: fake values.
     """
     env = fake.shape_env
-    # The mode keeps results, which with symbolic sizes takes longer than most of its rules do. It
-    # asks nothing where it has one, and it may be one that was wrong.
+    # With symbolic sizes the cache of the mode is not used: a look-up takes longer than most
+    # rules, and a hit asks no question and may be wrong.
     keeps = name not in UNKEPT and (env is None or not symbols_among((args, kwargs)))
     if name in SHAPE_RULES:
         with _kept(fake, keeps):
@@ -107,7 +107,7 @@ def results_of(
 
 @contextmanager
 def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
-    """In the block operators run on fake tensors, whose mode keeps results, or does not."""
+    """Run operators on fake tensors in a block, with or without the mode's cache."""
     cached, fake.cache_enabled = fake.cache_enabled, fake.cache_enabled and keeps
     try:
         with kept_keys(), DisableTorchFunction(), fake:

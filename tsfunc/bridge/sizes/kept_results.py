@@ -1,34 +1,33 @@
-"""Results of operators that have been worked out before in the same trace.
+"""A cache of fake-tensor results within one trace.
 
 NOTE [kept results]
-A model calls the same operators on tensors of the same looks again and again, and to work out what
-one returns takes torch's rules longer than all else that a trace does with the call. So the looks
-of the results (sizes, strides, type, device, and whose memory they have) are kept by the looks of
-the arguments, and tensors that look so are made without asking. What was asked of symbolic sizes
-when they were worked out stays on record, so it is not asked again.
+A model calls the same operators on tensors of the same metadata again and again, and torch's
+fake-tensor rules take longer than the rest of a traced call. The cache therefore maps the looks of
+the arguments (sizes, strides, dtype, device, and shared storages) to the looks of the results, and
+makes new fake tensors of these looks. The guards on symbolic sizes from the first call remain, so
+they are not asked again.
 
-Nothing is kept
+Nothing is cached for
 
-- of operators that are not torch's own, whose rules may look at anything, and of those in
-  ``UNKEPT``;
-- where an argument is of another kind than those whose looks tell all: a tensor that is not
-  strided or has a known value, a generator;
-- where there are sizes that depend on data (NOTE [sizes of data] in ``symbols``): each call has
-  new ones, and what is asserted of them may hold in a part of the trace alone;
-- where a result is no tensor, or has looks or memory that can't be given to a new one.
+- operators that are not torch's own, whose rules may depend on anything, and those in ``UNKEPT``;
+- arguments that their looks do not fully describe: a tensor that is not strided or has a constant
+  value, a generator;
+- sizes that depend on data (NOTE [sizes of data] in ``symbols``): each call makes new symbols, and
+  facts about them may hold only in a part of the trace;
+- results that are not tensors, or whose looks or storage a new tensor cannot have.
 
-An argument's place in its memory is left out of its looks, and the place of a view is kept by how
-far it is from there; ``x[i]`` is kept as ``x[0]``, further on. A loop over the rows of a tensor
-asks torch once.
+The storage offset of an argument is not part of its looks, and the offset of a view is stored
+relative to its source; ``x[i]`` is cached as ``x[0]`` with a further offset. A loop over the rows
+of a tensor calls torch's rule once.
 
-What is kept lives as long as the trace: kernels that are registered, and settings that are none of
-``settings``, change nothing in between.
+The cache lives as long as the trace: newly registered kernels, and settings that are not in
+``settings``, do not invalidate it.
 
 Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
 FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
-``UntypedStorage._cdata`` is the address of a memory, also of a fake one; ``SymInt.node`` with its
-``expr`` and ``hint``; the functions of ``torch._C`` say which of the ways to attention, and which
-libraries of kernels, are allowed; ``DisableTorchFunction`` keeps function modes out.
+``UntypedStorage._cdata`` is the address of a storage, also of a fake one; ``SymInt.node`` with its
+``expr`` and ``hint``; the functions of ``torch._C`` return the allowed attention backends and
+kernel libraries; ``DisableTorchFunction`` disables function modes.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from tsfunc.bridge.tracers.questions import unasked
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.bridge.tracers.torch_state import outside_functorch
 
-# Values that are equal where they are the same argument.
+# Types whose values are the same argument if they compare equal.
 _PLAIN: Final = frozenset({
     int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
     torch.memory_format,
@@ -69,7 +68,7 @@ _PLAIN: Final = frozenset({
 
 _SYMBOLIC: Final = frozenset({SymInt, SymFloat, SymBool})
 
-# Settings beside ``settings`` that choose kernels, and with these strides.
+# Settings besides ``settings`` that choose kernels, and with them strides.
 _LIBRARIES: Final = (
     _get_cudnn_enabled, _get_mkldnn_enabled, _get_math_sdp_enabled, _get_flash_sdp_enabled,
     _get_mem_efficient_sdp_enabled, _get_cudnn_sdp_enabled,
@@ -77,11 +76,11 @@ _LIBRARIES: Final = (
 
 
 class UnknownError(Exception):
-    """How a value looks does not tell all of it."""
+    """A value has properties that its look does not describe."""
 
 
 class Look(NamedTuple):
-    """How a strided tensor looks; symbolic sizes are expressions."""
+    """The metadata of a strided tensor; symbolic sizes are sympy expressions."""
 
     shape: tuple[Any, ...]
     strides: tuple[Any, ...]
@@ -93,15 +92,15 @@ class Look(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """How a result is made.
+    """The description of a result.
 
     Attributes:
-        source: which of the tensors among the arguments it shares memory with.
-        is_source: whether it is that tensor itself.
-        shape, strides: as the tensor has them that was worked out.
-        offset: its own; of a view, how much further it is than the source's.
-        elements: how many its own memory has, at the sizes of the call.
-        symbolic: whether its sizes are.
+        source: the index of the tensor argument whose storage the result shares.
+        is_source: True if the result is that tensor itself.
+        shape, strides: those of the computed result.
+        offset: its storage offset; for a view, relative to the source.
+        elements: the number of elements of its own storage, at the sizes of the call.
+        symbolic: True if its sizes are symbolic.
     """
 
     source: int
@@ -115,33 +114,33 @@ class _Result(NamedTuple):
     symbolic: bool
 
 
-# Operators whose results depend on the place of an argument in its memory.
+# Operators whose results depend on the storage offset of an argument.
 _OF_OFFSETS: Final = frozenset({
     "aten::as_strided", "aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter",
     "aten::_reshape_alias", "aten::storage_offset", "aten::sym_storage_offset",
 })  # fmt: skip
 
-_OWN_MEMORY, _ANOTHER_RESULT = -1, -2  # in the place of a source
+_OWN_MEMORY, _ANOTHER_RESULT = -1, -2  # special values of source
 
 
 class _Kept(NamedTuple):
-    """The results of a call: one, or a list or tuple of them, some of which may be None."""
+    """The results of a call: one, or a list or tuple of results, some of which may be None."""
 
     container: type | None
     results: tuple[_Result | None, ...]
 
 
 class Looks:
-    """How the fake tensors of one trace look."""
+    """The looks of the fake tensors of one trace."""
 
     def __init__(self) -> None:
         self._of_data: dict[Any, bool] = {}
 
     def of(self, value: Any) -> Look:
-        """How a fake tensor looks.
+        """Return the look of a fake tensor.
 
         Raises:
-            UnknownError: there is more to it than that.
+            UnknownError: the look would not describe the tensor fully.
         """
         if value.layout is not torch.strided or value.is_quantized or value.constant is not None:
             raise UnknownError
@@ -153,10 +152,10 @@ class Looks:
         )  # fmt: skip
 
     def number(self, value: Any) -> Any:
-        """A number; one that is symbolic by its expression.
+        """Return a number, or the expression of a symbolic number.
 
         Raises:
-            UnknownError: it depends on data.
+            UnknownError: the number depends on data.
         """
         if type(value) is int:
             return value
@@ -170,10 +169,10 @@ class Looks:
 
 
 class KeptResults:
-    """What operators return on the fake tensors of one trace.
+    """The cached results of operators on the fake tensors of one trace.
 
     Args:
-        fake: the mode that works it out.
+        fake: the mode that computes results.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -182,7 +181,7 @@ class KeptResults:
         self._kept: dict[Any, _Kept] = {}
 
     def of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The results of an operator on fake values: NOTE [kept results]."""
+        """Return the results of an operator on fake values: NOTE [kept results]."""
         with DisableTorchFunction():
             return self._of(op, args, kwargs)
 
@@ -202,14 +201,14 @@ class KeptResults:
             return self._made(op, kept, args, tensors)
         results = self._worked_out(op, args, kwargs)
         try:
-            if self._key(op, args, kwargs, []) == key:  # no argument looks otherwise now
+            if self._key(op, args, kwargs, []) == key:  # no argument has changed its look
                 self._kept[key] = self._described(results, tensors)
         except UnknownError:
             pass
         return results
 
     def _is_plain(self, x: Any) -> bool:
-        """True if nothing but sizes, strides and type is to be known of a tensor's views."""
+        """True if sizes, strides and dtype describe the views of a tensor fully."""
         try:
             look = self.looks.of(x)
         except UnknownError:
@@ -218,7 +217,7 @@ class KeptResults:
         return own and not look.is_conj and not look.is_neg
 
     def _further(self, view: Any, source: Any, further: int) -> _Result:
-        """A view that is made as another one of the same tensor is, and lies further in memory."""
+        """Describe a view like another view of the same tensor, further on in the storage."""
         offset = view.storage_offset() - source.storage_offset() + further
         return _Result(
             0, False, view.shape, view.stride(), offset, view.dtype, view.fake_device, 0, False
@@ -230,17 +229,17 @@ class KeptResults:
     def new(
         self, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A fake tensor that no operator has made."""
+        """Return a new fake tensor, without an operator call."""
         with DisableTorchFunction(), outside_functorch(), in_kernel_invocation_manager(self.fake):
             meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
             return FakeTensor(self.fake, meta, device)
 
-    # --- what a call is known by
+    # --- the keys of calls
 
     def _key(
         self, op: TorchOperator, args: Any, kwargs: Mapping[str, Any], tensors: list[Any]
     ) -> tuple[Any, ...]:
-        """What the results follow from; the tensors among it are listed."""
+        """Return the key of a call, and append its tensors to ``tensors``."""
         if op.overload.namespace != "aten" or op.name in UNKEPT:
             raise UnknownError
         if op.writes and (op.reshapes or not op.inplace or torch.is_inference_mode_enabled()):
@@ -250,7 +249,7 @@ class KeptResults:
         for name, value in kwargs.items():
             parts.append(name)
             self._take(op, (value,), parts, tensors)
-        if not tensors:  # where a factory makes its tensor says more than there is here
+        if not tensors:  # the arguments alone do not determine the result of a factory
             raise UnknownError
         return tuple(parts)
 
@@ -258,17 +257,17 @@ class KeptResults:
         parts.append(len(values))
         for value in values:
             kind = type(value)
-            if kind in _PLAIN:  # 1, 1.0 and True are equal, and not the same
+            if kind in _PLAIN:  # 1, 1.0 and True compare equal, but are different arguments
                 parts += (kind, value)
             elif kind is FakeTensor and value.fake_mode is self.fake:
                 look = self.looks.of(value)
-                # Where it lies in its memory matters for few.
+                # Few operators depend on the storage offset.
                 known = type(look.offset) is not int or op.name in _OF_OFFSETS
                 if not known:
                     shape, strides, _, dtype, device, is_conj, is_neg = look
                     look = Look(shape, strides, None, dtype, device, is_conj, is_neg)
                 parts.append(look)
-                # Whether two are one.
+                # Record whether two arguments are the same tensor.
                 parts.append(next((i for i, x in enumerate(tensors) if x is value), -1))
                 tensors.append(value)
             elif isinstance(value, list | tuple):
@@ -278,7 +277,7 @@ class KeptResults:
             else:
                 raise UnknownError
 
-    # --- keeping
+    # --- storing
 
     def _described(self, results: Any, tensors: Sequence[Any]) -> _Kept:
         memories = {_memory(value): i for i, value in reversed([*enumerate(tensors)])}
@@ -292,10 +291,10 @@ class KeptResults:
         return _Kept(type(results), tuple(found))
 
     def _result(self, value: Any, tensors: Sequence[Any], memories: Mapping[int, int]) -> _Result:
-        """How a result is made.
+        """Describe a result.
 
         Raises:
-            UnknownError: it has more to it than sizes and strides over a memory.
+            UnknownError: sizes and strides over a storage do not describe the result fully.
         """
         if type(value) is not FakeTensor or value.fake_mode is not self.fake:
             raise UnknownError
@@ -322,7 +321,7 @@ class KeptResults:
     # --- making
 
     def _made(self, op: TorchOperator, kept: _Kept, args: Any, tensors: Sequence[Any]) -> Any:
-        if op.writes:  # what a mode remembers of a tensor's data goes by its version
+        if op.writes:  # a mode's constants for a tensor depend on its version
             increment_version([args[i] for i in op.written])
         if kept.container is None:
             return self._like(kept.results[0], tensors)
@@ -340,9 +339,9 @@ class KeptResults:
 def _from_start(
     op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], int] | None:
-    """An indexed part of a tensor as one that begins at 0: that call, and how far it is moved.
+    """Return an indexing call moved to begin at 0, and the storage offset that it was moved by.
 
-    None where it begins at 0 already, or is not known to lie within the tensor.
+    None if the call begins at 0 already, or if it may begin outside of the tensor.
     """
     if op.name not in ("aten::select.int", "aten::slice.Tensor") or kwargs or len(args) < 3:
         return None
@@ -364,9 +363,9 @@ def _from_start(
 
 
 def _over_memory(result: _Result, tensors: Sequence[Any]) -> torch.Tensor:
-    """A meta tensor with the sizes and strides of a result.
+    """Return a meta tensor with the sizes and strides of a result.
 
-    Its own memory has the size of the call: torch takes long to find a symbolic one.
+    A new storage has the size of the call, because torch is slow to compute a symbolic one.
     """
     shape, strides, offset = result.shape, result.strides, result.offset
     if result.source >= 0:

@@ -1,10 +1,10 @@
-"""Symbolic numbers as nodes of a graph: what a program computes of the sizes of its arguments.
+"""Symbolic numbers as nodes of a graph: the arithmetic of a program on the sizes of its arguments.
 
 Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``sympy_interp``, which
-goes through an expression of ShapeEnv's, and ``PythonReferenceAnalysis``, which says what each
-function in one is of Python's numbers. They import sympy, which takes half a second, so this file
-imports them where a number is first recorded. ``torch._C._EnableTorchFunction`` has ``sym_not``
-and its like see that they are called on the nodes of a graph.
+walks an expression of ShapeEnv, and ``PythonReferenceAnalysis``, which maps each function of such
+an expression to Python's. These modules import sympy, which takes half a second, so this file
+imports them when a number is first recorded. ``torch._C._EnableTorchFunction`` lets ``sym_not``
+and similar functions dispatch on the nodes of a graph.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tsfunc.types.polynomials import solved_for
 
 
 def number_node(graph: torch.fx.Graph, values: Mapping[Any, torch.fx.Node], expr: Any) -> Any:
-    """The node that computes an expression.
+    """Return the node that computes an expression.
 
     Args:
-        graph: where it is recorded.
+        graph: the graph that records the node.
         values: the node of each symbol in the expression.
-        expr: of sympy, as ShapeEnv writes them.
+        expr: a sympy expression of ShapeEnv.
     """
     from torch.utils._sympy.interp import sympy_interp
 
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     known = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in values.items()}
-    with torch._C._EnableTorchFunction():  # also where an operator asks, in its rule
+    with torch._C._EnableTorchFunction():  # also if an operator's rule asks for the node
         return sympy_interp(_recorded(), known, expr).node
 
 
@@ -45,7 +45,7 @@ def _recorded() -> Any:
     base: Any = PythonReferenceAnalysis
 
     class Recorded(base):  # type: ignore[misc]
-        """Python's operators and functions on the graph's values."""
+        """Python's operators and functions, recorded on the values of the graph."""
 
         int_truediv = staticmethod(operator.truediv)
 
@@ -85,14 +85,14 @@ def _recorded() -> Any:
 
 
 def _called(function: Callable[..., Any], x: Any, *rest: Any) -> Any:
-    """A function that asks its argument for a Python number, which a node has none of yet."""
+    """Record a function that needs a Python number; a node has no such number yet."""
     if isinstance(x, torch.fx.Proxy):
         return x.tracer.create_proxy("call_function", function, (x, *rest), {})
     return function(x, *rest)
 
 
 def divided(node: torch.fx.Node, step: int) -> torch.fx.Node:
-    """The node for how often a step goes into a number."""
+    """Return the node of a number divided by a step, rounded down."""
     if step == 1:
         return node
     return node.graph.call_function(operator.floordiv, (node, step))
@@ -105,7 +105,7 @@ def solved_node(
     name: str,
     nodes: Mapping[str, torch.fx.Node],
 ) -> torch.fx.Node:
-    """The node for a name that an expression is solved for, which is a size."""
+    """Return the node of a dim name, by solving an expression that equals a size for the name."""
     factors = solved_for(expression, name)
     assert factors is not None
     slope, rest = factors
@@ -121,12 +121,12 @@ def solved_node(
 
 
 def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
-    """The node for a size of a tensor."""
+    """Return the node for a size of a tensor."""
     return graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
 
 
 def shape_node(graph: torch.fx.Graph, sizes: Sequence[Any]) -> torch.fx.Node:
-    """The node for a ``torch.Size`` of numbers and nodes."""
+    """Return the node for a ``torch.Size`` of numbers and nodes."""
     return graph.call_function(torch.Size, (list(sizes),))
 
 
@@ -138,7 +138,7 @@ def _rdivmod(by: Any, number: Any) -> tuple[Any, Any]:
     return number // by, number % by
 
 
-# torch's symbolic ints have // and %, and no divmod, which Python makes of neither.
+# torch's symbolic ints have // and %, but not divmod, which Python does not derive from these.
 for _name, _function in (("__divmod__", _divmod), ("__rdivmod__", _rdivmod)):
     if not hasattr(torch.SymInt, _name):
         setattr(torch.SymInt, _name, _function)

@@ -1,10 +1,11 @@
-"""Packed sequences, whose numbers of rows and of steps are found in data.
+"""Result shapes for packed sequences, whose numbers of rows and steps depend on data.
 
-A packed sequence has as many rows as its lengths sum to, and as many batch sizes as the longest
-one: NOTE [sizes of data] in ``symbols``. How many sequences there are is the first batch size.
+A packed sequence has as many rows as the sum of its lengths, and as many batch sizes as its
+longest sequence: NOTE [sizes of data] in ``symbols``. The first batch size is the number of
+sequences.
 
-Private names used here (torch 2.11 to 2.13): ``symbolic_shapes._constrain_range_for_size`` says
-that a fresh symbol is a size.
+Private names used here (torch 2.11 to 2.13): ``symbolic_shapes._constrain_range_for_size`` marks a
+fresh symbol as a size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tsfunc.bridge.sizes.shape_rules import new_like, shape_rule
 
 
 def _found(x: Any, overload: Any) -> Any:
-    """A size that no trace knows, and that is 1 or more."""
+    """Return a fresh symbolic size without a hint, of at least 1."""
     from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
     env = x.fake_mode.shape_env

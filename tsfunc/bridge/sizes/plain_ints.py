@@ -1,16 +1,16 @@
-"""Symbolic ints where torch's Python functions ask for the number: plain ints of schemas.
+"""Symbolic ints as arguments that operator schemas declare as plain ints.
 
 NOTE [plain ints]
-Some operators take an int of which torch does not expect that a trace may not know it: the steps of
-``linspace``, the offset of ``diagonal``, the classes of ``one_hot``. The parser of arguments asks a
-symbolic int for its number there, which ties the program to it. So the operator is called past the
-parser, and what the result looks like is found out as NOTE [questions of operators] in
-``fake_results`` says. Where that can't be done (``x.sum(k)`` of dims of several sizes), the parser
-is asked after all. ``torch.tensor`` has no schema, and becomes ``torch.full``.
+Some operators take a plain int that may be symbolic in a trace: the steps of ``linspace``, the
+offset of ``diagonal``, the classes of ``one_hot``. torch's argument parser asks a symbolic int for
+its value there, which adds a guard on the value. The operator is therefore called without the
+parser, and its result follows from NOTE [questions of operators] in ``fake_results``. If that
+fails (``x.sum(k)`` over dims of several sizes), the parser runs after all. ``torch.tensor`` has no
+schema, and becomes ``torch.full``.
 
 Private names used here (torch 2.11 to 2.13): the kind of an argument's ``real_type`` in an
-overload's ``_schema`` tells ``int`` and ``SymInt`` apart; ``SymInt.node.hint`` is the number of the
-call; ``torch.return_types`` has the tuples with names that functions of several results return.
+overload's ``_schema`` distinguishes ``int`` from ``SymInt``; ``SymInt.node.hint`` is the number of
+the call; ``torch.return_types`` has the named tuples of functions with several results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LISTS = (list, tuple, torch.Size)
 
 
 def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether there is a symbolic number among arguments, or in a list of them."""
+    """True if there is a symbolic number among the arguments, or in a list of them."""
     return _any(args) or (bool(kwargs) and _any(kwargs.values()))
 
 
@@ -44,7 +44,7 @@ def _any(values: Any) -> bool:
 def past_the_parser(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A call with symbolic numbers: NOTE [plain ints]; NotImplemented where it is as any call."""
+    """Call an operator with symbolic numbers: NOTE [plain ints]; else return NotImplemented."""
     if func in (torch.tensor, torch.as_tensor):
         return _tensor(*args, **kwargs) if kwargs.keys() <= {"dtype", "device"} else NotImplemented
     packet = func if isinstance(func, OpOverloadPacket) else _packet(func)
@@ -57,7 +57,7 @@ def past_the_parser(
         return NotImplemented
     try:
         return _called(overload, _as_lists(args), {k: _as_lists([v])[0] for k, v in kwargs.items()})
-    except Exception:  # the parser's way says what is wrong, if anything is
+    except Exception:  # the parser reports the error, if there is one
         return NotImplemented
 
 
@@ -65,7 +65,7 @@ def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     op = operator_of(overload)
     level = innermost_level((*args, *kwargs.values()))
     if level is not None and (level.autograd or _any_marked((*args, *kwargs.values()))):
-        return NotImplemented  # autograd, and what sees calls of marked tracers, is on the way
+        return NotImplemented  # autograd and the records of marked tracers need the usual path
     if level is not None:
         out = op.call(tuple(args), kwargs, True)
         made = getattr(torch.return_types, overload._schema.name.removeprefix("aten::"), None)
@@ -78,7 +78,7 @@ def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _as_lists(values: Sequence[Any]) -> list[Any]:
-    """Arguments as the parser passes them on, where a shape is a list of sizes."""
+    """Return arguments as the parser passes them on, with shapes as lists of sizes."""
     return [list(value) if isinstance(value, torch.Size) else value for value in values]
 
 
@@ -89,7 +89,7 @@ def _any_marked(values: Sequence[Any]) -> bool:
 
 @functools.cache
 def _packet(func: Callable[..., Any]) -> OpOverloadPacket | None:
-    """The operator that a function of torch's is, as its name says."""
+    """Return the aten operator packet of a torch function with the same name, or None."""
     owner = getattr(func, "__module__", None) or getattr(func, "__objclass__", None)
     if type(func) not in _C_FUNCTIONS or owner is None:
         return None
@@ -97,12 +97,12 @@ def _packet(func: Callable[..., Any]) -> OpOverloadPacket | None:
     return found if isinstance(found, OpOverloadPacket) else None
 
 
-# Functions of torch's that are written in C++, methods among them.
+# The types of torch's functions and methods that are written in C++.
 _C_FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
 
 
 def _hinted(values: Sequence[Any]) -> list[Any]:
-    """Arguments with the numbers of the call for symbolic ones; for those of data others stand."""
+    """Replace symbolic arguments by their hints, or by stand-ins if they depend on data."""
     return [
         type(value)(_hinted(value)) if type(value) in _LISTS
         else _hint(value) if isinstance(value, _NUMBERS)
@@ -120,7 +120,7 @@ _STANDS_FOR_DATA = {torch.SymInt: 2, torch.SymFloat: 2.0, torch.SymBool: True}
 
 
 def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a symbolic int is given for an argument that is a plain one."""
+    """True if a symbolic int is given for a plain int argument."""
     return any(
         _any([args[i] if i < len(args) else kwargs.get(name)]) for i, name in _plain_ints(overload)
     )
@@ -128,7 +128,7 @@ def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[
 
 @functools.cache
 def _plain_ints(overload: OpOverload) -> Sequence[tuple[int, str]]:
-    """The arguments that are ints, or lists of ints, and for which a symbolic one is none."""
+    """Return the position and name of each argument that is a plain int, or a list of them."""
     found = []
     for i, argument in enumerate(overload._schema.arguments):
         kind = argument.real_type
@@ -140,7 +140,7 @@ def _plain_ints(overload: OpOverload) -> Sequence[tuple[int, str]]:
 
 
 def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
-    """``torch.tensor`` of symbolic numbers, or of lists of them."""
+    """Return ``torch.tensor`` of symbolic numbers, or of lists of them."""
     if type(data) in _LISTS:
         if dtype is None and _has_floats(data):
             dtype = torch.get_default_dtype()
@@ -154,7 +154,7 @@ def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> 
 
 
 def _dtype_of(number: Any) -> torch.dtype:
-    """The type that ``torch.tensor`` gives a number."""
+    """Return the dtype that ``torch.tensor`` gives a number."""
     if isinstance(number, bool | torch.SymBool):
         return torch.bool
     return torch.get_default_dtype() if _has_floats([number]) else torch.int64

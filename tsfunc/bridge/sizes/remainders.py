@@ -1,10 +1,10 @@
-"""Facts about quotients and remainders of sizes.
+"""Proves facts about quotients and remainders of sizes.
 
 NOTE [facts by remainders]
-Of sizes that leave one remainder by a period, what is made of them by ``+``, ``-``, ``*``, and by
-``//`` and ``%`` with numbers, is a polynomial in how often the period goes into them: for
-``h == 4 * q + 1``, ``(h + -h % 4) // 4`` is ``q + 1``. So a fact holds for all sizes if it does for
-each remainder, and of a polynomial in numbers that are not negative that is seen.
+If a size has a fixed remainder modulo a period, then ``+``, ``-``, ``*``, and ``//`` and ``%`` by
+numbers, make it a polynomial in the quotient: for ``h == 4 * q + 1``, ``(h + -h % 4) // 4`` is ``q
++ 1``. A fact therefore holds for all sizes if it holds for each remainder, and the coefficients of
+a polynomial in nonnegative numbers can prove a fact for one remainder.
 
 Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has the ``FloorDiv`` and
 ``Mod`` of ShapeEnv's expressions, and imports sympy, which takes half a second.
@@ -17,21 +17,21 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Polynomial = dict[tuple[str, ...], int]  # what each product of names is multiplied by
+Polynomial = dict[tuple[str, ...], int]  # the coefficient of each product of names
 
-_MOST = 256  # combinations of remainders that are looked at
+_MOST = 256  # combinations of remainders that are tried
 
 
 class _NoPolynomial(Exception):
-    """An expression is none, for sizes that leave some remainders."""
+    """An expression is not a polynomial for the given remainders."""
 
 
 def holds_by_remainders(fact: Any, sizes: Mapping[str, tuple[int, int]]) -> bool:
-    """Whether it can be seen that a comparison holds for all sizes: NOTE [facts by remainders].
+    """Return True if a comparison provably holds for all sizes: NOTE [facts by remainders].
 
     Args:
-        fact: of sympy, about named dims.
-        sizes: of each name the least size, and the step from one size to the next.
+        fact: a sympy relation between named dims.
+        sizes: for each name the least size, and the step between sizes.
     """
     from sympy import Eq, Ge, Gt, Le, Lt, Ne
 
@@ -59,9 +59,9 @@ def holds_by_remainders(fact: Any, sizes: Mapping[str, tuple[int, int]]) -> bool
 
 
 def _periods(fact: Any) -> Iterator[dict[str, int]]:
-    """Numbers, a name each, that all may go into by which something made of the name is divided.
+    """Yield periods by name: common multiples of the divisors of the expressions with the name.
 
-    A quotient that is divided again has a longer period than either division.
+    Nested quotients have a longer period than each of their divisions.
     """
     from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
@@ -79,12 +79,12 @@ def _periods(fact: Any) -> Iterator[dict[str, int]]:
 def _by_remainders(
     periods: Mapping[str, int], sizes: Mapping[str, tuple[int, int]]
 ) -> Iterator[dict[str, Polynomial]]:
-    """For each combination of remainders, each size by how often its period goes into it."""
+    """Yield each size as a polynomial in its quotient, for each combination of remainders."""
     ways: list[list[Polynomial]] = []
     for name, period in periods.items():
         least, step = sizes[name]
         first = -(-least // step) * step
-        count = period // math.gcd(period, step)  # of the remainders that there are
+        count = period // math.gcd(period, step)  # the number of possible remainders
         ways.append([{(): first + step * i, (name,): step * count} for i in range(count)])
     for combination in itertools.product(*ways):
         yield dict(zip(periods, combination, strict=True))
@@ -120,7 +120,7 @@ def _polynomial(expr: Any, known: Mapping[str, Polynomial]) -> Polynomial:
 
 
 def _divided(value: Any, by: Any, known: Mapping[str, Polynomial]) -> tuple[Polynomial, Polynomial]:
-    """Quotient and remainder by a number that goes into all but what is there without names."""
+    """Divide by a number that divides all coefficients except that of the constant term."""
     if not (by.is_Integer and by > 0):
         raise _NoPolynomial
     number, terms = int(by), _polynomial(value, known)
@@ -146,5 +146,5 @@ def _times(one: Polynomial, other: Polynomial) -> Polynomial:
 
 
 def _is_above(polynomial: Polynomial, least: int) -> bool:
-    """Whether it is no less than a number, whatever its names are that are not negative."""
+    """True if a polynomial is provably at least a number, for nonnegative values of its names."""
     return polynomial.get((), 0) >= least and all(factor >= 0 for factor in polynomial.values())

@@ -1,11 +1,11 @@
-"""Other shapes of the same elements: what is asked is that they are as many, and nothing else.
+"""Result shapes of reshapes, which ask only that the number of elements stays the same.
 
-That a size which is left out goes evenly is asked where a descriptor can say so, of one dim
-(``multiple_of``), and checked by the operator itself when the program runs where none can.
+A size of -1 must divide evenly. For a single dim, whose descriptor can promise it
+(``multiple_of``), this is asked; otherwise the operator checks it when the program runs.
 
-torch's rules for fake tensors go through the dims of both shapes one by one, merging and splitting
-them until they agree, and ask at each step which of two sizes is the larger one and what it is a
-multiple of. Of a tensor whose elements lie in order every shape is a view, whatever these answers.
+torch's fake-tensor rules walk the dims of both shapes, merge and split them until they agree, and
+ask at each step which of two sizes is larger and whether it is a multiple. A contiguous tensor can
+be viewed as every shape, whatever the answers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tsfunc.bridge.sizes.shape_rules import (
 )
 from tsfunc.bridge.tracers.questions import unasked
 
-# The operators of which a size that is left out has to go evenly. Others that take only multiples
-# of a number (``hsplit``, ``glu``, ``pixel_shuffle``) say so when the program runs.
+# Operators with a size of -1 that must divide evenly. Other operators that need multiples of a
+# number (``hsplit``, ``glu``, ``pixel_shuffle``) check them when the program runs.
 OTHER_SHAPES = frozenset({
     "aten::reshape", "aten::view", "aten::_unsafe_view", "aten::view_copy", "aten::_reshape_copy",
 })  # fmt: skip
@@ -37,7 +37,7 @@ OTHER_SHAPES = frozenset({
 
 @shape_rule("reshape", "view", "_unsafe_view")
 def reshape_of(x: Any, shape: Sequence[Any]) -> Any:
-    """A view of a tensor whose elements lie in order; NotImplemented of any other."""
+    """Return a view of a contiguous tensor, NotImplemented for other tensors."""
     found = _filled_in(x, shape)
     if found is None or not _is_in_order(x):
         return NotImplemented
@@ -51,7 +51,7 @@ def reshape_copy_of(x: Any, shape: Sequence[Any]) -> Any:
 
 
 def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
-    """A shape with the size that is left out; None where it is torch's to say what is wrong."""
+    """Return a shape with its -1 filled in; None if torch has to report an error."""
     if not has_symbols_in([*x.shape, *shape]):
         return None
     if any(isinstance(size, torch.SymInt) and is_of_data(size) for size in (*x.shape, *shape)):
@@ -74,12 +74,12 @@ def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
 
 
 def _holds(fact: Any) -> bool:
-    """Whether something holds, which is asked where it is not known."""
+    """True if a fact holds; unless it is known to hold, this adds a guard."""
     return known(fact) or bool(fact)
 
 
 def _is_in_order(x: Any) -> bool:
-    """Whether it is known that elements lie in memory as they are counted, without gaps."""
+    """True if a tensor is known to be contiguous."""
     step: Any = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if not (known(size == 1) or known(stride == step)):

@@ -1,9 +1,9 @@
-"""Shapes of results where torch has no rule for fake tensors, or one that does without symbols.
+"""Result shapes of operators whose fake-tensor rules in torch are missing or lack symbolic sizes.
 
-Some of torch's kernels look at data to see whether their arguments are right (``cov``), or take a
-number out of a tensor that decides nothing of the shape (``ctc_loss``); of others the rule was
-never written for symbolic sizes. What they return is written down here. What becomes of operators
-without a rule says NOTE [questions of operators] in ``fake_results``.
+Some torch kernels check data (``cov``), or read a number from a tensor that does not affect the
+shape (``ctc_loss``); the rules of other operators do not support symbolic sizes. This module
+defines their results. NOTE [questions of operators] in ``fake_results`` describes operators
+without a rule here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _covariance(x: Any, correction: int = 1, fweights: Any = None, aweights: Any
 
 
 def _answer(overload: Any) -> Any:
-    """A bool that no trace knows: NOTE [sizes of data] in ``symbols``."""
+    """Return the rule of an operator that returns a data-dependent bool: NOTE [sizes of data]."""
 
     def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
         env = x.fake_mode.shape_env
@@ -48,10 +48,10 @@ shape_rule("allclose")(_answer(torch.ops.aten.allclose.default))
 
 
 def _in_place(functional: Any) -> Callable[..., Any]:
-    """The rule of an in-place operator: the functional operator checks its arguments.
+    """Return the rule of an in-place operator; the functional operator checks its arguments.
 
-    torch's own rule calls the functional operator by its packet. Where the first overload does not
-    match, C++ prints the arguments for a message, and printing fails inside of a dual level.
+    torch's own rule calls the functional operator by its packet. If the first overload does not
+    match, C++ formats the arguments for a message, and the formatting fails inside a dual level.
     """
 
     def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def _ctc_loss(
 
 @shape_rule("linalg_lstsq")
 def _lstsq(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
-    """Of a tall matrix gelsd and gelss return residuals if its rank, which they find, is full."""
+    """Least squares; gelsd and gelss on a tall matrix return residuals only for full rank."""
     driver = driver or "gelsy"
     if a.device.type != "cpu" or a.dim() != b.dim():
         return NotImplemented
@@ -123,13 +123,13 @@ def _pixel_unshuffle(x: Any, downscale_factor: int) -> Any:
 
 
 def _other_pixels(x: Any, factor: int, sizes: Callable[..., tuple[Any, ...]]) -> Any:
-    """That sizes go evenly is checked by the operator when the program runs."""
+    """Return the rearranged pixels; the operator checks the divisibility when the program runs."""
     if x.dim() < 3 or factor < 1 or all(isinstance(size, int) for size in x.shape):
         return NotImplemented
     with unasked(x.fake_mode):
         found = sizes(*x.shape[-3:], factor)
         if math.prod(found) != math.prod(x.shape[-3:]):
-            return NotImplemented  # torch's rule says what is wrong
+            return NotImplemented  # torch's rule reports the error
     return new_like(x, [*x.shape[:-3], *found])
 
 
@@ -146,10 +146,10 @@ def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
 
 @shape_rule("tril_indices")
 def _tril_indices(row: Any, col: Any, offset: Any = 0, **options: Any) -> Any:
-    """As many as there are places on a diagonal, and below it.
+    """Count the elements on and below a diagonal.
 
-    Row ``i`` has ``i + 1 + offset`` of them, but not under 0, nor over ``col``: the sum is one of
-    triangular numbers.
+    Row ``i`` has ``i + 1 + offset`` of them, clamped to the range from 0 to ``col``: the sum is a
+    combination of triangular numbers.
     """
     if all(isinstance(size, int) for size in (row, col, offset)):
         return NotImplemented
@@ -168,7 +168,7 @@ def _triu_indices(row: Any, col: Any, offset: Any = 0, **options: Any) -> Any:
 
 
 def _twice_triangular(size: Any) -> Any:
-    """Twice 1 + 2 + ... + size; 0 of what is negative."""
+    """Return twice the sum 1 + 2 + ... + size, or 0 for a negative size."""
     if known(size <= 0):
         return 0
     if not known(size >= -1):
@@ -206,7 +206,7 @@ def _istft(
 
 
 def _upsampled(x: Any, output_size: Any, *args: Any, **kwargs: Any) -> Any:
-    """The spatial sizes are given, or follow from factors; the dims lie as in the input."""
+    """Take the spatial sizes from the arguments or from factors; keep the input's dim order."""
     if all(isinstance(size, int) and size for size in x.shape):
         return NotImplemented
     if output_size is None:
@@ -228,7 +228,7 @@ for _kind in ("nearest{}d", "nearest_exact{}d", "linear1d", "bilinear2d", "trili
 
 
 def _batch_norm(name: str, training: int | None) -> Any:
-    """Torch's rule divides by one less than the values of a channel: of 1 it asks for 2."""
+    """Return the rule for one value per channel, where torch's own rule divides by zero."""
     overload: Any = overload_of(f"aten::{name}")
 
     def rule(x: Any, *args: Any) -> Any:

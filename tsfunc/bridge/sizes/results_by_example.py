@@ -1,10 +1,10 @@
-"""Results of operators whose rules for fake tensors are not written for symbolic sizes.
+"""Fits symbolic results for operators whose fake-tensor rules do not support symbolic sizes.
 
-Their sizes are expressions in those of the arguments that give what the operator gives at some
-sizes (``elsewhere``).
+Each size of a result is an expression in the sizes of the arguments that matches the operator's
+results at several fixed sizes (``elsewhere``).
 
-Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``, ``FakeTensorMode``,
-``DisableTorchFunction``.
+Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``,
+``FakeTensorMode``, ``DisableTorchFunction``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tsfunc.bridge.tracers.questions import unasked
 
 
 def found_by_example(elsewhere: Elsewhere, fake: FakeTensorMode) -> Any:
-    """The results of a call, worked out from those at fixed sizes; None where that can't be."""
+    """Return the results of a call, fitted to results at fixed sizes; None if no fit exists."""
     taken: list[tuple[dict[Any, int], Any]] = []
     for sizes in elsewhere.sizes():
         found = elsewhere.results(sizes)
         if found is None and not taken:
-            return None  # it refuses the sizes of the call itself
+            return None  # the operator refuses the sizes of the call itself
         if found is not None:
             taken.append((sizes, found))
     if len(taken) <= ENOUGH:
@@ -59,7 +59,7 @@ def _fitted(
     atoms: Sequence[Any],
     fake: FakeTensorMode,
 ) -> torch.Tensor | None:
-    """A fake tensor that is like each example at its sizes."""
+    """Return a fake tensor that matches each example at its sizes, or None."""
     first = examples[0]
     if any(not isinstance(x, torch.Tensor) or x.dim() != first.dim() for x in examples):
         return None
@@ -80,7 +80,7 @@ def _fitted(
 
 
 def _sizes_in(values: Any) -> list[Any]:
-    """The distinct symbolic sizes of tensors, and symbolic numbers, among arguments."""
+    """Return the distinct symbolic sizes of tensors, and symbolic ints, among arguments."""
     found: dict[Any, Any] = {}
     for leaf in optree.tree_leaves(values, none_is_leaf=True):
         for size in leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,):
@@ -92,7 +92,7 @@ def _sizes_in(values: Any) -> list[Any]:
 def _expression(
     wanted: Sequence[int], points: Sequence[Mapping[Any, int]], atoms: Sequence[Any]
 ) -> Any:
-    """An expression in some sizes that has the wanted values; None where none is found."""
+    """Return an expression in some sizes that has the wanted values, or None."""
     if len(set(wanted)) == 1:
         return wanted[0]
     for candidate in _candidates(wanted, points, atoms):

@@ -1,11 +1,11 @@
-"""The environment of symbolic sizes: torch's, which notes the user's line of what it is asked.
+"""The environment of symbolic sizes: torch's ShapeEnv, with the user's line for each guard.
 
 Private names used here (torch 2.11 to 2.13): ``torch.fx.experimental.symbolic_shapes`` has
-ShapeEnv, of which ``evaluate_expr`` answers what is asked of sizes, ``guards`` lists it, and
-``guard_or_defer_runtime_assert`` and ``num_deferred_runtime_asserts`` are about what can't be
-answered yet, and ``_version_counter`` tells its caches that it knows more;
-``torch._guards.Source`` says where a symbol comes from. They import sympy, which
-takes half a second, so they are imported where the first symbol is made.
+ShapeEnv. Its ``evaluate_expr`` answers questions about sizes, and ``guards`` lists them;
+``guard_or_defer_runtime_assert`` and ``num_deferred_runtime_asserts`` handle questions without an
+answer yet, and ``_version_counter`` invalidates its caches when it learns more.
+``torch._guards.Source`` is the origin of a symbol. These modules import sympy, which takes half a
+second, so they are imported when the first symbol is made.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tsfunc.dispatch.refusals import may_be_caught, refused_value
 
 
 class SignedZeroError(Exception):
-    """Internal: a symbolic float was asked for its number, which is 0.0 or -0.0.
+    """Internal: a symbolic float was asked for its value, which is 0.0 or -0.0.
 
-    The condition for other calls would be that it is equal to 0, as both are. So the numbers that
-    it follows from are burnt in.
+    The guard for other calls would be ``== 0``, which holds for both zeros. The numbers that the
+    float depends on are therefore specialized.
     """
 
 
@@ -40,19 +40,20 @@ def environment_class() -> Any:
     cached = {name: each for name, each in vars(ShapeEnv).items() if hasattr(each, "cache_clear")}
 
     class Environment(base):  # type: ignore[misc]
-        """An environment that notes the user's line of what it is asked.
+        """A ShapeEnv that notes the user's line of each guard.
 
         Attributes:
-            symbols: whose it is; it has what is asserted written into the program.
-            asked: for each guard the line, whether it is meant as it is asked, which the user's
-                code does, and whether the function raises where it does not hold.
-            kept: those of its methods that keep what they return.
-            counts: whether what is asked now is how many results an operator has, which is meant.
+            symbols: the owner, which writes assertions into the program.
+            asked: for each guard the line, whether it is required as asked (as questions of the
+                user's code are), and whether the function raises if the answer differs.
+            kept: its methods that cache their results.
+            counts: True while an operator asks for its number of results, which is required as
+                asked.
         """
 
         def __init__(self, symbols: Any) -> None:
             self.kept = {name: _Kept(self, method) for name, method in cached.items()}
-            own = vars(Environment)  # what is written out here calls the one that is kept
+            own = vars(Environment)  # the methods defined here call the cached ones
             self.__dict__.update({name: x for name, x in self.kept.items() if name not in own})
             super().__init__(
                 duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
@@ -71,7 +72,7 @@ def environment_class() -> Any:
                 refused = refused_value(asking_frame()) if isinstance(expr, Boolean) else None
                 if refused is None:
                     raise
-                # NOTE [checks of arguments]: the program checks it when it runs.
+                # NOTE [checks of arguments]: the program checks the fact when it runs.
                 self.guard_or_defer_runtime_assert(Not(expr) if refused else expr, "")
                 return not refused
             finally:
@@ -98,16 +99,16 @@ def environment_class() -> Any:
 
 
 class _Kept:
-    """A method of an environment that keeps what it returns.
+    """A method of one environment, with a cache of its own.
 
-    torch has one cache a method for all environments. It keeps each that was asked, and so the
-    trace that it is of: for good, or until one is asked that knows more or less than the last one.
-    Traces of many sizes would fill the memory. So each environment has caches of its own.
+    torch has one cache per method for all environments. That cache holds each environment, and so
+    its trace, forever or until the next question of a changed environment. Traces of many sizes
+    would fill the memory. Each environment therefore has its own caches.
 
     Args:
         env: the environment.
-        method: as torch keeps its results: by ``functools.lru_cache``, or by what is around that
-            and forgets them when the environment knows more.
+        method: torch's cached method: an ``functools.lru_cache``, or a wrapper of one that clears
+            the cache when the environment learns more.
     """
 
     __slots__ = ("_call", "_env", "_for_good", "_known", "_version")
@@ -128,7 +129,7 @@ class _Kept:
         return known[key]
 
     def cache_clear(self) -> None:
-        """Forgets all of it; torch calls it by this name."""
+        """Clear the cache; torch calls this method by its name."""
         self._known = {}
 
 
@@ -136,7 +137,7 @@ _LRU = functools.lru_cache(len)
 
 
 def count_of(size: Any) -> int:
-    """A size as the number of results that an operator has for it, which is the trace's own."""
+    """Return a size as an operator's number of results, as an int, with a guard on its value."""
     if isinstance(size, int):
         return size
     env = size.node.shape_env
@@ -148,12 +149,12 @@ def count_of(size: Any) -> int:
 
 
 def asking_frame() -> FrameType:
-    """The frame that asks a symbolic number for its value, by a test or in a call."""
+    """Return the frame that asks a symbolic number for its value, by a test or in a call."""
     return _way_to_asking()[0]
 
 
 def _way_to_asking() -> tuple[FrameType, set[CodeType]]:
-    """That frame, and the functions that it asks by."""
+    """Return the asking frame, and the code of the functions below it."""
     frame = inspect.currentframe()
     assert frame is not None
     through = set()
@@ -163,13 +164,13 @@ def _way_to_asking() -> tuple[FrameType, set[CodeType]]:
     return frame, through
 
 
-# What raises if the answer is no. Where torch's own code calls it, it asks of operators' arguments,
-# which is another matter (``equalities``).
+# Functions that raise for the answer "no". If torch's own code calls them, they check the
+# arguments of operators, which ``equalities`` handles.
 _CHECKS = {torch._check_with.__code__, torch._assert.__code__}
 
 
-# By these Python asks. What is asked without them is a question of torch's C++, which is called
-# from the same frame: whether a tensor is contiguous, where the user's code calls ``contiguous()``.
+# The methods by which Python asks. Other questions come from torch's C++, which is called from the
+# same frame: the user's ``contiguous()`` asks whether a tensor is contiguous.
 _PYTHONS_QUESTIONS = {
     method.__code__
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -178,7 +179,7 @@ _PYTHONS_QUESTIONS = {
 }
 
 
-# Where torch's symbolic numbers, and our tracers, work their answers out.
+# Files whose frames compute the answers: torch's symbolic numbers and this package's tracers.
 _BRIDGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -198,7 +199,7 @@ _ANSWERING = (
 
 
 def source_called(text: str) -> Any:
-    """Where a symbol comes from, which ShapeEnv wants to be told."""
+    """Return a named origin for a symbol, which ShapeEnv requires."""
     from torch._guards import Source
 
     class NamedDim(Source):

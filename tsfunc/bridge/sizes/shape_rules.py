@@ -1,15 +1,16 @@
-"""Shapes of results that are written down here, and not asked of torch's rules for fake tensors.
+"""Result shapes for symbolic sizes that replace torch's fake-tensor rules.
 
 NOTE [slices of named sizes]
-``x[:5]`` is as long as ``x`` where that is shorter. torch's rule asks which of the two it is, and a
-descriptor that promises neither would be broken by the answer. Here the size is the smaller one,
-``min(5, n)``, as an expression. Only whether a bound counts from the end is asked where it is not
-known.
+``x[:5]`` has the length of ``x`` if ``x`` is shorter. torch's rule asks which case applies, and
+the answer would violate a descriptor that promises neither. Here the size is the smaller one,
+``min(5, n)``, as an expression. Only the sign of a bound is asked if it is not known, because a
+negative bound counts from the end.
 
-Private names used here (torch 2.11 to 2.13): ``statically_known_true`` says whether something
-follows from the bounds of the symbols, and asks nothing; ``SymInt.node`` with its ``shape_env``,
-whose ``is_unbacked_symint`` tells the symbols that no call gives; ``FakeTensor.fake_mode`` is what
-works results out. ``_DisableTorchDispatch`` has C++ treat tensors of other classes as any.
+Private names used here (torch 2.11 to 2.13): ``statically_known_true`` tells whether a fact
+follows from the bounds of the symbols, without a guard; ``SymInt.node`` with its ``shape_env``,
+whose ``is_unbacked_symint`` finds the symbols without a value in the call;
+``FakeTensor.fake_mode`` computes results. ``_DisableTorchDispatch`` disables
+``__torch_dispatch__`` in C++.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 from tsfunc.bridge.tracers.questions import unasked
 from tsfunc.ops.dims import wrap as wrap_dim
 
-# By the operator's name; each takes its arguments, fake tensors among them, and returns fake
-# results, or NotImplemented where torch's own rule does.
+# By the operator's name; each rule takes the operator's arguments, with fake tensors, and returns
+# fake results, or NotImplemented to use torch's own rule.
 SHAPE_RULES: dict[str, Callable[..., Any]] = {}
 
 
 def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a rule for some of aten's operators."""
+    """Return a decorator that registers a rule for some aten operators."""
 
     def registered(rule: Callable[..., Any]) -> Callable[..., Any]:
         SHAPE_RULES.update({f"aten::{name}": rule for name in names})
@@ -40,7 +41,7 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def view_like(x: Any, shape: Sequence[Any], strides: Sequence[Any], offset: Any = None) -> Any:
-    """A view of a fake tensor."""
+    """Return a view of a fake tensor with given shape and strides."""
     offset = x.storage_offset() if offset is None else offset
     with unasked(x.fake_mode):
         return torch.as_strided(x, shape, strides, offset)
@@ -49,7 +50,7 @@ def view_like(x: Any, shape: Sequence[Any], strides: Sequence[Any], offset: Any 
 def new_like(
     x: Any, shape: Sequence[Any], dtype: torch.dtype | None = None, order: Sequence[int] = ()
 ) -> Any:
-    """A new fake tensor on the device of another; ``order`` has its dims, the innermost last."""
+    """Return a new fake tensor on the device of ``x``; ``order`` has its dims, outermost first."""
     with unasked(x.fake_mode):
         return torch.empty_strided(
             shape, in_order(shape, order), dtype=dtype or x.dtype, device=x.device
@@ -57,7 +58,7 @@ def new_like(
 
 
 def in_order(shape: Sequence[Any], order: Sequence[int] = ()) -> list[Any]:
-    """The strides of elements without gaps; ``order`` has the dims, the innermost last."""
+    """Return dense strides for a shape; ``order`` has the dims, outermost first."""
     strides: list[Any] = [1] * len(shape)
     step: Any = 1
     for dim in reversed(order or range(len(shape))):
@@ -74,7 +75,7 @@ def _at_least_1(size: Any) -> Any:
 def slice_of(
     x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
-    """``aten::slice`` of a fake tensor; NotImplemented where torch's own rule asks nothing."""
+    """``aten::slice`` of a fake tensor; NotImplemented if torch's own rule asks nothing."""
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim]
     given = [value for value in (size, start, end) if isinstance(value, torch.SymInt)]
@@ -92,7 +93,7 @@ def slice_of(
 
 @shape_rule("diagonal")
 def diagonal_of(x: torch.Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """``aten::diagonal``: as long as it is within both dims."""
+    """``aten::diagonal``: its length is limited by both dims."""
     dim1, dim2 = wrap_dim(dim1, x.dim()), wrap_dim(dim2, x.dim())
     rows, columns = x.shape[dim1], x.shape[dim2]
     given = [value for value in (rows, columns, offset) if isinstance(value, torch.SymInt)]
@@ -113,7 +114,7 @@ def diagonal_of(x: torch.Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) 
 
 @shape_rule("unfold")
 def unfold_of(x: torch.Tensor, dimension: int, size: Any, step: Any) -> Any:
-    """``aten::unfold``: as many windows as there is room for."""
+    """``aten::unfold``: as many windows as fit."""
     if not x.dim():
         return NotImplemented
     dim = wrap_dim(dimension, x.dim())
@@ -128,7 +129,7 @@ def unfold_of(x: torch.Tensor, dimension: int, size: Any, step: Any) -> Any:
 
 
 def _copied(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of an operator that copies what the view is."""
+    """Return the rule of the operator that copies a view, given the rule of the view."""
 
     def copy(*args: Any, **kwargs: Any) -> Any:
         found = rule(*args, **kwargs)
@@ -148,7 +149,7 @@ def has_symbols_in(sizes: Sequence[Any]) -> bool:
 
 @shape_rule("resize_")
 def resize(x: Any, size: Sequence[Any], memory_format: Any = None) -> Any:
-    """The tensor itself, with other sizes, which C++ does for sizes that are numbers alone."""
+    """Resize a tensor in place to symbolic sizes, which C++ supports only for plain sizes."""
     if memory_format is not None or not has_symbols_in([*x.shape, *size]):
         return NotImplemented
     take_sizes(x, new_like(x, size))
@@ -161,7 +162,7 @@ def resize_as(x: Any, the_template: Any, memory_format: Any = None) -> Any:
 
 
 def take_sizes(x: torch.Tensor, other: torch.Tensor) -> None:
-    """Has a tensor without storage look like another one."""
+    """Give a tensor without storage the metadata of another tensor."""
     with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
         x.data = other
 
@@ -172,7 +173,7 @@ def is_of_data(size: torch.SymInt) -> bool:
 
 
 def _within(bound: Any, size: Any) -> Any:
-    """Where a bound of a slice lies, counted from the front."""
+    """Return the position of a slice bound, counted from the front."""
     if type(bound) is int and bound >= sys.maxsize:
         return size
     if known(bound >= 0) or not (known(bound < 0) or bound < 0):

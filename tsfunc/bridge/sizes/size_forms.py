@@ -1,7 +1,7 @@
-"""Symbolic sizes as plain data, and back: ``["+", ["*", 2, "n"], 1]`` for ``2 * n + 1``.
+"""Symbolic sizes as plain data and back: ``["+", ["*", 2, "n"], 1]`` for ``2 * n + 1``.
 
-Private names used here (torch 2.11 to 2.13): ``SymInt.node.expr`` is a size's expression of sympy;
-the classes in it, some of them torch's own (``FloorDiv``), are told by their names.
+Private names used here (torch 2.11 to 2.13): ``SymInt.node.expr`` is the sympy expression of a
+size; the classes in it, some of them torch's own (``FloorDiv``), are recognized by their names.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _CALLED: dict[str, tuple[int | None, Callable[[Any, Any], Any]]] = {
 }
 OPERATORS = frozenset(_CALLED)
 _MOST_FACTORS = 8
-# Of a form that a file has: what sympy works out of larger ones takes minutes.
+# Limits on a form from a file: sympy takes minutes to simplify larger ones.
 _MOST_TERMS = 256
-_MOST_DIVISIONS = 4  # by what is no number
-_DEEPEST = 32  # divisions and choices in each other
+_MOST_DIVISIONS = 4  # by an expression that is not a number
+_DEEPEST = 32  # nested divisions, minima and maxima
 
 
 def symbol_of(size: Any) -> Any:
-    """The symbol that a size, or another number, is by itself; None for any other one."""
+    """Return the symbol that a size or another number consists of, or None."""
     expr = size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat) else None
     return expr if expr is not None and expr.is_symbol else None
 
 
 def step_of(size: Any) -> tuple[Any, int] | None:
-    """The symbol that a size is a multiple of, and the number that it is times; else None."""
+    """Return the symbol that a size is a multiple of, with the factor, or None."""
     expr = size.node.expr if isinstance(size, torch.SymInt) else None
     if expr is None or not expr.is_Mul or len(expr.args) != 2:
         return None
@@ -50,16 +50,16 @@ def step_of(size: Any) -> tuple[Any, int] | None:
 
 
 def form_of_size(size: Any, names: Mapping[Any, Any]) -> Any:
-    """A size as plain data: a number, a name, a list of an operator and its operands.
+    """Return a size as plain data: a number, a name, or a list of an operator and its operands.
 
     Args:
-        size: an int or a symbolic one.
-        names: what the symbols are called, or their forms.
+        size: an int or a symbolic number.
+        names: the name, or the form, of each symbol.
 
     Returns:
-        The form, or None where the size is made of something else.
+        The form, or None if the size contains anything else.
     """
-    if isinstance(size, torch.SymBool | torch.SymFloat):  # a number that is no size
+    if isinstance(size, torch.SymBool | torch.SymFloat):  # a number that is not a size
         symbol = symbol_of(size)
         return None if symbol is None else names.get(symbol)
     form = _form(size.node.expr, names) if isinstance(size, torch.SymInt) else int(size)
@@ -67,13 +67,13 @@ def form_of_size(size: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def is_small(form: Any) -> bool:
-    """Whether it takes no time to work out the size of a form, whatever it is."""
+    """True if the size of a form can be computed quickly."""
     terms, divisions, depth = _extent(form)
     return terms <= _MOST_TERMS and divisions <= _MOST_DIVISIONS and depth <= _DEEPEST
 
 
 def _extent(form: Any) -> tuple[int, int, int]:
-    """How many terms a form has when it is expanded, divisions by no number, and their depth."""
+    """Return a form's number of expanded terms, of divisions by sizes, and nesting depth."""
     if not isinstance(form, list) or len(form) < 2:
         return 1, 0, 0
     kind, *parts = form
@@ -104,10 +104,10 @@ def _form(expr: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def size_of_form(form: Any, sizes: Mapping[str, Any]) -> Any:
-    """The size of a form, given those of the names.
+    """Return the size of a form, given the sizes of the names.
 
     Raises:
-        ValueError: it is no form.
+        ValueError: the data is not a form.
     """
     if type(form) is int:
         return form

@@ -1,8 +1,8 @@
-"""Expressions over sizes as Python: for people, and for guards.
+"""Expressions over sizes as Python code, for people and for guards.
 
-Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has the functions that the
-expressions of ShapeEnv are made of, and ``PythonPrinter``, which spells them. They import sympy,
-which takes half a second, so this file imports them where something is first spelled.
+Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has the functions in
+ShapeEnv's expressions, and ``PythonPrinter``, which prints them. These modules import sympy, which
+takes half a second, so this file imports them when an expression is first printed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def python_text(expr: Any) -> str:
-    """An expression for people."""
+    """Return an expression as text for people."""
     from sympy import And, Float, Function, Not, Or
     from sympy.core.relational import Relational
     from torch.utils._sympy.functions import Max, Min
@@ -25,13 +25,13 @@ def python_text(expr: Any) -> str:
     if isinstance(expr, And | Or):
         word = " and " if isinstance(expr, And) else " or "
         return word.join(sorted(map(python_text, expr.args)))
-    # sympy's own text is no Python where there are functions.
+    # sympy's own text of functions is not Python.
     known = expr.has(Function, Max, Min, Float)
     return str(_printer_for_people()().doprint(expr)) if known else str(expr)
 
 
 def code_text(expr: Any) -> str:
-    """An expression as Python that can run: of its functions ``math`` must be known."""
+    """Return an expression as executable Python, which may use the module ``math``."""
     return str(_printer()().doprint(expr))
 
 
@@ -42,7 +42,7 @@ def _printer() -> Any:
     base: Any = PythonPrinter
 
     class Printer(base):  # type: ignore[misc]
-        """Python's own functions in the place of torch's for symbolic numbers."""
+        """A printer of Python's own functions instead of torch's symbolic ones."""
 
         def _print_ToFloat(self, expr: Any) -> str:
             return f"float({self.stringify(expr.args, '', 0)})"
@@ -66,7 +66,7 @@ def _printer_for_people() -> Any:
     base: Any = _printer()
 
     class Printer(base):  # type: ignore[misc]
-        """Sums in the usual order, and differences as such."""
+        """A printer of sums in the usual order, and of differences with a minus sign."""
 
         def _print_Add(self, expr: Any) -> str:
             level = PRECEDENCE["Add"]
@@ -82,7 +82,7 @@ def _printer_for_people() -> Any:
 
 
 def moduli(expr: Any) -> list[int]:
-    """The numbers by which an expression divides a symbol, to look at the remainder."""
+    """Return the numbers by which an expression takes the remainder of a symbol."""
     from torch.utils._sympy.functions import Mod
 
     pairs = [each.args for each in expr.atoms(Mod)]
@@ -90,13 +90,13 @@ def moduli(expr: Any) -> list[int]:
 
 
 def has_name(text: str, symbol: Any) -> bool:
-    """Whether a text has the name of a symbol, as a part of a word too if the name is long."""
+    """True if a text contains a symbol's name; a name of over 2 letters may be part of a word."""
     name = str(symbol)
     return bool(re.search(rf"{name}(?!\d)" if len(name) > 2 else rf"\b{name}\b", text))
 
 
 def divisions(expr: Any) -> list[tuple[str, int]]:
-    """The symbols that an expression divides by a number, with that number."""
+    """Return the symbols that an expression divides by a number above 1, with that number."""
     from torch.utils._sympy.functions import FloorDiv, Mod
 
     pairs = [each.args for each in expr.atoms(FloorDiv, Mod)]
@@ -105,9 +105,9 @@ def divisions(expr: Any) -> list[tuple[str, int]]:
 
 
 def exact(expr: Any) -> Any:
-    """An expression with whole numbers where a float that is whole multiplies a size.
+    """Return an expression with ints in place of whole float factors of sizes.
 
-    ``int(2.0 * float(n))`` is ``2 * n`` for all sizes: floats have whole numbers up to 2 ** 53.
+    ``int(2.0 * float(n))`` is ``2 * n`` for all sizes, because floats are exact up to 2 ** 53.
     """
     from torch.utils._sympy.functions import ToFloat, TruncToInt
 

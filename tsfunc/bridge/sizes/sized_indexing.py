@@ -1,7 +1,7 @@
-"""Basic indexing in a trace: ints and slices become ``select`` and ``slice``, item by item.
+"""Basic indexing in a trace: ints and slices become ``select`` and ``slice`` calls, item by item.
 
-torch's own indexing takes a symbolic int for the number that it is, and asks whether a slice is all
-of a dim. Both would tie the program to the sizes of the call (NOTE [slices of named sizes] in
+torch's own indexing asks a symbolic int for its value, and asks whether a slice covers a whole
+dim. Both questions would add guards on the sizes of the call (NOTE [slices of named sizes] in
 ``shape_rules``).
 """
 
@@ -19,13 +19,13 @@ _ALL = slice(None)
 
 
 def is_traced_here() -> bool:
-    """Whether the code that runs is being traced."""
+    """True if the running code is being traced."""
     levels = tls.state.levels
     return bool(levels) and levels[0].key is DispatchKey.Trace
 
 
 def depends_on_sizes(x: torch.Tensor, items: Sequence[Any]) -> bool:
-    """Whether an index has symbolic numbers, or chooses of a tensor of symbolic sizes."""
+    """True if an index has symbolic numbers, or takes parts of a tensor with symbolic sizes."""
     named = any(isinstance(size, torch.SymInt) for size in x.shape)
     return any(
         isinstance(item, torch.SymInt)
@@ -44,7 +44,7 @@ def _has_symbols(item: slice) -> bool:
 
 
 def _is_served(item: Any) -> bool:
-    """Whether a slice has bounds that are numbers, and goes forward."""
+    """True if an item is not a slice, or a slice with int bounds and a positive step."""
     if not isinstance(item, slice):
         return True
     numbers = all(
@@ -57,12 +57,12 @@ def _is_served(item: Any) -> bool:
 def basic_view(
     x: torch.Tensor, items: Sequence[Any], consumed: Any
 ) -> tuple[torch.Tensor, list[Any]]:
-    """The view that the basic items of an index choose, and the index that is left for it.
+    """Return the view for the basic items of an index, and the remaining index for that view.
 
     Args:
         x: the tensor.
-        items: those of its index, without Ellipsis.
-        consumed: tells how many dims an item stands for.
+        items: the items of its index, without Ellipsis.
+        consumed: returns the number of dims that an item indexes.
     """
     left: list[Any] = []
     dim = 0

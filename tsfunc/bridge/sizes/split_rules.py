@@ -1,8 +1,7 @@
-"""Parts of a tensor along a dim: how many there are is asked, how long each is, is an expression.
+"""Result shapes of splits: the number of parts is asked, their lengths are expressions.
 
-torch's rules for fake tensors go through the parts one by one and ask, where each begins and ends,
-whether it lies within the dim. That takes minutes, and ties a named dim to more than the number of
-parts.
+torch's fake-tensor rules walk the parts and ask for each whether its begin and end lie within the
+dim. That takes minutes, and adds more guards on a named dim than the number of parts.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from tsfunc.ops.dims import wrap as wrap_dim
 
 
 def _is_served(x: torch.Tensor, *numbers: Any) -> bool:
-    """Whether there are symbols, and none that data give."""
+    """True if there are symbolic sizes, and none depends on data."""
     given = [size for size in (*x.shape, *numbers) if isinstance(size, torch.SymInt)]
     return bool(given) and x.dim() > 0 and not any(map(is_of_data, given))
 
 
 def _parts(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torch.Tensor]:
-    """The views of so many elements of a dim, one after the other."""
+    """Return consecutive views along a dim, of the given lengths."""
     found = []
     begin: Any = 0
     for length in lengths:
@@ -37,7 +36,7 @@ def _parts(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torch.Tens
 
 @shape_rule("unbind.int")
 def unbind_of(x: torch.Tensor, dim: int = 0) -> Any:
-    """``aten::unbind``: as many as the dim is long."""
+    """``aten::unbind``: one part per element of the dim."""
     if not _is_served(x):
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
@@ -53,7 +52,7 @@ def _without(values: Sequence[Any], dim: int) -> list[Any]:
 
 @shape_rule("split.Tensor", "unsafe_split.Tensor")
 def split_of(x: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
-    """``aten::split``: all of one length but for the last."""
+    """``aten::split``: parts of one length, except for the last."""
     if not _is_served(x, split_size) or (type(split_size) is int and split_size < 1):
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
@@ -64,17 +63,17 @@ def split_of(x: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
 
 @shape_rule("chunk", "unsafe_chunk")
 def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
-    """``aten::chunk``: parts of the length for which there are no more than so many.
+    """``aten::chunk``: parts of equal length, the shortest length for at most ``chunks`` parts.
 
-    There are just so many where the dim goes evenly, or is longer than ``(chunks - 1) ** 2``, which
-    is what is asked; of smaller ones how many there are.
+    There are exactly ``chunks`` parts if the dim divides evenly or is longer than ``(chunks - 1)
+    ** 2``, which is asked first; for a smaller dim the number of parts is asked.
     """
     if not _is_served(x) or type(chunks) is not int or chunks < 1:
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim]
     if type(size) is int and size == 0:
-        return NotImplemented  # as many empty ones
+        return NotImplemented  # torch returns that many empty parts
     goes_evenly, is_long = size % chunks == 0, size > (chunks - 1) ** 2
     with unasked(x.fake_mode):
         in_call = bool(goes_evenly), bool(is_long)
@@ -88,7 +87,7 @@ def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
 
 @shape_rule("tensor_split.sections")
 def tensor_split_of(x: torch.Tensor, sections: Any, dim: int = 0) -> Any:
-    """``aten::tensor_split``: so many, the first ones longer by one where it does not go evenly."""
+    """``aten::tensor_split``: ``sections`` parts; the first ones may be longer by one."""
     if not _is_served(x, sections) or (type(sections) is int and sections < 1):
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
@@ -97,7 +96,7 @@ def tensor_split_of(x: torch.Tensor, sections: Any, dim: int = 0) -> Any:
 
 
 def _copies(rule: Any) -> Any:
-    """The rule of an operator that copies what the views are."""
+    """Return the rule of an operator that copies views, given the rule of the views."""
 
     def copy(*args: Any, **kwargs: Any) -> Any:
         found = rule(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Symbolic sizes and numbers, as they are met: their kind and text; whether two are equal.
+"""Symbolic sizes and numbers without guards: their kind, their text, and known equality.
 
-Nothing here asks a size for its value, which would be a guard of the trace.
+No function here asks a size for its value, because that would add a guard to the trace.
 
 Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr`` and ``shape_env``;
-``statically_known_true`` says whether something follows from the bounds of the symbols.
+``statically_known_true`` tells whether a fact follows from the bounds of the symbols.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS: dict[type, Callable[[Any], Any]] = {
 
 
 def size_text(size: Any) -> str:
-    """A size as text: a number, or an expression in the user's names."""
+    """Return a size as text: a number, or an expression in the user's names."""
     if isinstance(size, int):
         return str(size)
     text: str = size.node.shape_env.symbols.spell_size(size)
@@ -29,7 +29,7 @@ def size_text(size: Any) -> str:
 
 
 def same_size(left: Any, right: Any) -> bool:
-    """Whether two sizes are known to be equal; that they are found out adds no guard."""
+    """True if two sizes are known to be equal; adds no guard."""
     return bool(_expression(left) == _expression(right))
 
 
@@ -38,7 +38,7 @@ def _expression(size: Any) -> Any:
 
 
 def same_number(left: Any, right: Any) -> bool:
-    """Whether two numbers are of one kind and known to be equal, without asking for it."""
+    """True if two numbers have one kind and are known to be equal; adds no guard."""
     if type(left) is not type(right):
         return False
     symbolic = type(left) in KINDS
@@ -46,7 +46,7 @@ def same_number(left: Any, right: Any) -> bool:
 
 
 def known_to_hold(fact: Any) -> bool:
-    """Whether a fact about sizes holds whatever they are, without asking for it."""
+    """True if a fact about sizes is known to hold for all sizes; adds no guard."""
     if isinstance(fact, bool):
         return fact
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -55,7 +55,7 @@ def known_to_hold(fact: Any) -> bool:
 
 
 def kind_of(value: Any) -> type:
-    """The kind of a number: bool, int, float or complex, also of a symbolic one."""
+    """Return the kind of a plain or symbolic number: bool, int, float or complex."""
     for kind in (bool, int, float, complex):
         if isinstance(value, kind) or KINDS.get(type(value)) is kind:
             return kind
@@ -63,11 +63,11 @@ def kind_of(value: Any) -> type:
 
 
 def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, int, int | None]]:
-    """Where fresh symbols stand among the results of an operator.
+    """Find the fresh symbols in the results of an operator.
 
     Returns:
-        For each its symbol, the number of the result, and the dim whose size it is; None for
-        the dim where the result is the number itself.
+        For each occurrence the symbol, the index of the result, and the dim with that size, or
+        None if the result is the number itself.
     """
     found: list[tuple[Any, int, int | None]] = []
     for i, result in enumerate(results):

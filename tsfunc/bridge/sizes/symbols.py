@@ -2,24 +2,24 @@
 
 torch's ShapeEnv does the algebra (``shape_environment``). Private names used here (torch 2.11 to
 2.13): ``torch.fx.experimental.symbolic_shapes`` and ``torch.utils._sympy`` have symbols and
-expressions. They import sympy, which takes half a second, so this file imports them where a symbol
-is first made.
+expressions. These modules import sympy, which takes half a second, so this file imports them when
+a symbol is first made.
 
 NOTE [hints]
-A named dim is traced with the size that the call has, so that the function takes the course that
-it would take. Whether another size would take another one is told by what was asked of the symbol
-(:meth:`Symbols.needs`), whatever the size. The sizes 0 and 1 are treated apart by operators, so
-for them another stands in: NOTE [sizes 0 and 1] in ``program/graphs/equal``.
+A named dim is traced with the size of the call as its hint, so that the function takes the same
+branches as in the call. The questions about the symbol (:meth:`Symbols.needs`) determine whether
+another size would take another branch. Operators treat sizes 0 and 1 specially, so another hint
+replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/equal``.
 
 NOTE [sizes of data]
-``nonzero``, ``x[mask]`` and ``x.item()`` return what no trace knows: a symbol without a hint. It is
-born with the node that computes it (:meth:`Symbols.born`). What is asked of it can't be answered;
-what is asserted (``torch._check``, and operators of their arguments) becomes a call of
-:func:`check_size` in the program.
+``nonzero``, ``x[mask]`` and ``x.item()`` return numbers that a trace does not know: each is a
+symbol without a hint, made together with the node that computes it (:meth:`Symbols.born`).
+Questions about the symbol have no answer; assertions (``torch._check``, and operators' checks of
+their arguments) become calls of :func:`check_size` in the program.
 
-A body of control flow (NOTE [bodies] in ``bodies.py``) has such symbols of its own, and what is
-asserted in it is checked in it: so it holds there alone, and the code around the body can't rely
-on it (``facts.py``).
+A body of control flow (NOTE [bodies] in ``bodies.py``) has such symbols of its own, and its
+assertions are checked in the body. The asserted facts therefore hold only there, and the code
+around the body can't rely on them (``facts.py``).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from tsfunc.dispatch.places import Place
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim
 
-# Sizes that stand for a named dim of size 0 or 1; large primes, so that none is the size of
-# something else by chance.
+# Hints for a named dim of size 0 or 1: large primes, so that they do not equal other sizes by
+# chance.
 _HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091)
 
 
 @dataclass(frozen=True)
 class Need:
-    """A fact about named dims that a trace relied on, and the line that made it.
+    """A fact about named dims that a trace relies on, and the line that asked for it.
 
     Attributes:
-        fact: as Python.
-        expr: the fact, with symbols that are called as the dims.
+        fact: the fact as Python code.
+        expr: the fact as an expression in symbols with the names of the dims.
         place: the user's line.
-        by_user: whether the user's own code asked, or how many results there are for it, and not
-            torch or this package for something else.
+        by_user: True if the user's code asked, also for a number of results; False if torch or
+            this package asked for another reason.
     """
 
     fact: str
@@ -69,16 +69,16 @@ class Need:
 
 
 class Condition(NamedTuple):
-    """What a trace found out about numbers among the arguments.
+    """A condition of a trace on numbers among the arguments.
 
     Attributes:
-        code: as Python of the guard.
-        text: for people, in the user's names.
-        dims: the named dims that it speaks of.
-        fact: the same in the names of dims and numbers; what a file has of it
+        code: the Python code of the guard.
+        text: the text for people, in the user's names.
+        dims: the named dims in the condition.
+        fact: the condition in the names of dims and numbers, as files store it
             (``types/facts.py``).
-        fixed: the same in the names of dims alone, each number among the arguments being that of
-            the call.
+        fixed: the condition in the names of dims only, with the call's value for each number among
+            the arguments.
     """
 
     code: str
@@ -89,16 +89,16 @@ class Condition(NamedTuple):
 
 
 def check_size(holds: bool, text: str) -> None:
-    """What a program calls to assert a fact about sizes that depend on data.
+    """Assert a fact about sizes that depend on data; programs call this function.
 
     Args:
-        holds: whether it holds.
-        text: what the error says.
+        holds: True if the fact holds.
+        text: the text of the error.
 
     Raises:
-        FailedCheckError: it does not.
+        FailedCheckError: the fact does not hold.
     """
-    if isinstance(holds, torch.SymBool):  # in a trace of the program, by us or by torch's tools
+    if isinstance(holds, torch.SymBool):  # in a trace of the program
         torch._check(holds, lambda: text)
     elif not holds:
         raise FailedCheckError(text)
@@ -109,15 +109,15 @@ class Symbols:
 
     Args:
         dims: the named dims that are symbols.
-        sizes: the size of each in the call, as far as there is one.
-        scalars: numbers among the arguments that stay symbolic, by their names. What the trace
-            asks of these is no need of it, but a condition of its program.
+        sizes: the size of each dim in the call, if there is one.
+        scalars: numbers among the arguments that stay symbolic, by name. Questions about them
+            become conditions of the program instead of needs.
 
     Attributes:
-        fake: the mode that works out results.
+        fake: the mode that computes results.
         sizes: the symbolic size of each named dim.
         scalars: the symbolic numbers among the arguments.
-        graph: where numbers are recorded; None before the trace and after it.
+        graph: the graph that records numbers; None before and after the trace.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Symbols:
         self._names: dict[Any, str] = {}
         self._steps: dict[Any, int] = {}
         self._born: dict[Any, torch.fx.Node] = {}
-        self._answers: dict[Any, Any] = {}  # symbols that stand for bools, and when these are true
+        self._answers: dict[Any, Any] = {}  # symbols for bools, and the expressions of these bools
         self._env: Any = None
         self.graph: torch.fx.Graph | None = None
         self._inputs: Mapping[str, torch.fx.Node] = {}
@@ -143,25 +143,25 @@ class Symbols:
             self._open()
         for i, (name, dim) in enumerate(dims.items()):
             hint = _hint(dim, sizes.get(name, 0), i)
-            # Where there is none, the size of the call is the only one.
+            # Without a hint, only the size of the call is allowed.
             self.sizes[name] = self._size(name, dim, hint) if hint else dim.max
         for name, value in scalars.items():
             self.scalars[name] = self._scalar(name, value)
 
     def _open(self) -> None:
-        """Makes the environment that symbols live in."""
+        """Make the environment of the symbols."""
         self._env = environment_class()(self)
         self.fake.shape_env = self._env
         self.fake.static_shapes = False
 
     def _size(self, name: str, dim: Dim, hint: int) -> Any:
-        """The size of a named dim: a symbol times what every size is a multiple of."""
+        """Return the size of a named dim: its ``multiple_of`` times a symbol."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         step = dim.multiple_of or 1
         hint //= step
         source = source_called(name if step == 1 else f"{name} // {step}")
-        # The symbol is no size where it counts steps: it may be 1, of which torch knows otherwise.
+        # A symbol that counts steps may be 1, unlike a size: torch must not specialize it.
         symbol = self._env.create_symbol(
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None,
             do_not_specialize_zero_one=step > 1,
@@ -174,7 +174,7 @@ class Symbols:
         return step * self._env.create_symintnode(symbol, hint=hint, source=source)
 
     def _scalar(self, name: str, value: int | float) -> Any:
-        """A symbol for a number of which nothing is promised."""
+        """Return a symbolic number without promises."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = source_called(name)
@@ -187,14 +187,14 @@ class Symbols:
     # --- sizes that depend on data
 
     def allow_data(self) -> bool:
-        """Has operators return symbols for what depends on data; whether they did not so far."""
+        """Let operators return symbols for data-dependent results; True if they did not before."""
         if self._env is not None:
             return False
         self._open()
         return True
 
     def fresh(self) -> list[Any]:
-        """The symbols that were made since this was last asked."""
+        """Return the symbols that were made since the last call."""
         if self._env is None:
             return []
         found = list(self._env.pending_fresh_unbacked_symbols)
@@ -202,7 +202,7 @@ class Symbols:
         return found
 
     def born(self, symbol: Any, node: torch.fx.Node, text: str, number: Any = None) -> None:
-        """The node that computes what a fresh symbol stands for, and how people call that."""
+        """Register the node that computes a fresh symbol, and the symbol's text for people."""
         if symbol not in self._born:
             self._born[symbol] = node
             self._names[symbol] = text
@@ -213,10 +213,10 @@ class Symbols:
                 node.meta["number"] = number
 
     def assert_in_program(self, expr: Any, place: Place) -> None:
-        """Has the program check a fact when it runs."""
+        """Let the program check a fact when it runs."""
         if self.graph is None or not all(s in self._names
                                           for s in expr.free_symbols):  # fmt: skip
-            return  # the trace has ended, or only asks itself
+            return  # the trace has ended, or the symbols are not part of the program
         text = f"{self.spell(expr)} does not hold, which the program relies on (at {place})."
         if self._bodies:
             graph, number = self._bodies[-1]
@@ -228,11 +228,11 @@ class Symbols:
 
     @contextmanager
     def in_body(self, graph: torch.fx.Graph, number: Callable[[Any], Any]) -> Iterator[None]:
-        """What is asserted in the block is checked in a body's graph, and holds there alone.
+        """Check assertions of a block in the graph of a body, and let them hold only in the block.
 
         Args:
-            graph: of the body.
-            number: records a symbolic number in it.
+            graph: the graph of the body.
+            number: records a symbolic number in the graph.
         """
         self._bodies.append((graph, number))
         try:
@@ -242,20 +242,20 @@ class Symbols:
             self._bodies.pop()
 
     def born_in(self, graph: torch.fx.Graph, expr: Any) -> dict[Any, torch.fx.Node]:
-        """The symbols of an expression that a graph has found in data, with their nodes."""
+        """Return the data-dependent symbols of an expression that a graph computes, with nodes."""
         nodes = {symbol: self._born.get(symbol) for symbol in expr.free_symbols}
         return {s: node for s, node in nodes.items() if node is not None and node.graph is graph}
 
     def number_of(self, symbol: Any) -> Any:
-        """The symbolic number that a symbol is."""
+        """Return the symbolic number of a symbol."""
         if symbol.is_integer:
             return self._env.create_symintnode(symbol, hint=None)
         return self._env.create_symfloatnode(symbol, hint=None)
 
-    # --- what was asked
+    # --- questions
 
     def needs(self) -> list[Need]:
-        """What the trace found out of named dims by asking."""
+        """Return the facts about named dims that the trace relies on."""
         if self._env is None:
             return []
         names = self._as_dims()
@@ -268,13 +268,14 @@ class Symbols:
         ]
 
     def conditions(self, variables: Mapping[str, str]) -> list[Condition]:
-        """What the trace found out about numbers among the arguments, and what was checked.
+        """Return the conditions on numbers among the arguments, and the checks.
 
-        A check of sizes (NOTE [checks of arguments] in ``dispatch/refusals``) that fails raises in
-        the function itself, so it is no need of the descriptors, but one of the program.
+        A failed check of sizes (NOTE [checks of arguments] in ``dispatch/refusals``) raises in the
+        function itself, so the check is a condition of the program instead of a need of the
+        descriptors.
 
         Args:
-            variables: what the names of dims and numbers are called there.
+            variables: the variables of the guard, by the names of dims and numbers.
         """
         if self._env is None:
             return []
@@ -299,14 +300,14 @@ class Symbols:
         return list(dict.fromkeys(found))
 
     def _as_names(self) -> dict[Any, Any]:
-        """For each symbol what it is of one that is called as Python calls it."""
+        """Return each symbol as an expression in a symbol with its Python name."""
         return {
             symbol: type(symbol)(_divided_text(name, self._steps.get(symbol, 1)))
             for symbol, name in self._names.items()
         }
 
     def _of_call(self) -> dict[Any, Any]:
-        """For each symbol what it is of a named dim; of a number of the call, that number."""
+        """Return each symbol as an expression in its named dim, or as the call's number."""
         from sympy import sympify
 
         of_call = {
@@ -317,7 +318,7 @@ class Symbols:
         return {**self._as_names(), **of_call}
 
     def condition(self) -> Callable[[Mapping[str, int]], bool] | None:
-        """Whether what was found out by asking holds for other sizes; None if there is nothing."""
+        """Return a function that checks all guards at other sizes; None without guards."""
         if self._env is None or not self._env.guards:
             return None
         values = {
@@ -336,7 +337,7 @@ class Symbols:
         return any(self._names.get(symbol) in self.scalars for symbol in expr.free_symbols)
 
     def explained(self, error: Exception) -> tuple[str, bool]:
-        """The message of an error in the user's names, and whether it is about unknown data."""
+        """Return an error's message in the user's names, and whether it is about unknown data."""
         text = str(error)
         if self._env is None:
             return text, False
@@ -348,24 +349,24 @@ class Symbols:
         return re.sub(r"\b(s|u|zuf)\d+\b", lambda at: names.get(at[0], at[0]), text), False
 
     def _as_dims(self) -> dict[Any, Any]:
-        """For each symbol what it is of one that is called as people call it."""
+        """Return each symbol as an expression in a symbol with its name for people."""
         from sympy import Symbol
 
-        # Nothing is known of these, or `n > 0` would be true and not be spelled.
+        # These symbols have no assumptions, or `n > 0` would simplify to true.
         return {
             symbol: Symbol(name) / self._steps.get(symbol, 1)
             for symbol, name in self._names.items()
         }
 
     def spell(self, expr: Any) -> str:
-        """An expression as Python, in the user's names."""
+        """Return an expression as Python, in the user's names."""
         from sympy import Symbol
 
         answers = {symbol: Symbol(self._names[symbol]) for symbol in self._answers}
         return python_text(self._with_answers(expr, answers).xreplace(self._as_dims()))
 
     def _with_answers(self, expr: Any, answers: Mapping[Any, Any]) -> Any:
-        """An expression with the bools themselves for what torch writes: that they are 1."""
+        """Replace torch's comparisons of bool symbols with 1 by the bools themselves."""
         from sympy import Not
 
         for symbol, answer in answers.items():
@@ -374,31 +375,31 @@ class Symbols:
         return expr
 
     def spelled_in(self, text: str) -> str | None:
-        """What a text spells by its symbol; None if there is nothing."""
+        """Return the name of the first symbol that a text contains, or None."""
         return next((name for each, name in self._names.items() if has_name(text, each)), None)
 
     def spell_size(self, size: Any) -> str:
-        """A size in the user's names."""
+        """Return a size as text in the user's names."""
         return str(size) if isinstance(size, int) else self.spell(size.node.expr)
 
     # --- numbers as nodes
 
     def record_in(self, graph: torch.fx.Graph, inputs: Mapping[str, torch.fx.Node]) -> None:
-        """Begins to record symbolic numbers in a graph, from the nodes of named dims."""
+        """Start to record symbolic numbers in a graph, from the nodes of named dims."""
         self.graph, self._inputs = graph, inputs
 
     def end(self) -> None:
-        """Ends that, and lets go of the nodes.
+        """Stop the recording, and drop the nodes.
 
-        Their fake tensors hold the environment of their sizes in C++, where Python does not see
-        that it holds them in turn: nobody would free either.
+        Their fake tensors hold the environment in C++, and the environment holds the nodes.
+        Python's collector does not see such a cycle, so neither would be freed.
         """
         self.graph, self._inputs = None, {}
         self._nodes.clear()
         self._born.clear()
 
     def record(self, value: Any) -> Any:
-        """A symbolic number as a node, or as the number that it is known to be."""
+        """Return a symbolic number as a node, or as a constant if it is known."""
         expr = value.node.expr
         if expr in (True, False) or getattr(expr, "is_number", False):
             return KINDS[type(value)](expr)
@@ -421,7 +422,7 @@ class Symbols:
     def write(
         self, graph: torch.fx.Graph, expr: Any, values: Mapping[Any, torch.fx.Node]
     ) -> torch.fx.Node:
-        """Writes an expression into a graph, in which its symbols have these nodes."""
+        """Write an expression into a graph, given the nodes of its symbols."""
         from sympy import Symbol
 
         answers = {symbol: Symbol(f"{symbol}_") for symbol in values if symbol in self._answers}
@@ -432,9 +433,9 @@ class Symbols:
         return node
 
     def _evaluator(self, expr: Any) -> Any:
-        """A function from the sizes of the named dims to the number that an expression is.
+        """Return a function from the sizes of the named dims to the value of an expression.
 
-        Where a size is a symbol of sympy's, that is an expression too.
+        If a size is a sympy symbol, the value is an expression too.
         """
         names, steps = self._names, self._steps
 
@@ -452,7 +453,7 @@ class Symbols:
 
 
 def _hint(dim: Dim, size: int, number: int) -> int:
-    """The size that a named dim is traced with: that of the call, where it is 2 or more."""
+    """Return the hint of a named dim: the size of the call if it is 2 or more."""
     if size >= 2:
         return size
     low, prime = max(2 * (dim.multiple_of or 1), dim.min or 2), _HINTS[number % len(_HINTS)]

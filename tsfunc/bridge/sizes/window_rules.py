@@ -1,7 +1,7 @@
-"""Shapes of what windows of symbolic sizes give: pooling, and the patches of ``unfold``.
+"""Result shapes for windows of symbolic sizes: pooling, and the patches of ``unfold``.
 
-torch's own rules take the size of a window for a number, which ties a trace to that of its call.
-That a window fits is checked by the operator when the program runs.
+torch's own rules ask for the size of a window, which adds a guard on its value. The operator
+checks that a window fits when the program runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule
 
 
 def _average(dims: int) -> Callable[..., Any]:
-    """Of averages over windows in the last dims."""
+    """Return the rule for averages over windows in the last dims."""
 
     def rule(
         x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
@@ -29,7 +29,7 @@ def _average(dims: int) -> Callable[..., Any]:
 
 
 def _largest(dims: int, *, places: bool) -> Callable[..., Any]:
-    """Of the largest values of windows in the last dims, and the places where they are."""
+    """Return the rule for maxima over windows in the last dims, with or without indices."""
 
     def rule(
         x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
@@ -60,7 +60,7 @@ def _patches(x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any)
 
 
 def _pooled(x: Any, dims: int, ceil_mode: bool, *window: Any) -> list[Any] | None:
-    """The shape of what is pooled; None where torch's rule tells it."""
+    """Return the shape of a pooled tensor; None to use torch's rule."""
     if not _is_symbolic(*window) or ceil_mode or x.dim() not in (dims + 1, dims + 2):
         return None
     return [*x.shape[:-dims], *_counts(x.shape[-dims:], *window)]
@@ -77,7 +77,7 @@ def _is_symbolic(*window: Any) -> bool:
 def _counts(
     sizes: Sequence[Any], kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> list[Any]:
-    """How many windows there are along each dim."""
+    """Return the number of windows along each dim."""
     window = (_each(given, len(sizes)) for given in (kernel, stride, padding, dilation))
     return [
         (size + 2 * around - apart * (length - 1) - 1) // step + 1
@@ -86,13 +86,13 @@ def _counts(
 
 
 def _each(given: Any, dims: int) -> Sequence[Any]:
-    """An argument for each dim: torch takes one for all."""
+    """Return an argument for each dim; torch accepts one value for all dims."""
     found = [*given] if isinstance(given, list | tuple) else [given]
     return found * dims if len(found) == 1 else found
 
 
 def _order(x: Any, dims: int) -> Sequence[int]:
-    """The dims of the result as they lie in memory: channels are the innermost if they were."""
+    """Return the memory order of the result's dims: channels last if the input is."""
     if dims == 1 or x.dim() != dims + 2 or not known(x.stride(1) == 1) or known(x.shape[1] == 1):
         return ()
     return [0, *range(2, x.dim()), 1]

@@ -1,1 +1,1 @@
-"""The Trace and Specialize keys, and what a traced function asks of its tensors."""
+"""The Trace and Specialize keys, and the questions of a traced function about its tensors."""

@@ -1,10 +1,10 @@
-"""Functions that find a number in data which C++ asks for at once, in a trace.
+"""Traced functions whose C++ code would read a number from data at once.
 
-It makes a Python bool of what ``equal`` and ``allclose`` return. In a trace the operators
-themselves are called: the answer is a number that no trace knows, as that of ``item()`` is (NOTE
-[sizes of data] in ``symbols``), and so is the number of classes that ``one_hot`` looks for.
+C++ makes a Python bool of the results of ``equal`` and ``allclose``. A trace calls the operators
+themselves instead. The answer is a symbolic number without a hint, like that of ``item()`` (NOTE
+[sizes of data] in ``symbols``). The same holds for the number of classes that ``one_hot`` infers.
 
-Private names used here (torch 2.11 to 2.13): ``torch._ops.OpOverload`` is what an operator is.
+Private names used here (torch 2.11 to 2.13): ``torch._ops.OpOverload`` is the class of operators.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for _overload, _functions in {
 def _one_hot(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Without a number of classes there are as many as the largest of them asks for."""
+    """Infer the number of classes from the largest class, if none is given."""
 
     def called(x: Any, num_classes: Any = -1) -> Any:
         if type(num_classes) is not int or num_classes != -1 or not _is_traced(x):

@@ -1,20 +1,21 @@
-"""What a traced function asks of tensors beside types and sizes: is one a leaf, a view, contiguous?
+"""Questions about tensors other than types and sizes: leaf or not, view or not, contiguous or not.
 
 NOTE [asked of tensors]
-Two tensors of one type and one shape are not the same to a function that asks ``x.is_leaf`` or
-``x.storage_offset()``. Of an argument the answer is that of the call which is traced, and the
-program is for calls that answer the same. Most functions ask nothing of it, and their programs are
-held to nothing. Of what the function computes itself the answer is known, or is refused; so is what
-changes without anybody's assigning it (``_version``).
+Two tensors of one dtype and one shape may differ for a function that reads ``x.is_leaf`` or
+``x.storage_offset()``. For an argument the answer comes from the traced call, and becomes a guard
+of the program. Most functions ask no such question, and their programs have no such guard. For a
+computed value the answer is known or refused. Properties that change without an assignment
+(``_version``) are refused too.
 
-Strides are told by sizes for all tensors but one kind: with named dims a guard knows the order of
-the strides alone. A trace takes for granted that there are no gaps between them, as there are none
-in what operators return; where the function asks, the call must be so.
+The sizes of a tensor determine its strides, with one exception: with named dims a guard knows only
+the order of the strides. A trace assumes that these tensors have no gaps in memory, as is true for
+the results of operators; a function that reads the strides adds a guard on this.
 
-Private names used here (torch 2.11 to 2.13): ``Tensor._version``, ``_base`` and ``_is_view`` say
-how a tensor's memory is shared and written; by ``_is_param`` and ``_is_buffer`` the classes
-``Parameter`` and ``Buffer`` know a tensor of another class (``isinstance``); ``_backward_hooks``
-has the hooks of a tensor; ``UntypedStorage._cdata`` is the address of a memory, also of a fake one.
+Private names used here (torch 2.11 to 2.13): ``Tensor._version``, ``_base`` and ``_is_view``
+describe how a tensor's memory is shared and written; ``_is_param`` and ``_is_buffer`` mark other
+tensor classes as instances of ``Parameter`` and ``Buffer`` (``isinstance``); ``_backward_hooks``
+has the hooks of a tensor; ``UntypedStorage._cdata`` is the address of a storage, also of a fake
+one.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ _T = torch.Tensor
 
 @functools.cache
 def users_class(cls: type) -> type:
-    """The class of a tensor if it is one of the user's, else ``torch.Tensor``.
+    """Return a tensor class if it is the user's, else ``torch.Tensor``.
 
-    Such a class may give operators a meaning of its own, so its instances have their own programs.
+    The user's class may redefine operators, so its instances have programs of their own.
     """
     return torch.Tensor if cls.__module__.partition(".")[0] in ("torch", "tsfunc") else cls
 
 
 def is_tensor_of(value: Any, cls: type) -> bool:
-    """Whether a value is a tensor, and ``users_class`` of its class is this one."""
+    """True if a value is a tensor and ``users_class`` maps its class to ``cls``."""
     return isinstance(value, torch.Tensor) and users_class(type(value)) is cls
 
 
 def dense_order(x: torch.Tensor) -> tuple[int, ...] | None:
-    """The dims from the innermost one in memory outwards; None if there are gaps between them."""
+    """Return the dims from the innermost in memory outwards; None if there are gaps."""
     order = sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
     step = 1
     for k in order:
@@ -64,7 +65,7 @@ def dense_order(x: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-# What can be asked of an argument, as one would write it, and what answers.
+# The questions about an argument, as source code, and the functions that answer them.
 _FACTS: Final[Mapping[str, Callable[[torch.Tensor], Any]]] = {
     "{}.is_leaf": lambda x: x.is_leaf,
     "{}.grad_fn is None": lambda x: x.grad_fn is None,
@@ -93,7 +94,7 @@ _ATTRIBUTE: Final = re.compile(r"hasattr\(\{\}, '([^\W\d]\w*)'\)")
 
 
 def answerer(fact: str) -> Callable[[torch.Tensor], Any] | None:
-    """What answers a question; None if there is no such question."""
+    """Return the function that answers a question; None for an unknown question."""
     attribute = _ATTRIBUTE.fullmatch(fact)
     if attribute is None:
         return _FACTS.get(fact)
@@ -103,12 +104,12 @@ def answerer(fact: str) -> Callable[[torch.Tensor], Any] | None:
 
 @dataclass(frozen=True)
 class Asked:
-    """Something that a trace has asked of an argument.
+    """A question of a trace about an argument.
 
     Attributes:
-        position: which of the flattened arguments.
+        position: the index of the flattened argument.
         fact: the question, with ``{}`` for the argument.
-        answer: that of the call which was traced.
+        answer: the answer in the traced call.
     """
 
     position: int
@@ -116,9 +117,9 @@ class Asked:
     answer: Any
 
     def holds(self, value: torch.Tensor) -> bool:
-        """Whether the answer is the same for another tensor."""
+        """True if the answer is the same for another tensor."""
         if isinstance(value, Tracer) and hasattr(value.dispatch_level, "questions"):
-            return False  # it can't be told without asking in that trace, which traces the function
+            return False  # asking here would add a question to the outer trace
         answer = answerer(self.fact)
         return answer is not None and bool(answer(value) == self.answer)
 
@@ -128,11 +129,11 @@ class Argument:
     """A tensor among the arguments of a trace.
 
     Attributes:
-        position: which of the flattened arguments.
-        name: what the program calls it.
+        position: the index of the flattened argument.
+        name: its name in the program.
         example: the tensor of the call.
         value: the fake tensor in its place.
-        is_fixed: whether all of its sizes are numbers.
+        is_fixed: True if all of its sizes are ints.
     """
 
     position: int
@@ -143,15 +144,15 @@ class Argument:
 
 
 class Questions:
-    """What a trace has asked: NOTE [asked of tensors].
+    """The questions of a trace: NOTE [asked of tensors].
 
     Attributes:
-        what: how errors call the trace.
+        what: the name of the trace in errors.
         asked: the questions about arguments, with their answers.
-        of_grad: whether it was asked which tensors require grad.
-        attribute_of: reads an attribute of an argument that is Python's alone, or ``grad``.
-        told_apart: whether tensors were keys of a dict, or elements of a set, which tell one from
-            another.
+        of_grad: True if the function read whether a tensor requires grad.
+        attribute_of: reads a Python attribute of an argument, or ``grad``.
+        told_apart: True if tensors were hashed (keys of a dict, elements of a set), so that their
+            identity matters.
     """
 
     def __init__(self, what: str) -> None:
@@ -163,18 +164,18 @@ class Questions:
         self._arguments: dict[int, tuple[Any, Argument]] = {}
 
     def add(self, tracer: Any, argument: Argument) -> None:
-        """Says what argument a tracer stands for."""
+        """Register the argument of a tracer."""
         self._arguments[id(tracer)] = tracer, argument
 
     @property
     def arguments(self) -> Iterator[tuple[Any, Argument]]:
-        """The tracers that stand for arguments, each with its argument."""
+        """The tracers of arguments, each with its argument."""
         return iter(self._arguments.values())
 
     def argument(self, tracer: Any) -> Argument | None:
-        """The argument that a tracer stands for; None for what the function has computed."""
+        """Return the argument of a tracer, or None for a computed value."""
         level = tracer.dispatch_level
-        while (taken := getattr(level, "taken", None)) is not None:  # of a body of control flow
+        while (taken := getattr(level, "taken", None)) is not None:  # a body of control flow
             outer = next((given for given, own in taken.values() if own is tracer), None)
             if not isinstance(outer, Tracer):
                 return None
@@ -183,7 +184,7 @@ class Questions:
         return None if found is None else found[1]
 
     def ask(self, argument: Argument, fact: str) -> Any:
-        """The answer for an argument, which later calls are held to."""
+        """Return the answer for an argument, and make it a guard."""
         key = argument.position, fact
         if key not in self.asked:
             answer = answerer(fact)
@@ -192,22 +193,23 @@ class Questions:
         return self.asked[key].answer
 
     def ask_all(self, fact: str) -> None:
-        """Holds later calls to the answers of all arguments."""
+        """Make the answers for all arguments guards."""
         for _, argument in self.arguments:
             self.ask(argument, fact)
 
     def ask_strides(self, value: torch.Tensor) -> None:
-        """Holds later calls to strides like those that a fake tensor's follow from.
+        """Add guards on the strides of arguments that a fake tensor's strides depend on.
 
         Raises:
-            TypeCheckError: there are gaps in the memory that it is a view of.
+            TypeCheckError: the tensor is a view of an argument with gaps in memory and symbolic
+                sizes.
         """
         for _, argument in self.arguments:
             x = argument.example
             if x.layout is not torch.strided:
                 continue
             if argument.is_fixed:
-                if any(size < 2 for size in x.shape):  # whose strides a guard does not look at
+                if any(size < 2 for size in x.shape):  # a guard ignores the strides of such sizes
                     self.ask(argument, "{}.stride()")
                 continue
             shared = _share_memory(value, argument.value)
@@ -220,7 +222,7 @@ class Questions:
                 )
 
     def refuse_assigned(self) -> None:
-        """Raises where the function has assigned an attribute of an argument that is a tensor."""
+        """Raise if the function has assigned an attribute of a tensor argument."""
         for tracer, argument in self.arguments:
             for name in vars(tracer).keys() - _OWN:
                 raise TypeCheckError(
@@ -229,7 +231,7 @@ class Questions:
                 )
 
     def refuse(self, asked: str, why: str, mend: str) -> NoReturn:
-        """Raises for a question that a program has no answer to.
+        """Raise for a question that a program cannot answer.
 
         Raises:
             TypeCheckError: always.
@@ -245,7 +247,7 @@ def _attribute(argument: Argument, name: str) -> Any:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether fake tensors are views of one memory."""
+    """True if fake tensors share a storage."""
     if one is other:
         return True
     if one.layout is not torch.strided or other.layout is not torch.strided:
@@ -257,19 +259,19 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _questions(value: Any) -> Questions | None:
-    """What has been asked in the trace of a tensor; None if it is not traced, or we ask."""
+    """Return the questions of a tensor's trace, if the tensor is traced and the user asks."""
     if not isinstance(value, Tracer):
         return None
     found: Questions | None = getattr(value.dispatch_level, "questions", None)
     return found if found is not None and value.dispatch_level.alive and asked_by_user() else None
 
 
-# The code that is between who asks and what answers, beside every ``__torch_function__``.
+# Frames between the asking code and the answer, besides every ``__torch_function__``.
 _DOORS: Final[frozenset[CodeType]] = frozenset({door_1.__code__, of_the_value.__code__})
 
 
 def asked_by_user() -> bool:
-    """Whether it is not this package's own code that asks."""
+    """True if the question comes from code outside of this package."""
     return called_by_user(passing=lambda frame: frame.f_globals.get("__name__") == __name__
                           or frame.f_code in _DOORS
                           or frame.f_code.co_name == "__torch_function__")  # fmt: skip
@@ -281,7 +283,7 @@ def _wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_recorded(value: Any) -> bool:
-    """Whether the function itself records autograd on a tracer (``requires_grad_()``)."""
+    """True if the traced function itself records autograd on a tracer (``requires_grad_()``)."""
     return bool(_wrapper(_GETS["requires_grad"], value))
 
 
@@ -328,7 +330,7 @@ def _version(questions: Questions, value: Any) -> NoReturn:
 
 
 def refuse_version(questions: Questions) -> NoReturn:
-    """Raises for a look at how often a tensor has been written into."""
+    """Raise for a read of a tensor's ``_version``."""
     questions.refuse(
         "_version is read",
         "it counts the writes into a tensor, which are others in every call",
@@ -361,7 +363,7 @@ def _hooks(questions: Questions, value: Any) -> None:
 
 
 def _of_argument(name: str, fact: str) -> Callable[[Questions, Any], Any]:
-    """What is asked of an argument, and of what is computed is as the wrapper has it."""
+    """Return an answerer: a guarded fact for arguments, the tracer's own value for others."""
     found = getattr(_T, name)
     func = found if callable(found) else found.__get__
 
@@ -373,7 +375,7 @@ def _of_argument(name: str, fact: str) -> Callable[[Questions, Any], Any]:
 
 
 def _bit(name: str) -> Callable[[Questions, Any], Any]:
-    """Lazy conjugation or negation, of which views and some operators have that of arguments."""
+    """Answer for lazy conjugation or negation, which views take from arguments."""
 
     def answer(questions: Questions, value: Any) -> Any:
         questions.ask_all(f"{{}}.{name}()")
@@ -434,17 +436,17 @@ ANSWERS: Final[Mapping[Any, Callable[[Questions, Any], Any]]] = {
 
 
 def answer_of(func: Any, args: Sequence[Any]) -> Any:
-    """What a call asks of a traced tensor; NotImplemented where it asks nothing of the kind."""
+    """Return the answer to a question about a traced tensor, else NotImplemented."""
     answer = ANSWERS.get(func)
     questions = None if answer is None else _questions(args[0])
     return NotImplemented if answer is None or questions is None else answer(questions, args[0])
 
 
-# --- methods of the class, which meet no door
+# --- methods that do not go through __torch_function__
 
 
 def stride(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``x.stride()`` of a traced tensor."""
+    """Implement ``x.stride()`` of a traced tensor."""
     questions = _questions(self)
     if questions is not None:
         questions.ask_strides(self.value)
@@ -452,7 +454,7 @@ def stride(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    """``x.is_contiguous()`` of a traced tensor."""
+    """Implement ``x.is_contiguous()`` of a traced tensor."""
     questions = _questions(self)
     argument = None if questions is None else questions.argument(self)
     if questions is not None and argument is not None and not argument.is_fixed:
@@ -470,7 +472,7 @@ _FORMATS: Final = {
 
 
 def offset(self: Any) -> Any:
-    """``x.storage_offset()`` of a traced tensor: its memory may be that of one from outside."""
+    """Implement ``x.storage_offset()`` of a traced tensor, whose storage may be from outside."""
     own = _wrapper(_T.storage_offset, self)
     questions = _questions(self)
     if questions is None:
@@ -485,7 +487,7 @@ def offset(self: Any) -> Any:
 
 
 def hashed(self: Any) -> int:
-    """``hash(x)`` of a traced tensor."""
+    """Implement ``hash(x)`` of a traced tensor."""
     questions = _questions(self)
     if questions is not None:
         questions.told_apart = True
@@ -493,10 +495,10 @@ def hashed(self: Any) -> int:
 
 
 def class_of(self: Any) -> Any:
-    """``x.__class__`` of a traced tensor, which ``isinstance`` asks for too.
+    """Implement ``x.__class__`` of a traced tensor, which ``isinstance`` reads too.
 
-    Instances of a class of the user's have programs of their own. That a tensor is a ``Parameter``
-    the function has to ask for.
+    Instances of a user's class have programs of their own. Whether a tensor is a ``Parameter``
+    becomes a guard.
     """
     questions = _questions(self) if "dispatch_level" in _DICT.__get__(self) else None
     if questions is None:
@@ -512,7 +514,7 @@ def class_of(self: Any) -> Any:
 
 
 def _names_class(property_frame: FrameType | None) -> bool:
-    """Whether it is ``x.__class__`` itself that has called the property."""
+    """True if an expression ``x.__class__`` called the property."""
     frame = property_frame and property_frame.f_back
     return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] in (
         "LOAD_ATTR", "LOAD_METHOD",
@@ -520,12 +522,12 @@ def _names_class(property_frame: FrameType | None) -> bool:
 
 
 def set_class(self: Any, cls: type) -> None:
-    """``x.__class__ = cls``."""
+    """Implement ``x.__class__ = cls``."""
     vars(object)["__class__"].__set__(self, cls)
 
 
 def attributes_of(self: Any) -> Any:
-    """``x.__dict__`` of a traced tensor."""
+    """Implement ``x.__dict__`` of a traced tensor."""
     own = _DICT.__get__(self)
     questions = _questions(self) if "dispatch_level" in own else None
     argument = None if questions is None else questions.argument(self)
@@ -538,11 +540,11 @@ _DICT: Final = vars(_T)["__dict__"]
 
 
 for _method in (stride, contiguous, offset):
-    METHODS[_method] = metadata  # as which function modes see them
+    METHODS[_method] = metadata  # function modes see metadata calls
 
 
 def attribute(self: Any, name: str) -> Any:
-    """An attribute that a traced tensor does not have; the argument may."""
+    """Look up an attribute on the argument that a traced tensor stands for."""
     questions = None if name.startswith("__") else _questions(self)
     argument = None if questions is None else questions.argument(self)
     if questions is not None and argument is not None:

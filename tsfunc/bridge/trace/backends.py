@@ -1,15 +1,15 @@
-"""What compiles a program's graph: torch's backends, found without Dynamo's way of tracing.
+"""The compilers of a program's graph: torch's backends, called without Dynamo.
 
 NOTE [loops in Inductor]
-Inductor rewrites ``scan`` and ``map_impl`` as ``while_loop``, and keeps each carry in memory of the
-layout that its initial value has. Two things have to be so before that, in the graphs of a program
-and in those that AOTAutograd makes of their derivatives: no initial value is an expanded tensor,
-whose memory is smaller than a new carry, and each symbol in the sizes of stacked results is an
-operand, or the length of the loop. :class:`LoopsMadeReady` sees to both.
+Inductor rewrites ``scan`` and ``map_impl`` as ``while_loop``, and stores each carry with the
+layout of its initial value. This requires two things of a program's graph, and of the graphs that
+AOTAutograd makes of its derivatives: an initial value must not be an expanded tensor, whose
+storage is smaller than a new carry; and each symbol in the sizes of stacked results must be an
+operand, or the length of the loop. :class:`LoopsMadeReady` ensures both.
 
-Private names used here (torch 2.11 to 2.14): ``torch._inductor.compile_fx`` is Inductor, with
-autograd's graphs taken apart by AOTAutograd on the way; ``torch._dynamo.backends.registry`` knows
-backends by name; ``forward_ad._current_level`` is 0 or more inside of a dual level;
+Private names used here (torch 2.11 to 2.14): ``torch._inductor.compile_fx`` is Inductor, which
+uses AOTAutograd for graphs with autograd; ``torch._dynamo.backends.registry`` has the backends by
+name; ``forward_ad._current_level`` is 0 or more inside a dual level;
 ``_functorch.maybe_current_level`` is the depth of torch.func's transforms.
 """
 
@@ -36,7 +36,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CompilerFailed(Exception):
-    """Internal: a backend of torch's raised an error; that is the cause."""
+    """Internal: a backend of torch raised an error, which is the cause."""
 
 
 def inductor(
@@ -44,12 +44,12 @@ def inductor(
     examples: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Any:
-    """Inductor, whose random numbers are torch's own, so that a program draws what eager does.
+    """Compile a graph with Inductor, with torch's own random numbers, as in eager mode.
 
     Args:
         module: the graph.
-        examples: what it is compiled for.
-        decompositions: operators that are to be compiled by their parts, beside Inductor's own.
+        examples: the example inputs.
+        decompositions: operators to decompose, in addition to Inductor's own decompositions.
 
     Raises:
         CompilerFailed: Inductor can't compile the module.
@@ -70,7 +70,7 @@ def inductor(
 
 
 def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
-    """What a backend of torch's makes of a module."""
+    """Return the result of a torch backend for a module."""
     if _has_loops(module):
         examples = _for_loops(examples)
     try:
@@ -81,7 +81,7 @@ def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[tor
 
 
 def _every_node(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
-    """Yield the nodes of a module and of the modules in it."""
+    """Yield the nodes of a module and of its submodules."""
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             yield from part.graph.nodes
@@ -92,7 +92,7 @@ def _has_loops(module: torch.fx.GraphModule) -> bool:
 
 
 def _for_loops(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Examples for a graph with loops: fake ones, with symbols for numbers in the loops."""
+    """Return fake examples for a graph with loops, with symbols for numbers in the loops."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)
@@ -106,10 +106,10 @@ def _for_loops(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def backend_of(name: str) -> Backend:
-    """A backend by the name that torch has for it.
+    """Return a torch backend by its name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: torch has no backend of this name.
     """
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import InvalidBackend
@@ -126,7 +126,7 @@ def backend_of(name: str) -> Backend:
 
 
 def runs_plainly(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether compiled code may work on tensors here: nobody is to see the operators themselves."""
+    """True if compiled code may run here: no mode, transform or class must see each operator."""
     return (
         all(type(x) in _PLAIN for x in tensors)
         and forward_ad._current_level < 0

@@ -1,15 +1,15 @@
-"""A trace says that it is one: ``torch.compiler.is_compiling()`` is True inside of it.
+"""The flag by which ``torch.compiler.is_compiling()`` is True inside a trace.
 
-Libraries ask this before they look at a tensor's data, or keep a value from one call to the next.
+Libraries call this function before they look at a tensor's data, or cache a value across calls.
 
 NOTE [is_compiling on one thread]
-torch keeps one flag for all threads, and code that torch compiles on one thread may save and
-restore it while another thread traces. So the flag is, while any trace runs, an object: it is true
-on the threads that trace, and false on the others. If torch saves it and restores it later, it is
-false everywhere. Where torch compiles or exports already, the flag is True and stays so.
+torch keeps one flag for all threads, and torch.compile on one thread may save and restore the flag
+while another thread traces. While any trace runs, the flag is therefore an object that is true on
+the tracing threads and false on the others. If torch saves it and restores it later, it is false
+on all threads. If torch already compiles or exports, the flag stays True.
 
-Private names used here (torch 2.13 and 2.14): ``torch.compiler._is_compiling_flag`` is what
-``torch.compiler.is_compiling`` returns.
+Private names used here (torch 2.13 and 2.14): ``torch.compiler._is_compiling_flag`` is the result
+of ``torch.compiler.is_compiling``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tsfunc.dispatch.state import tls
 
 
 class _TrueOnTracingThreads:
-    """A flag that is true on a thread that traces, and that combines with others as a bool does."""
+    """A flag that is true on tracing threads, and combines with other values like a bool."""
 
     __slots__ = ()
 
@@ -59,12 +59,12 @@ class _TrueOnTracingThreads:
 
 _FLAG: Final = _TrueOnTracingThreads()
 _changing = threading.Lock()
-_blocks = 0  # of all threads
+_blocks = 0  # active blocks of all threads
 
 
 @contextmanager
 def is_compiling() -> Iterator[None]:
-    """A block in which ``torch.compiler.is_compiling()`` is True inside of this thread's traces."""
+    """Make ``torch.compiler.is_compiling()`` True inside this thread's traces, in a block."""
     global _blocks
     with _changing:
         _blocks += 1

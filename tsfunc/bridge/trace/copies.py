@@ -1,12 +1,12 @@
-"""Traced tensors of symbolic sizes, made as copies of others that look the same.
+"""Traced tensors with symbolic sizes, made as copies of tensors with the same look.
 
-C++ takes a hundred microseconds to make a tensor of symbolic sizes: it asks them, in Python, how
-much memory they need, whether they are contiguous, and in which order. A copy has the answers.
+C++ takes a hundred microseconds to make a tensor with symbolic sizes: it calls Python to compute
+the storage size, contiguity and order of strides. A copy reuses these results.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
-without storage, ``Tensor._make_subclass`` one of a class out of another, which C++ copies;
-``_C._DisableTorchDispatch`` has it do so without asking that one, and ``DisableTorchFunction``
-keeps function modes out; ``FakeTensorMode`` works results out.
+without storage, ``Tensor._make_subclass`` makes an instance of a subclass as a C++ copy of another
+tensor; ``_C._DisableTorchDispatch`` lets it do so without a dispatch to that tensor, and
+``DisableTorchFunction`` disables function modes; ``FakeTensorMode`` computes results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Tracer)
 
 
 class _Original(torch.Tensor):
-    """What tracers are copies of. It is none itself: who looks for tracers is not to find it."""
+    """The original of copied tracers; not a tracer, so that a search for tracers skips it."""
 
     @classmethod
     def __torch_dispatch__(cls, *call: Any) -> Any:
@@ -35,11 +35,11 @@ class _Original(torch.Tensor):
 
 
 class Copies:
-    """What the tracers of one trace are copies of.
+    """The originals of the tracers of one trace.
 
     Args:
         fake: the mode of the trace.
-        looks: how its tensors look.
+        looks: the looks of its tensors.
     """
 
     def __init__(self, fake: FakeTensorMode, looks: Looks) -> None:
@@ -47,7 +47,7 @@ class Copies:
         self._originals: dict[Look, torch.Tensor] = {}
 
     def made(self, cls: type[T], value: Any, level: TracerLevel) -> T:
-        """A tracer of a level that looks like a fake tensor."""
+        """Return a tracer of a level with the metadata of a fake tensor."""
         with DisableTorchFunction():
             if any(type(size) is torch.SymInt for size in value.shape):
                 with suppress(UnknownError):
@@ -59,7 +59,7 @@ class Copies:
         original = self._originals.get(look)
         if original is None:
             original = self._originals[look] = self._original(value)
-        # Without autograd, or a write into one of them would count as one into all.
+        # Without autograd, because copies with autograd would share one version counter.
         with _DisableTorchDispatch(), without_autograd():
             tracer: T = torch.Tensor._make_subclass(cls, original)
         tracer.dispatch_level = level

@@ -1,7 +1,7 @@
-"""A pass of Inductor's: NOTE [loops in Inductor] in ``backends``.
+"""An Inductor pass for loops: NOTE [loops in Inductor] in ``backends``.
 
-Private names used here (torch 2.11 to 2.14): ``torch._inductor.custom_graph_pass`` has the class
-of passes, and what their results are cached by.
+Private names used here (torch 2.11 to 2.14): ``torch._inductor.custom_graph_pass`` has the base
+class of passes, and the hash that keys the caches of their results.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 import torch.fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-# Where the loops' carries are among their arguments, and where the operands of their bodies.
+# The argument with a loop's carries, and the argument with the operands of its body.
 _CARRIES: Final = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
 _STACKED: Final = {"scan": 3, "map_impl": 2}
 
 
 class LoopsMadeReady(CustomGraphPass):
-    """Gives carries memory of their own, and loops the symbols in the sizes of their results."""
+    """A pass that gives carries contiguous storage, and loops the symbols in result sizes."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in list(graph.nodes):
@@ -39,7 +39,7 @@ class LoopsMadeReady(CustomGraphPass):
 
 
 def _owned(graph: torch.fx.Graph, node: Any) -> Any:
-    """An initial value that lies in memory as a new one of its shape does."""
+    """Return a contiguous clone of an initial value that is expanded, other values unchanged."""
     value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(value, torch.Tensor) or 0 not in value.stride():
         return node
@@ -50,12 +50,12 @@ def _owned(graph: torch.fx.Graph, node: Any) -> Any:
 
 
 def _name_symbols(graph: torch.fx.Graph, loop: torch.fx.Node, at: int) -> None:
-    """Makes operands of a loop of the symbols in its results' sizes that are none yet.
+    """Make the missing symbols in the sizes of a loop's results operands of the loop.
 
     Args:
-        graph: has the loop.
+        graph: the graph with the loop.
         loop: a ``scan`` or ``map_impl``.
-        at: which of its arguments are the operands of each call of the body.
+        at: the index of the argument with the operands of each call of the body.
     """
     args: Any = loop.args
     known = {number.node.expr for number in _numbers(args)}
@@ -91,7 +91,7 @@ def _sizes(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _size(graph: torch.fx.Graph, symbol: Any) -> torch.fx.Node | None:
-    """A size of an input of the graph that a symbol stands for."""
+    """Return a node for a symbol: an input, a size of an input, or None."""
     for node in graph.nodes:
         if node.op != "placeholder":
             return None

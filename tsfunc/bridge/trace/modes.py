@@ -1,12 +1,13 @@
-"""A trace is made outside of the modes that are around its call: these see the program run.
+"""Runs a trace outside of the modes that are active around its call.
 
-A mode (``TorchFunctionMode``, ``TorchDispatchMode``) that saw the trace too would do its part
-twice, and what it does in one block would be in the program for good.
+The modes (``TorchFunctionMode``, ``TorchDispatchMode``) see the run of the program. A mode that
+saw the trace too would act twice, and the program would keep its effects for calls without the
+mode.
 
-Private names used here (torch 2.11 to 2.13): of ``_C`` ``_len_torch_function_stack``,
-``_pop_torch_function_stack`` and ``_push_on_torch_function_stack``, and the same of dispatch modes,
-with ``_get_current_dispatch_mode_stack``; a dispatch mode of torch's own tools has a ``_mode_key``;
-``DeviceContext`` is the mode of the default device, a setting that traces look at.
+Private names used here (torch 2.11 to 2.13): in ``_C`` ``_len_torch_function_stack``,
+``_pop_torch_function_stack`` and ``_push_on_torch_function_stack``, and the same for dispatch
+modes, with ``_get_current_dispatch_mode_stack``; dispatch modes of torch's own tools have a
+``_mode_key``; ``DeviceContext`` is the mode of the default device, a setting that traces observe.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """A block in which no mode of the user's is active on this thread."""
+    """Deactivate the user's modes on this thread within a block."""
     functions = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
     kept = [mode for mode in functions if isinstance(mode, DeviceContext)]
     for mode in reversed(kept):
@@ -48,5 +49,5 @@ def outside_modes() -> Iterator[None]:
 
 
 def _ends_with_users(stack: Any) -> bool:
-    """Whether the innermost dispatch mode is none of torch's own tools."""
+    """True if the innermost dispatch mode is the user's, not one of torch's own tools."""
     return bool(stack) and getattr(stack[-1], "_mode_key", None) is None

@@ -1,8 +1,8 @@
-"""Many tensors looked at in one call: whether they are like those that a program was made for.
+"""One C++ call that compares many tensors with the examples of a program.
 
-Private names used here (torch 2.11 to 2.13): ``_C._dynamo.guards.TensorGuards`` compares the class,
-type, device, sizes, strides and dispatch keys of tensors in C++, in a tenth of the time that
-reading them takes in Python.
+Private names used here (torch 2.11 to 2.13): ``_C._dynamo.guards.TensorGuards`` compares the
+class, dtype, device, sizes, strides and dispatch keys of tensors in C++, ten times as fast as
+reading them in Python.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def quick_check(examples: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """A function that says yes only to tensors that are like the examples in all of this.
+    """Return a function that is True only for tensors with the same properties as the examples.
 
-    It may say no to some that are: of another class, or one tensor in two places. Such are to be
-    looked at more closely.
+    The function may be False for tensors that do match: tensors of another class, or one tensor in
+    two places. Such tensors need a full check.
 
     Args:
         examples: tensors with their sizes and strides.
 
     Returns:
-        The function, which takes as many tensors; None where there are none, or some stand for
-        others.
+        The function, which takes as many tensors as there are examples; None without examples, or
+        if an example is not a plain strided tensor.
     """
     if not examples or any(type(x) not in _PLAIN or x.layout != torch.strided for x in examples):
         return None
-    # torch declares one list for all tensors; it takes one for each.
+    # torch's annotation is one list for all tensors; the function takes a list of lists.
     sizes: Any = [list(x.shape) for x in examples]
     strides: Any = [list(x.stride()) for x in examples]
     with torch_state.outside_all_levels():

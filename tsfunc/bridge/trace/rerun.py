@@ -1,7 +1,7 @@
-"""A traced graph run again on fake values: what its operators return by torch's own account.
+"""Runs a traced graph again on fake values, to compare its operators' results with those recorded.
 
 Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode;
-``torch._ops.OpOverload`` is an operator.
+``torch._ops.OpOverload`` is the class of operators.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Rerun:
     """Runs operators on fake tensors, outside of all levels and modes.
 
     Args:
-        example: a fake tensor of the trace, whose symbols are used; None where it has none.
+        example: a fake tensor of the trace, for its symbols, or None.
     """
 
     def __init__(self, example: Any) -> None:
@@ -34,13 +34,13 @@ class Rerun:
         self._mode = example.fake_mode if known else FakeTensorMode(allow_non_fake_inputs=False)
 
     def assume(self, facts: Sequence[str]) -> None:
-        """Relies on facts about named dims, and numbers among the arguments."""
+        """Assume facts about named dims, and about numbers among the arguments."""
         env: Any = self._mode.shape_env
         if facts and env is not None:
             assume(facts, {**env.symbols.sizes, **env.symbols.scalars})
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
-        """A fake tensor that looks like another one, for an input."""
+        """Return a fake input with the metadata of another fake tensor."""
         with torch_state.outside_all_levels(), state.outside_all_levels(), self._mode:
             return torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
@@ -49,10 +49,10 @@ class Rerun:
     def call(
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What an operator returns, with autograd's keys as in the trace.
+        """Return the results of an operator, with autograd's dispatch keys active as in the trace.
 
-        Without them torch's fake tensors take a composite whole, and some rules that they have for
-        one are wrong: that of ``nll_loss`` has its arguments in another order.
+        Without these keys torch's fake tensors run a composite operator whole, and some of torch's
+        rules for composites are wrong: that of ``nll_loss`` has its arguments in another order.
         """
         outside = torch_state.outside_all_levels(), state.outside_all_levels()
         with outside[0], outside[1], torch.no_grad(), unlogged():
@@ -62,7 +62,7 @@ class Rerun:
 
 
 def _lists(value: Any) -> Any:
-    """An argument with lists in place of torch.fx's own class of them, which no one looks into."""
+    """Replace the list class of torch.fx, which other code does not flatten, by lists."""
     if isinstance(value, dict):
         return {name: _lists(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -71,7 +71,7 @@ def _lists(value: Any) -> Any:
 
 
 def difference(found: torch.Tensor, said: torch.Tensor) -> str | None:
-    """In what a tensor is not what it is said to be; None if in nothing."""
+    """Return the first difference of dtype, device or shape of two tensors as text, or None."""
     if found.dtype != said.dtype:
         return f"its dtype is {found.dtype}, not {said.dtype}"
     if found.device != said.device:

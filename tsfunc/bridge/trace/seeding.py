@@ -1,8 +1,8 @@
-"""Seeds that a traced function sets: met where ``torch.random``'s functions are called.
+"""Detects the seeds that a traced function sets, in the functions of ``torch.random``.
 
-Private names used here (torch 2.11 to 2.13): ``torch.random.default_generator``, by which its
-functions have the generator that they seed; those are called by way of ``torch._compile`` and
-``torch._dynamo.eval_frame``, whose frames are between them and who calls.
+Private names used here (torch 2.11 to 2.13): ``torch.random.default_generator`` is the generator
+that its functions seed; ``torch._compile`` and ``torch._dynamo.eval_frame`` wrap these functions,
+so their frames are between the functions and the caller.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tsfunc.errors import TypeCheckError
 
 
 class _Watched:
-    """In the place of the default generator while some thread traces."""
+    """A replacement of the default generator while some thread traces."""
 
     def __init__(self) -> None:
-        self.traces: list[tuple[int, str]] = []  # by thread
+        self.traces: list[tuple[int, str]] = []  # thread id and name of each trace
         self.lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
@@ -44,10 +44,10 @@ _watched = _Watched()
 
 @contextlib.contextmanager
 def no_seeding(what: str) -> Iterator[None]:
-    """Context manager: the user's code can't seed torch's default generator, or read its state.
+    """Context manager that stops the user's code from seeding or reading the default generator.
 
     Args:
-        what: how errors call the trace that is made in it.
+        what: the name of the trace in errors.
     """
     module: Any = torch.random
     trace = threading.get_ident(), what
@@ -69,7 +69,7 @@ _DYNAMO = str(_HERE / "_dynamo")
 
 
 def _asked_by_user() -> bool:
-    """Whether it is not torch or this package that calls a function of ``torch.random``."""
+    """True if code outside of torch and this package calls a function of ``torch.random``."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back
     while frame is not None and frame.f_code.co_filename.startswith((*_BETWEEN, _DYNAMO)):

@@ -1,12 +1,13 @@
-"""``torch.export`` of what a program became: it asks of sizes what it has to, and no more.
+"""Runs ``torch.export`` with as few guards on sizes as possible.
 
 NOTE [questions of torch.export]
-torch.export traces the program's operators once more, on sizes of examples. Where its rules choose
-between ways to one result they ask these: whether two sizes happen to be one, whether a size is 1,
-what a view's strides are. Each answer would hold the exported program to sizes like those of the
-examples, though it is right for all that the descriptors allow. With ``backed_size_oblivious`` the
-rules take the way that is right for every size, as they do for sizes that depend on data. Where the
-exported program is decomposed they are asked again, so it takes care of that itself.
+torch.export traces the program's operators again, at the sizes of examples. If its rules choose
+between ways to one result, they ask whether two sizes happen to be equal, whether a size is 1, or
+what the strides of a view are. Each answer would restrict the exported program to sizes like those
+of the examples, although the result is right for all sizes that the descriptors allow. With
+``backed_size_oblivious`` the rules take the way that is right for every size, as for sizes that
+depend on data. Decompositions of the exported program ask again, so the exported program sets the
+option itself.
 
 Private names used here (torch 2.11 to 2.13): ``torch.fx.experimental._config`` has
 ``backed_size_oblivious``, which torch's ONNX exporter sets as well.
@@ -27,12 +28,12 @@ def exported_by_torch(
     kwargs: Mapping[str, Any],
     dynamic_shapes: Mapping[str, Any],
 ) -> torch.export.ExportedProgram:
-    """What ``torch.export`` makes of a module.
+    """Export a module with ``torch.export``.
 
     Args:
-        module: what is exported.
+        module: the module to export.
         args, kwargs: the example arguments.
-        dynamic_shapes: by parameter, as torch.export writes them.
+        dynamic_shapes: the dynamic shapes by parameter, in torch.export's format.
     """
     with _oblivious():
         found = torch.export.export(
@@ -43,7 +44,7 @@ def exported_by_torch(
 
 
 class _Exported(torch.export.ExportedProgram):
-    """An exported program that asks no more where it is decomposed than where it was made."""
+    """An exported program whose decompositions set ``backed_size_oblivious`` too."""
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
         with _oblivious():
@@ -56,7 +57,7 @@ def _oblivious_too(program: torch.export.ExportedProgram) -> torch.export.Export
 
 
 def _oblivious() -> AbstractContextManager[None]:
-    """A block in which torch asks as little as it can: NOTE [questions of torch.export]."""
+    """Return a context in which torch adds few guards: NOTE [questions of torch.export]."""
     from torch.fx.experimental import _config
 
     config: Any = _config

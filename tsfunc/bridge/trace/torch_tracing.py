@@ -1,17 +1,17 @@
-"""A function of tensors as a graph of torch's own operators, traced by torch.
+"""Traces a function of tensors into a graph of torch's own operators, with torch's tracer.
 
-Derivatives of control flow are written so for torch's tools: torch knows those of its own operators
-for it, and traces them into more of these.
+torch's tools need derivatives of control flow in this form: torch differentiates its own
+control-flow operators, and traces the derivatives into further ones.
 
 NOTE [copied views]
 torch differentiates the bodies of its loops with each view replaced by a copy (``expand_copy`` for
-``expand``). Its rules for the shapes of these copies don't take symbolic sizes, or fix them. Here a
-copied view has the shape of the view, while this module or a backend traces.
+``expand``). Its shape rules for these copies reject symbolic sizes, or specialize them. Therefore
+a copied view gets the shape of the view while this module or a backend traces.
 
 Private names used here (torch 2.11 to 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-``torch._subclasses.fake_impls`` the rules for what operators return of fake tensors.
-Of ``torch.fx.experimental.proxy_tensor`` it is ``make_fx``, which AOTAutograd traces by too; of
-``torch._ops`` the classes of operators, HigherOrderOperator of those that take functions.
+``torch._subclasses.fake_impls`` has the fake-tensor rules of operators.
+``torch.fx.experimental.proxy_tensor`` has ``make_fx``, which AOTAutograd uses too; ``torch._ops``
+has the classes of operators, HigherOrderOperator for those that take functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tsfunc.dispatch import state
 
 
 def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:
-    """The operators that copy a view, each with that view's operator."""
+    """Yield the operators that copy a view, each with the operator of the view."""
     names = ("as_strided", "diagonal", "expand", "select", "slice", "split", "split_with_sizes",
              "unfold", "unsqueeze", "view")  # fmt: skip
     for name in names:
@@ -49,7 +49,7 @@ _served = threading.local()
 
 @contextlib.contextmanager
 def copied_views() -> Iterator[None]:
-    """A block in which copies of views have symbolic sizes: NOTE [copied views]."""
+    """Give copies of views symbolic sizes within a block: NOTE [copied views]."""
     before = getattr(_served, "on", False)
     _served.on = True
     try:
@@ -68,10 +68,10 @@ def _copied_view(mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any
 
 
 def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
-    """A module of the operators that a function calls, for an input for each of the values.
+    """Return a module of the operators that a function calls, with one input for each value.
 
     Args:
-        run: takes what the values stand for, and returns a tuple of tensors.
+        run: takes as many arguments as there are values, and returns a tuple of tensors.
         values: fake tensors of one trace, and numbers.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -79,41 +79,41 @@ def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.
     with torch_state.outside_all_levels(), state.outside_all_levels():
         mode, values = _of_one_mode(values)
         with mode, copied_views(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch's control flow warns of is its own doing
+            warnings.simplefilter("ignore")  # torch's control flow warns about its own code
             module: torch.fx.GraphModule = make_fx(run, tracing_mode="real")(*values)
     module.graph.eliminate_dead_code()
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            node.meta.pop("unbacked_bindings", None)  # symbols of this trace, not of the next one
+            node.meta.pop("unbacked_bindings", None)  # symbols of this trace only
     return module
 
 
 def is_control_flow(target: Any) -> bool:
-    """Whether a node calls an operator of torch's whose arguments are functions."""
+    """True if a node calls a torch operator that takes functions as arguments."""
     return isinstance(target, HigherOrderOperator)
 
 
 def name_operators(graph: torch.fx.Graph) -> None:
-    """Notes at each node of a graph that torch has traced which operator it calls."""
+    """Record the operator that each node of a torch-traced graph calls."""
     for node in graph.nodes:
         if isinstance(node.target, OpOverload):
             node.meta.setdefault("op", operator_of(node.target))
 
 
 def is_strided(value: Any) -> bool:
-    """True for a tensor that lies in memory by strides."""
+    """True if a value is a strided tensor."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def contiguous_like(value: torch.Tensor) -> torch.Tensor:
-    """A contiguous fake tensor that is otherwise like another one."""
+    """Return a contiguous clone of a fake tensor."""
     mode = value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
     with torch_state.outside_all_levels(), state.outside_all_levels(), mode, torch.no_grad():
         return value.clone(memory_format=torch.contiguous_format)
 
 
 def draws(module: torch.nn.Module) -> bool:
-    """Whether a module of torch's operators, or one in it, draws random numbers."""
+    """True if a module of torch's operators, or a submodule, draws random numbers."""
     return any(
         torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         for part in module.modules()
@@ -123,7 +123,7 @@ def draws(module: torch.nn.Module) -> bool:
 
 
 def _of_one_mode(values: Sequence[Any]) -> tuple[FakeTensorMode, Sequence[Any]]:
-    """A mode with symbols, which loops need for the number of their steps, and values of it."""
+    """Return a fake mode with symbols, which loops need for their length, and the values in it."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     own = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
@@ -144,11 +144,11 @@ def pulled_back(
     primals: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """The cotangents of a function's inputs, by torch's autograd; zeros where there is none."""
+    """Return the cotangents of a function's inputs, by torch's autograd; zeros if none."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in primals]
         outs = run(*inputs)
-    cotangents = [ct.contiguous() for ct in cotangents]  # they become carries of torch's loops
+    cotangents = [ct.contiguous() for ct in cotangents]  # torch's loops carry them
     pairs = [(out, ct) for out, ct in zip(outs, cotangents, strict=True) if out.requires_grad]
     found: Sequence[Any] = [None] * len(inputs)
     if pairs:
@@ -164,9 +164,9 @@ def pushed_forward(
     primals: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """The tangents of a function's results: its pullback is linear, and this is its transpose.
+    """Return the tangents of a function's results, as the transpose of the linear pullback.
 
-    torch has reverse mode alone for its control flow.
+    torch's control flow supports only reverse mode.
     """
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in primals]

@@ -1,15 +1,15 @@
 """The Trace and Specialize keys: traced tensors, and the kernels that record a program.
 
-A traced tensor has a fake value (shape, type, device, no data) and a node of a torch.fx graph.
-For an operator the Specialize kernel works out what the results are, on fake values; the Trace
-kernel has it do so, and records the call. Both see the operators as the user called them:
-autograd is outside of the level, so composite operators stay whole, and a program is
-differentiable, vmappable and traceable again.
+A traced tensor has a fake value (shape, dtype, device, no data) and a node of a torch.fx graph.
+The Specialize kernel computes the results of an operator on fake values. The Trace kernel runs the
+Specialize kernel, and records the call. Both kernels see the operators as the user called them:
+autograd is outside of the level, so composite operators stay whole, and a program can be
+differentiated, vmapped and traced again.
 
 Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-which runs operators on shapes, and the errors for results that depend on data;
-``DisableTorchFunction`` keeps function modes out of what kernels do;
-``_functorch.maybe_get_level`` is the depth of the transform of torch.func that a tensor is of.
+which runs operators on shapes, and the errors for data-dependent results; ``DisableTorchFunction``
+disables function modes in kernels; ``_functorch.maybe_get_level`` is the depth of the torch.func
+transform that wrapped a tensor.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ class TraceLevel(TracerLevel):
     Attributes:
         graph: the torch.fx graph so far.
         symbols: the symbolic numbers of the trace.
-        fake: the mode that works out results.
-        results: those that have been worked out.
-        copies: the tracers that others are copies of.
+        fake: the mode that computes results.
+        results: the cache of results.
+        copies: the originals that tracers are copied from.
         sizes: records a symbolic number as a node of the graph.
-        lines: the user's line of what is called.
-        lifted: the tensors from outside that the function reads, each with its node.
-        questions: what the function asks of tensors beside types and sizes.
-        bodies: the levels of the bodies of control flow that are being traced, outermost first.
-        of_dtensors: whether inputs or tensors from outside are DTensors.
+        lines: finds the user's line of a call.
+        lifted: the tensors from outside that the function reads, each with its tracer.
+        questions: the questions of the function about tensors, other than types and sizes.
+        bodies: the levels of the control-flow bodies that are being traced, outermost first.
+        of_dtensors: True if inputs or tensors from outside are DTensors.
     """
 
     __slots__ = (
@@ -129,7 +129,7 @@ class TraceLevel(TracerLevel):
     def fake_like(
         self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
     ) -> torch.Tensor:
-        """A fake tensor of the example's type and device, conjugated lazily if that is."""
+        """Return a fake tensor with the example's dtype, device, and lazy conj or neg bits."""
         self.of_dtensors = self.of_dtensors or is_dtensor(example)
         with DisableTorchFunction(), without_factory_keys(), self.fake:
             made = self.results.new(shape, strides, example.dtype, example.device)
@@ -139,32 +139,32 @@ class TraceLevel(TracerLevel):
     def record(
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None
     ) -> torch.fx.Node:
-        """A new call in the graph, with the user's line that makes it."""
+        """Record a call in the graph, with the user's line."""
         node = self.graph.call_function(target, tuple(args), kwargs)
         node.meta["place"] = self.lines.here()[0]
         return node
 
     def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
-        """A new input of the graph that looks like the fake value."""
+        """Add an input to the graph with the metadata of a fake value."""
         return traced_as(value, self.graph.placeholder(name), self, requires_grad)
 
     def lift(self, value: torch.Tensor) -> TraceTracer:
-        """A tensor from outside: the program reads it anew, as an input, at every call."""
+        """Lift a tensor from outside: the program reads it at every call, as an input."""
         known = self.lifted.get(id(value))
         if known is None:
             like = self.fake_like(value, value.shape, value.stride())
             wanted = f"lifted_{len(self.lifted)}"
             node = self.graph.create_node("get_attr", wanted, name=wanted)
-            node.target = node.name  # another, where a parameter is called so
+            node.target = node.name  # another name if a parameter has this one
             known = value, traced_as(like, node, self, value.requires_grad)
             self.lifted[id(value)] = known
         return known[1]
 
     def lifted_here(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor as the traced code is to see it: one from outside is lifted.
+        """Return a tensor as the traced code sees it: a tensor from outside is lifted.
 
-        So is one that a vmap of torch.func's maps over: plain, it would be computed with while
-        tracing, and be stale once it changes.
+        A tensor that a vmap of torch.func maps over is lifted too. As a plain tensor it would be
+        used at trace time, and its results would be stale once it changes.
         """
         if is_traced(value):
             return value
@@ -173,13 +173,13 @@ class TraceLevel(TracerLevel):
         return self.lift(value)
 
     def is_of_functorch(self, value: torch.Tensor) -> bool:
-        """Whether a tensor is of a transform of torch.func inside of the trace."""
+        """True if a tensor belongs to a torch.func transform inside the trace."""
         depth = _functorch.maybe_get_level(value)
         return depth == _ENDED or depth > self.functorch_depth
 
 
 class TraceTracer(Tracer):
-    """A tensor of which only shape, type and device are known."""
+    """A tensor with known shape, dtype and device, and without data."""
 
     __slots__ = ()
 
@@ -236,7 +236,7 @@ class TraceTracer(Tracer):
         raise DataDependentError(_data_dependent(name, self.dispatch_level))
 
     def _assume(self, answer: bool) -> bool:
-        """Has the program check that a test has this answer: NOTE [checks of arguments]."""
+        """Record an assertion that a test has this answer: NOTE [checks of arguments]."""
         place = users_place()
         holds = self.reshape(()) if answer else self.reshape(()).logical_not()
         message = f"{place}{source_of(place, ': ')}: the check fails"
@@ -260,7 +260,7 @@ TraceTracer.storage_offset = offset  # type: ignore[method-assign]
 def traced_as(
     value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
 ) -> TraceTracer:
-    """The tracer of a node, with the fake value that it has."""
+    """Return the tracer of a node, given its fake value."""
     tracer: TraceTracer = level.copies.made(TraceTracer, value, level)
     tracer.value = value
     tracer.node = node
@@ -271,14 +271,14 @@ def traced_as(
 
 
 def traces_dtensors() -> bool:
-    """True if the code that runs is traced for inputs among which there are DTensors."""
+    """True if the running code is traced for inputs with DTensors among them."""
     return any(isinstance(x, TraceLevel) and x.of_dtensors for x in current_levels())
 
 
 def _reads_requires_grad(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What the user sees is whether autograd will record there when the program runs."""
+    """Return whether autograd will record on the tensor when the program runs."""
     own = metadata(func, types, args, kwargs)
     if own or not isinstance(args[0], TraceTracer):
         return own
@@ -292,7 +292,7 @@ METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: igno
 def _new_tensor(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``x.new_tensor(data)`` in a trace; torch detaches what it has made in place, as no tracer."""
+    """Implement ``x.new_tensor(data)``; torch's own detaches its result in place."""
     if not tracing_here() or not kwargs.keys() <= {"dtype", "device", "requires_grad"}:
         return NotImplemented
     like, data = args
@@ -311,19 +311,19 @@ METHODS[torch.Tensor.new_tensor] = _new_tensor
 
 @register("aten::detach", DispatchKey.Trace)
 def _detach(value: TraceTracer) -> TraceTracer:
-    """Autograd's own detach at this level; the user's is answered by door 1, and recorded."""
+    """Implement autograd's own detach at this level; door 1 records the user's detach."""
     return value.again()
 
 
 @register("aten::_has_same_storage_numel", DispatchKey.Trace)
 def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Forward mode asks it of a tangent, to make views of both alike. Fake memory has no size."""
+    """Accept a tangent in forward mode, which asks whether storages have equal sizes."""
     return True
 
 
 @register_fallback(DispatchKey.Specialize)
 def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The column of the Specialize key: results on fake values."""
+    """The column of the Specialize key: compute results on fake values."""
     level = running_level()
     assert isinstance(level, TraceLevel)
 
@@ -353,7 +353,7 @@ def _data_dependent(name: str, level: TraceLevel) -> str:
 
 
 def ways_out() -> str:
-    """What to write where a trace has no data to decide by."""
+    """Return the advice for code that needs data in a trace."""
     return (
         "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "
         "torch.where(pred, x, y), and use x.item() for a number that goes into tensors and sizes; "
@@ -364,7 +364,7 @@ def ways_out() -> str:
 
 @register_fallback(DispatchKey.Trace)
 def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The column of the Trace key: has the results worked out, and records the call."""
+    """The column of the Trace key: compute the results, and record the call."""
     level = running_level()
     assert isinstance(level, TraceLevel)
     if not isinstance(op, TorchOperator):
@@ -373,10 +373,10 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             f"a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
         )
     if op.reshapes and isinstance(args[0], TraceTracer):
-        with DisableTorchFunction(), level.fake:  # what the graph says of the node stays true
+        with DisableTorchFunction(), level.fake:  # keep the value that the graph's node has
             args[0].value = torch.ops.aten.alias.default(args[0].value)
     if level.bodies and not any(isinstance(x, torch.Tensor) for x in optree.tree_leaves(args)):
-        level = level.bodies[-1]  # the code that runs is the body's, whoever calls a factory for it
+        level = level.bodies[-1]  # the body's code is running, and calls a factory
     results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
     tracks = torch.is_grad_enabled()
     any_tracks = False
@@ -403,7 +403,7 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
-    """The nodes of the numbers that an operator has found in data: NOTE [sizes of data]."""
+    """Register the nodes of data-dependent numbers in results: NOTE [sizes of data]."""
     node.meta["reads_data"] = True
     found = results if isinstance(results, list | tuple) else [results]
     values = [x.value if isinstance(x, TraceTracer) else x for x in found]
@@ -426,7 +426,7 @@ def _lift_fresh(value: torch.Tensor) -> Any:
 
 
 def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:
-    """torch.Size and tuples inside of arguments as lists, which is how a graph spells them."""
+    """Return arguments with torch.Size and tuples as lists, as graphs store them."""
     return tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
 
 
@@ -454,7 +454,7 @@ def _record_results(
 
 
 def _items_traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> Any:
-    """Several results, lists of them among them, each as an item of the node."""
+    """Return several results, including nested lists, each traced as an item of the node."""
     if not isinstance(results, list | tuple):
         return results
     found = []
@@ -471,7 +471,7 @@ def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
     return level.graph.call_function(operator.getitem, (node, i))
 
 
-# What says what a tensor is, whatever its data, or concerns the tensor from outside itself.
+# Calls that read only metadata, or that concern the tensor from outside itself.
 _LOOKS = frozenset({*LOOKS, _reads_requires_grad, refuse_storage})
 
 
@@ -479,14 +479,14 @@ _GRAD = vars(torch.Tensor.__base__)["grad"].__get__
 
 
 class Lifting(TorchFunctionMode):
-    """While it is active, the function's own calls on tensors from outside are recorded too.
+    """A function mode that also records the function's own calls on tensors from outside.
 
-    Without it a result of such tensors alone would be computed while tracing, and be stale
-    once they change.
+    Without the mode, results of such tensors alone would be computed at trace time, and be stale
+    once the tensors change.
 
     Args:
-        level: where they are recorded.
-        grad_of: what the ``.grad`` of a tensor from outside is.
+        level: the level that records the calls.
+        grad_of: returns the ``.grad`` of a tensor from outside.
     """
 
     def __init__(
@@ -520,8 +520,8 @@ class Lifting(TorchFunctionMode):
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
-        # What is written in place is returned as it was given: a parameter that `self.w += 1`
-        # assigns is the module's own.
+        # The result of an in-place write is the given tensor: `self.w += 1` assigns the module's
+        # own parameter again.
         return given[0] if given and out is args[0] else out
 
     def _lifted(self, value: Any) -> Any:
@@ -532,11 +532,11 @@ class Lifting(TorchFunctionMode):
         return value
 
 
-_ENDED = -2  # the depth of what a transform that has ended has wrapped: cotangents are pulled there
+_ENDED = -2  # the depth of wrappers of ended transforms, such as cotangents in pullbacks
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is a tracer of the trace, or of a transform inside of it."""
+    """True if a value is a tracer of the trace, or of a transform inside it."""
     if not isinstance(value, Tracer):
         return False
     root = value.dispatch_level.root
@@ -544,12 +544,12 @@ def is_traced(value: Any) -> bool:
 
 
 def tracing_here() -> bool:
-    """Whether the code that runs is being traced."""
+    """True if the running code is being traced."""
     return any(isinstance(level, TraceLevel) for level in current_levels())
 
 
 def node_of_output(value: Any, level: TraceLevel) -> Any:
-    """What a result of the traced function is in the graph: a node, or a constant."""
+    """Return the node, or the constant, for a result of the traced function."""
     if isinstance(value, TraceTracer) and value.dispatch_level is level:
         return value.node
     if isinstance(value, torch.Tensor):

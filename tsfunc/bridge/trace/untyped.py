@@ -1,8 +1,8 @@
-"""Values of type ``Any`` in a trace: they may be passed on and returned, and nothing else.
+"""Values of type ``Any`` in a trace: they may only be passed on and returned.
 
-A type that says nothing gives a program nothing to be checked by. So what an annotation or a
-descriptor calls ``Any`` is handed to the traced function behind a stand-in, which answers every
-use of it with an error that says where the concrete type is missing.
+A program has no check for a value of type ``Any``. If an annotation or a descriptor says ``Any``,
+the traced function gets a stand-in for the value. Every use of the stand-in raises an error that
+says where the concrete type is missing.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from tsfunc.errors import TypeCheckError
 
 
 class AnyValue:
-    """Stands for a value of type ``Any`` while a function is traced.
+    """A stand-in for a value of type ``Any`` while a function is traced.
 
     Args:
         value: the value.
-        text: how a user would write it: ``x``, ``params['w']``, ``Model.scale``.
-        mend: where its type is said, and how to say another.
+        text: an expression for the value: ``x``, ``params['w']``, ``Model.scale``.
+        mend: where the type is declared, and how to declare another.
     """
 
     __slots__ = ("_mend", "_text", "_value")
 
     @property
     def __class__(self) -> type[Any]:
-        """What ``isinstance`` asks for, of everything that is not plainly of the class."""
+        """Raise; ``isinstance`` reads the class of objects that are not direct instances."""
         _refuse(self, "its class is asked for")
 
     @__class__.setter
@@ -84,7 +84,7 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 pytrees.add_leaf(AnyValue)
 
-# Python looks operators up in the class, past __getattr__.
+# Python looks up operators in the class, without __getattr__.
 _BINARY = "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor"
 _OTHERS = (
     "eq ne lt le gt ge neg pos abs invert bool int float complex index round trunc floor ceil len "
@@ -98,7 +98,7 @@ for _name in (
 
 
 def without_stand_ins(tree: Any) -> Any:
-    """A pytree with what stands for values of type ``Any`` replaced by the values."""
+    """Replace the stand-ins in a pytree by their values."""
     if not any(type(leaf) is AnyValue for leaf in pytrees.leaves_of(tree)):
         return tree
     return pytrees.tree_map(lambda x: _of(x, "_value") if type(x) is AnyValue else x, tree)

@@ -1,1 +1,1 @@
-"""Tracers, the two doors by which calls of torch reach them, and what both ask of torch's state."""
+"""Tracers, the two doors through which torch calls reach them, and reads of torch's state."""

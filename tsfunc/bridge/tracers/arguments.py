@@ -1,4 +1,4 @@
-"""What a torch operator's schema says of its arguments.
+"""The arguments of torch operators, as their schemas declare them.
 
 Private names used here (torch 2.11 to 2.13): ``OpOverload._schema``.
 """
@@ -18,11 +18,11 @@ class Argument(NamedTuple):
     """One argument of an operator.
 
     Attributes:
-        name: as keyword.
-        type: as the schema writes it: ``Tensor``, ``Optional[int]``, ``List[Tensor]``.
-        shares: whether a result may have its memory.
-        written: whether it is written into.
-        has_default: whether it may be left out.
+        name: the keyword.
+        type: the type in the schema: ``Tensor``, ``Optional[int]``, ``List[Tensor]``.
+        shares: True if a result may share its memory.
+        written: True if the operator writes to it.
+        has_default: True if it may be omitted.
     """
 
     name: str
@@ -47,17 +47,17 @@ def _arguments(overload: OpOverload) -> tuple[Argument, ...]:
 
 
 def arguments_of(op: TorchOperator) -> tuple[Argument, ...]:
-    """An operator's arguments, in order."""
+    """Return an operator's arguments, in order."""
     return _arguments(op.overload)
 
 
 def matched(
     op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Argument, Any]]:
-    """The arguments of a call, each with what is given for it.
+    """Yield the arguments of a call, each with its value.
 
     Raises:
-        TypeError: there are more than the operator has, or one by a name that it has not.
+        TypeError: there are too many arguments, or an unknown keyword.
     """
     declared = arguments_of(op)
     if len(args) > len(declared):

@@ -1,9 +1,9 @@
-"""What door 1 answers for tracers by itself: their attributes, ``detach``, and reads of their data.
+"""Door 1 methods that answer for tracers without C++: attributes, ``detach``, and reads of data.
 
-C++ can't be asked for these: it would answer for the wrapper, or not ask back.
+C++ can't answer these calls: it would answer for the wrapper tensor, or would not dispatch back.
 
 Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reads a tracer's own
-attributes; ``torch._VF._make_dual`` is what ``forward_ad.make_dual`` calls;
+attributes; ``torch._VF._make_dual`` is called by ``forward_ad.make_dual``;
 ``_functorch.maybe_current_level`` is the depth of torch.func's stack.
 """
 
@@ -59,14 +59,14 @@ def _read(
 def _format(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As `_show` where nothing is said of how; digits are for numbers, so they need data."""
+    """Format as ``_show`` without a format spec; with one, read the data."""
     return (_read if args[1] else _show)(func, types, args, kwargs)
 
 
 def _without_door_1(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """For Python methods whose call of the C method of the same name leads back to themselves."""
+    """Call a Python method past door 1, because its C method would call it again."""
     level = innermost_level((*args, *kwargs.values()))
     with DisableTorchFunctionSubclass():
         if level is None or level.autograd:
@@ -78,7 +78,7 @@ def _without_door_1(
 def of_the_value(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What the tracer does not know of its value: lazy conjugation, a compressed layout."""
+    """Ask the value inside for properties that the tracer lacks: lazy conjugation, layout."""
     value = args[0]
     if isinstance(value, Tracer) and isinstance(inner := getattr(value, "value", None), _T):
         return func(inner)
@@ -88,7 +88,7 @@ def of_the_value(
 def _require_grad(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The user records autograd on a tracer: from now on the level's calls must pass through it."""
+    """Record autograd on a tracer; from now on the level's calls must pass through autograd."""
     value = args[0]
     if isinstance(value, Tracer):
         value.dispatch_level.autograd += 1
@@ -98,9 +98,9 @@ def _require_grad(
 def _make_dual(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Somebody else's forward mode: the level's calls must pass through autograd from now on."""
+    """Make a dual tensor; from now on the level's calls must pass through autograd."""
     level = innermost_level(args)
-    # What a transform of torch.func inside of the level makes is not for the level to wrap.
+    # A torch.func transform inside the level makes its own tensors, which the level must not wrap.
     if level is not None and (_functorch.maybe_current_level() or 0) <= level.functorch_depth:
         level.autograd += 1
         level.forward += 1
@@ -139,13 +139,13 @@ METHODS[_T.__format__] = _format
 METHODS[_T.requires_grad_] = _require_grad
 METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
 
-# The methods among these that ask what a tensor is, and those that do not need its data.
+# The methods among these that only ask for properties, and those that do not need data.
 OF_TYPES = frozenset({metadata, of_the_value})
 LOOKS = OF_TYPES | {_show, _require_grad, backward, _make_dual}
 
 
 def _property(name: str) -> property:
-    """Reads an attribute of the wrapper in Python, a fifth of what door 1 takes."""
+    """Return a property that reads an attribute in Python, five times as fast as door 1."""
     get = getattr(_T, name).__get__
 
     def read(self: Tracer) -> Any:
@@ -156,7 +156,7 @@ def _property(name: str) -> property:
 
 
 def _layout(self: Tracer) -> torch.layout:
-    """That of the value: compressed tracers are strided themselves."""
+    """The layout of the value, because compressed tracers are strided themselves."""
     inner = getattr(self, "value", None)
     if isinstance(inner, torch.Tensor):
         return inner.layout
@@ -172,7 +172,7 @@ def _method(name: str) -> Callable[..., Any]:
             return call(self, *args, **kwargs)
 
     method.__name__ = name
-    METHODS[method] = metadata  # as which function modes see it
+    METHODS[method] = metadata  # function modes see metadata calls
     return method
 
 
@@ -184,5 +184,5 @@ for _name in (
     "storage_offset",
 ):  # fmt: skip
     setattr(Tracer, _name, _method(_name))
-    # A function mode is told of the class's own attribute.
+    # A function mode gets the class's own attribute.
     METHODS[getattr(Tracer, _name)] = metadata

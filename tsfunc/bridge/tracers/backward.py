@@ -1,9 +1,9 @@
-"""``backward()`` inside of a transform: for leaves that the transformed function has made.
+"""``backward()`` inside a transform, for leaves that the transformed function has made.
 
-A training loop that is mapped over makes copies of its parameters that require gradients, and
-calls ``loss.backward()`` and an optimizer. Each of these leaves is a tracer, whose ``.grad`` is one
-too, and both are gone with the function. Leaves that outlive it would be left with a tracer for a
-gradient: these are refused.
+A training loop under vmap clones its parameters with gradients, and calls ``loss.backward()`` and
+an optimizer. Each of these leaves is a tracer, and so is its ``.grad``; both end with the
+function. A leaf that outlives the function would keep a tracer as its gradient, so such a call is
+refused.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _FUNCTION: Final = torch.autograd.backward
 def backward(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Door 1 for the method and the function of that name.
+    """Door 1 for ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Raises:
-        RuntimeError: something from outside would get a gradient.
+        RuntimeError: a tensor from outside would get a gradient.
     """
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     results = _several(given["self" if func is _METHOD else "tensors"])
@@ -43,7 +43,7 @@ def _several(value: Any) -> Sequence[Any]:
 
 
 def _leaves(results: Sequence[Any]) -> Iterator[Any]:
-    """The tensors that a graph of autograd ends at, which get its gradients."""
+    """Yield the leaves of an autograd graph, which get its gradients."""
     todo = [x.grad_fn if x.grad_fn is not None else x for x in results if x.requires_grad]
     seen = set(todo)
     while todo:
@@ -59,11 +59,11 @@ def _leaves(results: Sequence[Any]) -> Iterator[Any]:
 
 
 def _made_inside(value: Any) -> bool:
-    """Whether its graph is the function's own: no value outside of it is recorded as well."""
+    """True if a value's graph is the function's own: autograd records on no value outside."""
     if not isinstance(value, Tracer) or not value.dispatch_level.alive:
         return False
     while isinstance(value, Tracer):
-        if getattr(value, "tracks", False):  # of a trace: when the program runs
+        if getattr(value, "tracks", False):  # traced: the program would record it
             return False
         value = getattr(value, "value", None)
         if isinstance(value, torch.Tensor) and value.requires_grad:

@@ -1,4 +1,4 @@
-"""Batched tensors: the level of an active vmap, and its tracers, which ``hot_calls`` gives doors.
+"""Batched tensors: the level of an active vmap, and its tracers; ``hot_calls`` adds the doors.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_current_graph_task_id`` as in ``torch_state``.
@@ -37,21 +37,21 @@ _NUMBERS = frozenset({"scalar_tensor", "lift_fresh"})
 
 
 class BatchLevel(TracerLevel):
-    """An active vmap.
+    """The level of an active vmap.
 
     Attributes:
-        batch_size: how many examples there are.
-        randomness: what random operators do.
-        strict: whether no operator is looped over in it and in inner ones.
-        axis_name: what collectives call it.
-        first: the index in the whole call of the first of its examples.
-        generators: where torch's random numbers began, for a call that is run part by part.
-        courses: what each example has drawn, once some of them have run by themselves.
+        batch_size: the number of examples.
+        randomness: the randomness mode of random operators.
+        strict: True if no operator may be looped over, in this and in inner levels.
+        axis_name: the name of the axis for collectives.
+        first: the index of the first example in the whole call.
+        generators: the initial states of torch's generators, for a call that runs in parts.
+        courses: the draws of each example, once some examples have run separately.
         kind: the class of its tracers.
-        lifts_factories: more than 0 while C++ runs the parts of an operator: what they make to
-            write into is the level's own from the start.
-        splitter: what chooses between examples that answer differently; None refuses them.
-        spread_over: the levels of mesh axes over whose ranks the axis goes on, the slowest first.
+        lifts_factories: more than 0 while C++ runs the parts of an operator: tensors that they
+            make to write into are the level's from the start.
+        splitter: chooses between examples with different answers; None refuses them.
+        spread_over: the levels of mesh axes that the axis continues over, the slowest first.
     """
 
     __slots__ = ("axis_name", "batch_size", "bit", "courses", "first", "generators", "kind",
@@ -85,7 +85,8 @@ class BatchLevel(TracerLevel):
         return wrap(value, None, self, value.storage_offset())
 
     def sees_factory(self, name: str, random: bool) -> bool:
-        # A number that C++ makes a tensor of is to stay a number, as its type counts for less.
+        # A number that C++ makes a tensor of must stay a number, because its dtype has lower
+        # priority.
         return random or (self.lifts_factories > 0 and name not in _NUMBERS)
 
     @property
@@ -93,25 +94,25 @@ class BatchLevel(TracerLevel):
         return _current_graph_task_id() != -1
 
     def examples(self, device: torch.device) -> torch.Tensor:
-        """The index of each example in the whole call."""
+        """Return the index of each example in the whole call, as a 1-dim int64 tensor."""
         return torch.arange(self.first, self.first + self.batch_size, device=device)
 
     @property
     def origin(self) -> BatchLevel:
-        """The level, or the one that this is a twin of."""
+        """The level, or the level that this one is a twin of."""
         return self
 
     def twin(self, name: str) -> BatchLevel:
-        """A level for the same batch, which a rule enters on the values that it was given."""
+        """Return a level for the same batch, which a rule enters on its arguments."""
         return _Twin(self, name)
 
     def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        """The key for the whole batch, or one for each example (NOTE [courses of draws])."""
+        """Return one key for the batch, or one for each example (NOTE [courses of draws])."""
         courses = self.whole.courses
         if courses is None:
             if not is_noted():
                 return nonce
-            # The run of a checkpoint, in which the nonces come again after courses may have begun.
+            # A rerun of a checkpoint may repeat these nonces after courses have begun.
             courses = self.whole.courses = {}
         if generator not in courses:
             courses[generator] = course_for(self.whole)
@@ -119,30 +120,30 @@ class BatchLevel(TracerLevel):
 
     @property
     def whole(self) -> BatchLevel:
-        """The vmap's own level, for one that has some of its examples (``subsets``)."""
+        """The vmap's own level, for a level that has some of its examples (``subsets``)."""
         return self
 
     @property
     def call_size(self) -> int:
-        """How many examples the call has, of which the level may have some."""
+        """The number of examples of the call; the level may have fewer."""
         return self.batch_size
 
     def places(self) -> torch.Tensor:
-        """The numbers of its examples among those of the call, a tensor of outside of it."""
+        """Return the positions of the level's examples in the call, a tensor from outside it."""
         return torch.arange(self.batch_size, device="cpu")
 
     def with_batch(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor of outside, which has a first dim for the examples, as the level has it."""
+        """Return the level's tracer of a tensor from outside whose first dim has the examples."""
         return wrap(value, 0, self)
 
     def draws(self, generator: torch.Generator | None) -> None:
-        """A random operator is about to draw from the generator, None being torch's own."""
+        """Note that a random operator will draw from the generator; None is torch's own."""
         if self.generators is not None:
             self.generators.draws(generator)
 
 
 class _Twin(BatchLevel):
-    """A level for the batch of another one."""
+    """A second level for the batch of another level."""
 
     __slots__ = ("level",)
 
@@ -173,9 +174,9 @@ class _Twin(BatchLevel):
 
 
 class BatchTracer(Tracer):
-    """A tensor of which there is one for each example, in a physical ``value``.
+    """A tensor with one value for each example, stored in a physical ``value``.
 
-    ``bdim`` is the dim of ``value`` that holds the examples, or None where all are the same.
+    ``bdim`` is the batch dim of ``value``, or None if all examples have the same value.
     """
 
     __slots__ = ()
@@ -209,14 +210,14 @@ class BatchTracer(Tracer):
 def wrap(
     value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any = None
 ) -> BatchTracer:
-    """The tracer for a physical value, which begins at ``offset`` of its memory (None: at 0)."""
+    """Return the tracer of a physical value at storage offset ``offset`` (None: 0)."""
     tracer: Any
     if type(value) is _Tensor and bdim is not None and value.layout is _strided:
-        # By position, which is parsed in less time: no memory format.
+        # Positional arguments parse faster; the None is the memory format.
         shape = value.shape
         if bdim == 0:
-            # With the batch outermost in a contiguous value, the examples are contiguous too; of
-            # no examples torch says so whatever the strides are.
+            # With the batch dim outermost in a contiguous value, the examples are contiguous too.
+            # An empty batch counts as contiguous whatever its strides are, and needs its strides.
             plain = shape[0] and value.is_contiguous() and not offset
             shape = shape[1:]
             strides = None if plain else value.stride()[1:]
@@ -238,7 +239,7 @@ def wrap(
 
 
 def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
-    # Past the doors, all at once: a value may be a tracer itself.
+    # Bypass the doors, because a value may be a tracer itself.
     with DisableTorchFunctionSubclass():
         shape: Any = _shape_of(value)
         if type(value) is not _Tensor and environment_of(shape) is not None:
@@ -265,7 +266,7 @@ def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: A
 
 
 def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
-    """For a value of symbolic sizes, of which nothing is asked."""
+    """Return the wrapper of a value with symbolic sizes, without guards."""
     shape: Any = value.shape
     strided = value.layout is _strided
     strides = value.stride() if strided else None
@@ -280,7 +281,7 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, 
 
 
 def read(tracer: BatchTracer, name: str) -> Any:
-    """What a method gives that returns data as Python values, for examples that differ."""
+    """Return the Python value of a data read (``item``) for a batched tracer."""
     level = tracer.dispatch_level
     if level.splitter is None:
         raise DataDependentError(messages.read_of_batch(name, level))
@@ -295,12 +296,12 @@ def read(tracer: BatchTracer, name: str) -> Any:
     with level.restored():
         if tracer.numel() == 1 or name in ("tolist", "numpy", "__array__"):
             level.splitter.agree(answers_of(value, at, name))
-        # One for all: also where it raises, for tensors that have no single value.
+        # One result for all; it raises if the tensors have no single value.
         return getattr(tracer.value.select(at, 0), name)()
 
 
 def unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:
-    """The value and the batch dim of an argument; lists are looked through."""
+    """Return the value and the batch dim of an argument; lists are unwrapped item by item."""
     if isinstance(arg, BatchTracer):
         if arg.dispatch_level is level:
             return arg.value, arg.bdim
@@ -323,7 +324,7 @@ def rewrap(
     out: Any,
     out_dims: Any,
 ) -> Any:
-    """Tracers for a rule's results; what an in-place operator returns is its argument itself."""
+    """Wrap the results of a rule in tracers; an in-place operator returns its argument."""
     if isinstance(out, torch.Tensor):
         if isinstance(op, TorchOperator) and op.inplace:
             args[0].bdim = out_dims

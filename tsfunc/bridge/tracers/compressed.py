@@ -1,10 +1,10 @@
-"""Tracers of values in sparse layouts, the compressed ones (CSR, CSC, BSR, BSC) above all.
+"""Tracers of values in sparse layouts, in particular compressed ones (CSR, CSC, BSR, BSC).
 
 NOTE [compressed tracers]
-C++ can't be told such a layout of a tracer: to ask a tensor that is none of its own for it ends the
-process where autograd records. So the tracer is a strided one there, ``layout`` is answered in
-Python, and what would go by the layout in C++, before our rules see it, is called here by the
-operator that it comes to.
+C++ can't store such a layout in a tracer: with autograd recording, the process crashes when C++
+reads it from a tensor subclass. The tracer is therefore strided in C++, and ``layout`` is answered
+in Python. Functions that choose by layout in C++, before any batching rule, are replaced here by
+the operator that they would choose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 
 def _for_compressed(mine: Callable[..., Any], *functions: Callable[..., Any]) -> None:
-    """Registers what is called for functions whose first tensor is a compressed tracer."""
+    """Register a replacement for functions whose first tensor is a compressed tracer."""
 
     def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(args[0], Tracer) or not is_compressed(args[0]):
@@ -51,7 +51,7 @@ def _to_sparse(
 
 
 def _stored(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """How many elements are stored: all examples must have as many."""
+    """Return the number of stored elements, which all examples must share."""
     x = args[0]
     if not isinstance(x, Tracer) or is_compressed(x):
         return NotImplemented
@@ -59,7 +59,7 @@ def _stored(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _product(x: Tensor, *others: Any) -> Any:
-    """Its derivative by the sparse matrix has elements where the matrix has."""
+    """Refuse a product whose derivative by the sparse matrix would be sparse."""
     if len(others) == 1 and x.requires_grad:
         raise NotImplementedError(
             f"vmap: torch.sparse.mm of a batch of tensors of layout {x.layout} has no derivative "

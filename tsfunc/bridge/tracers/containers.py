@@ -1,8 +1,8 @@
-"""Classes registered for torch's pytrees, which users of ``torch.func`` have registered there.
+"""Container classes registered with torch's pytrees, as users of ``torch.func`` do.
 
-Private names used here (torch 2.11 to 2.13): ``torch.utils._pytree.SUPPORTED_NODES`` holds how
-the classes are taken apart and put together that ``register_pytree_node`` and
-``register_dataclass`` of that module were given, and ``GetAttrKey`` is what a field is called by.
+Private names used here (torch 2.11 to 2.13): ``torch.utils._pytree.SUPPORTED_NODES`` holds the
+flatten and unflatten functions that ``register_pytree_node`` and ``register_dataclass`` of that
+module were given, and ``GetAttrKey`` is the key of a field.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tsfunc.pytrees import NAMESPACE, on_unknown
 
 @on_unknown
 def _take_in(kind: type) -> bool:
-    """Makes a class that torch's pytrees know a container here as well."""
+    """Register a class of torch's pytrees with this package's pytrees; True if there is one."""
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is None:
         return False

@@ -1,19 +1,19 @@
-"""Random draws where some examples of a vmap draw without the others.
+"""Random draws of a vmap whose examples do not all run together.
 
 NOTE [courses of draws]
-An example that draws as if alone (NOTE [draws of an example] in ``ops/philox``) is to meet the
-first nonce at its first draw, the second at its second, whatever other examples draw in between.
-While all examples run the same operators that is so by itself. Where control flow runs a part of
-them (``subsets``), the others miss the nonces that are drawn there. From then on the nonces are
-kept, and each example's key is the one that it would have met alone.
+An example that draws as if alone (NOTE [draws of an example] in ``ops/philox``) must get the first
+nonce at its first draw and the second nonce at its second draw, whatever other examples draw in
+between. While all examples run the same operators, this holds by itself. If control flow runs a
+subset of them (``subsets``), the other examples miss the nonces of that run. From then on the
+nonces are stored, and each example's key is the one that it would have got alone.
 
-In a vmap inside of others a nonce is a number for each outer example, and outer examples that run
-by themselves are drawn for without the others. So a course has a row for each of them: the nonces
-that it has met, and how many of them each of its inner examples has used.
+Inside other vmaps a nonce is one number per outer example, and outer examples that run separately
+draw without the others. A course therefore has a row for each outer example: the nonces of the
+row, and the number of them that each inner example has used.
 
-A nonce that comes again, as where a checkpoint runs a function once more, has the keys that it had.
-A vmap whose parts are run one after the other begins each with the same state of the generator,
-and so with the courses of the vmaps outside as they were (``generators``).
+A repeated nonce, as in the rerun of a checkpoint, gives the same keys again. A vmap that runs in
+parts starts each part with the same state of the generator, and so with the same state of the
+courses of outer vmaps (``generators``).
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 
 
 class Course:
-    """The nonces of one generator since a part of the examples first ran by itself.
+    """The nonces of one generator since some examples first ran separately.
 
     Args:
-        rows: how many examples the vmaps outside have, together.
-        size: how many this one has.
+        rows: the number of examples of all outer vmaps together.
+        size: the number of examples of this vmap.
 
     Attributes:
-        met: how many nonces each row has met.
-        used: how many of these each example has used, a row after the other.
+        met: the number of nonces of each row, int64 of shape (rows,).
+        used: the number of nonces that each example has used, row by row, int64 of shape (rows *
+            size,).
     """
 
     def __init__(self, rows: int, size: int) -> None:
@@ -49,18 +50,19 @@ class Course:
         self.met = torch.zeros(rows, dtype=torch.int64, device="cpu")
         self.used = torch.zeros(rows * size, dtype=torch.int64, device="cpu")
         self._nonces = torch.zeros(0, rows, 2, dtype=torch.int64, device="cpu")
-        # Which nonces the examples had that drew together; None: the last one of each.
+        # The nonce indices of examples that drew together; None: each used the last one of its
+        # row.
         self._drawn: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor] | None] = {}
 
     def keys(
         self, nonces: torch.Tensor, rows: torch.Tensor, inner: torch.Tensor
     ) -> torch.Tensor | None:
-        """The key of each example that draws; None where the nonces are.
+        """Return the key of each drawing example; None if the keys are the nonces.
 
         Args:
-            nonces: one for each of the rows.
+            nonces: one nonce per row.
             rows: the rows that draw.
-            inner: which examples of each row do, by their numbers.
+            inner: the positions of the drawing examples in each row.
         """
         examples = rows[:, None] * self.size + inner
         known = tuple(nonces.flatten().tolist())
@@ -93,21 +95,21 @@ class Course:
         return CourseState(self.met.clone(), self.used.clone(), len(self._drawn))
 
     def return_to(self, state: CourseState) -> None:
-        """As it was: what was drawn since is about to be drawn anew, perhaps by other examples."""
+        """Restore a state: draws since then will be repeated, perhaps by other examples."""
         self.met, self.used = state.met.clone(), state.used.clone()
         for known in list(self._drawn)[state.drawn :]:
             del self._drawn[known]
 
 
 class CourseState(NamedTuple):
-    """How far the examples have come."""
+    """The progress of the examples of a course."""
 
     met: torch.Tensor
     used: torch.Tensor
     drawn: int
 
     def or_further(self, other: CourseState) -> CourseState:
-        """How far each came in one of two runs."""
+        """Return the further progress of each example in two runs."""
         return CourseState(
             self.met.maximum(other.met), self.used.maximum(other.used), max(self.drawn, other.drawn)
         )
@@ -118,27 +120,27 @@ CourseStates = dict[torch.Generator | None, CourseState]
 
 
 def vmaps_here() -> list[BatchLevel]:
-    """The active vmaps, with all of their examples or some."""
+    """Return the active vmap levels, including those with some of their examples."""
     found: list[Any] = [level for level in tls.state.levels if level.key is DispatchKey.Batch]
     return found
 
 
 def outside_of(level: BatchLevel) -> list[BatchLevel]:
-    """The active vmaps outside of a level."""
+    """Return the active vmap levels outside of a level."""
     return [outer for outer in vmaps_here() if outer.depth < level.depth]
 
 
 def course_for(level: BatchLevel) -> Course:
-    """A course for the examples of a call, at which none has drawn yet."""
+    """Return a new course for the examples of a call."""
     rows = math.prod(outer.whole.call_size for outer in outside_of(level))
     return Course(rows, level.call_size)
 
 
 def keys_in(course: Course, level: BatchLevel, nonce: torch.Tensor) -> torch.Tensor:
-    """The key of each example of a level, or one for all, of a nonce of outside of the level."""
+    """Return one key per example of a level, or one for all, from a nonce from outside it."""
     outer = outside_of(level)
     nonces = _laid_out(nonce, outer)
-    if nonces is None:  # which is traced
+    if nonces is None:  # the nonce is traced
         return nonce
     rows = torch.zeros((), dtype=torch.int64, device="cpu")
     for i, at in enumerate(outer):
@@ -160,7 +162,7 @@ def keys_in(course: Course, level: BatchLevel, nonce: torch.Tensor) -> torch.Ten
 
 
 def _laid_out(value: Any, levels: Sequence[BatchLevel]) -> torch.Tensor | None:
-    """What a tensor stands for, with a dim in front for each level; None where it has no data."""
+    """Return the physical value with one front dim per level; None if it has no data."""
     for level in reversed(levels):
         dim = None
         if isinstance(value, Tracer) and value.dispatch_level is level:

@@ -24,9 +24,8 @@ def unit_cotangent(value: torch.Tensor, *, like_value: bool) -> torch.Tensor:
 
     Args:
         value: the scalar.
-        like_value: whether the cotangent is made of the value, as that of a DTensor has to be.
-            Otherwise only the value's type and device are read, so that a program need not
-            compute it.
+        like_value: whether to make the cotangent from the value, as DTensors require. Otherwise
+            only the dtype and device are read, so that a program need not compute the value.
     """
     if like_value or is_dtensor(value):
         return torch.ones_like(value)
@@ -34,7 +33,7 @@ def unit_cotangent(value: torch.Tensor, *, like_value: bool) -> torch.Tensor:
 
 
 def replicated_like(cotangent: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return a plain cotangent of a DTensor as a DTensor, the same on every rank."""
+    """Return a plain cotangent of a DTensor as a replicated DTensor."""
     if not is_dtensor(output) or is_dtensor(cotangent):
         return cotangent
     from torch.distributed.tensor import DTensor, Replicate

@@ -1,24 +1,25 @@
-"""Side by side with torch.compile: Dynamo breaks its graph at a transform, and stays outside.
+"""Interoperation with torch.compile: Dynamo breaks its graph at a transform and skips its code.
 
-What runs inside of a transform are tracers, which Dynamo knows nothing of. So the functions that
-enter one are marked: not to be traced, and neither what they call. It costs a call nothing.
+Code inside a transform works on tracers, which Dynamo does not support. The functions that enter a
+transform are therefore marked, so that Dynamo traces neither them nor their callees. The mark
+costs a call nothing.
 
 NOTE [inside of torch.compile]
-A call of a specialized function is traced by Dynamo as a call of the function itself: Dynamo makes
-a graph and guards of its own, so nothing is gained by a program in between, and the graph need not
-break. Where the function calls a transform it does break, before the call, and the program runs.
+Dynamo traces a call of a specialized function as a call of the original function. Dynamo makes its
+own graph and guards, so a program in between would gain nothing, and the graph need not break. If
+the function calls a transform, the graph breaks before the call, and the program runs.
 
 NOTE [control flow in torch's graphs]
-While torch records a graph (torch.compile, torch.export, make_fx) our control flow is torch's own,
-so that it is an operator of that graph; ``transforms/control/in_torch`` has which. Where a
-transform of ours is active what is recorded are its operators on batches and cotangents.
+While torch records a graph (torch.compile, torch.export, make_fx), control flow functions call
+torch's own, so that the graph has them as operators; ``transforms/control/in_torch`` lists them.
+Inside an active transform, torch instead records the operators on batches and cotangents.
 
-Private names used here (torch 2.11 to 2.13): ``_C._dynamo.eval_frame.set_code_exec_strategy``
-says what Dynamo does with frames of a code object, and with frames below them;
-``_torchdynamo_disable`` on a function keeps it from tracing calls of it, and
-``_torchdynamo_disable_msg`` is the reason that it gives; one that is its
-``_torchdynamo_inline`` is traced in its place. ``_C._get_dispatch_mode`` and, for what records
-before autograd, ``_ops._get_dispatch_mode_pre_dispatch`` give the mode of a kind that is active.
+Private names used here (torch 2.11 to 2.13): ``_C._dynamo.eval_frame.set_code_exec_strategy`` sets
+Dynamo's treatment of frames of a code object, and of frames below them; ``_torchdynamo_disable``
+on a function stops Dynamo from tracing calls of it, and ``_torchdynamo_disable_msg`` is the reason
+in its messages; Dynamo traces ``_torchdynamo_inline`` of a function in its place.
+``_C._get_dispatch_mode`` and, for recordings above autograd,
+``_ops._get_dispatch_mode_pre_dispatch`` return the active mode of a kind.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ _REASON = (
 )
 _skip: Any = eval_frame._FrameAction.SKIP
 _SKIP_ALL = eval_frame._FrameExecStrategy(_skip, _skip)
-# The code that it has been told of, by identity: its hash is that of all that it contains.
+# The marked code objects by id, because the hash of a code object covers all its contents.
 _outside: dict[int, Any] = {}
 
 
 def outside_dynamo(func: F) -> F:
-    """Marks a function that Dynamo does not trace, neither itself nor what it calls."""
+    """Mark a function so that Dynamo traces neither it nor its callees."""
     code: Any = getattr(func, "__code__")  # noqa: B009 - no attribute of every Callable
-    if id(code) not in _outside:  # which all functions that a transform makes have in common
+    if id(code) not in _outside:  # all functions that a transform makes share it
         eval_frame.set_code_exec_strategy(code, _SKIP_ALL)
         _outside[id(code)] = code
     func._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -59,7 +60,7 @@ def outside_dynamo(func: F) -> F:
 
 
 def instead_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
-    """Marks a function in the place of which Dynamo traces another one."""
+    """Return a decorator: Dynamo traces ``other`` in place of the decorated function."""
 
     def mark(func: F) -> F:
         func._torchdynamo_inline = other  # type: ignore[attr-defined]
@@ -72,7 +73,7 @@ _PROXY: Any = _TorchDispatchModeKey.PROXY
 
 
 def torch_records() -> bool:
-    """Whether torch records what is called: NOTE [control flow in torch's graphs]."""
+    """True if torch records calls: NOTE [control flow in torch's graphs]."""
     if torch.compiler.is_dynamo_compiling():
         return True
     recording = _get_dispatch_mode(_PROXY) or _get_dispatch_mode_pre_dispatch(_PROXY)

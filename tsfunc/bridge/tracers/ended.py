@@ -1,4 +1,4 @@
-"""Levels that have ended, active again for a block: for what a backward pass runs once more."""
+"""Reactivates levels that have ended, for code that a backward pass runs again."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch import Level
 from tsfunc.dispatch.state import State, active_levels, capturing, using
 
-_running: Counter[int] = Counter()  # by its id, how often a level that has ended runs again
+_running: Counter[int] = Counter()  # the number of active reruns of an ended level, by id
 _lock = threading.Lock()
 
 
 @contextmanager
 def entered_again(state: State) -> Iterator[None]:
-    """The levels of a state are active, and it is this thread's, within the block."""
+    """Activate a state and its levels on this thread within the block."""
     with _lock:
         levels = [root for root in map(_root, state.levels) if not root.alive or _running[id(root)]]
         for level in levels:
             _running[id(level)] += 1
             level.alive = True
             active_levels[level] = threading.get_ident()
-    # Levels inside of a subset captured its level while it replaced the vmap's.
+    # Levels inside a subset captured the subset's level in place of the vmap's.
     here = state.levels
     inside = [level for i, level in enumerate(here) if level.outer.levels != here[:i]]
     try:
@@ -42,7 +42,7 @@ def entered_again(state: State) -> Iterator[None]:
 
 
 def any_ended(state: State) -> bool:
-    """Whether a transform of a state is over."""
+    """True if a transform of a state has ended."""
     return any(not _root(level).alive for level in state.levels)
 
 

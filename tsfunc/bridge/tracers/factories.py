@@ -1,11 +1,12 @@
-"""Factory and random functions, which have no tensor by which a level could be found.
+"""Factory and random functions, which have no tensor argument that leads to a level.
 
-NOTE [the factory keys] in ``torch_state`` says how they are met. While a level is active the
-kernels here send such a call to the innermost level of the thread: a random function of a vmap
-gets its row's rule (which heeds ``randomness``), a factory in a trace is recorded.
+NOTE [the factory keys] in ``torch_state`` describes how they are intercepted. While a level is
+active, the kernels here send such a call to the innermost level of the thread that handles it: a
+random function in a vmap gets its batching rule (which obeys ``randomness``), and a factory in a
+trace is recorded.
 
-Private names used here (torch 2.11 to 2.13): ``torch.library`` itself is public; the keys it is
-asked to register for are torch's disused ``VmapMode`` and ``TESTING_ONLY_GenericMode``.
+Private names used here (torch 2.11 to 2.13): ``torch.library`` itself is public; the kernels are
+registered for torch's unused keys ``VmapMode`` and ``TESTING_ONLY_GenericMode``.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ _libraries: dict[str, list[torch.library.Library]] = {}
 _lock = threading.Lock()
 
 
-# What is done before a level draws into a tensor that is not its own (``writes``).
+# Called before a level draws into a tensor that is not its own (``writes``).
 before_drawing: list[Callable[[Any, TracerLevel], None]] = []
 
 
 def _install(key: str, names: Sequence[str]) -> None:
-    """Registers the kernels for a key; once a process."""
+    """Register the kernels for a key, once per process."""
     with _lock:
         if key in _libraries:
             return
         library = torch.library.Library("aten", "IMPL")
         every = torch.library.Library("_", "IMPL")
         with warnings.catch_warnings():
-            # torch has kernels of its own for the disused key, which only raise.
+            # torch's own kernels for the unused key only raise.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
             warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
             if key == RANDOM_KEY_NAME:
@@ -84,7 +85,7 @@ def _install(key: str, names: Sequence[str]) -> None:
 
 
 def _kernel(overload: Any, key: str) -> Callable[..., Any]:
-    """What a factory does while a level is active."""
+    """Return the kernel of a factory while a level is active."""
     name = overload._schema.name.removeprefix("aten::")
     random = name in _RANDOM_NAMES
     inplace = random and name.endswith("_")
@@ -97,23 +98,23 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
         for level in reversed(current_levels()):
             if isinstance(level, TracerLevel) and level.sees_factory(name, random):
                 if given is not None and given.depth >= level.depth:
-                    break  # its tracers lead to the level, by way of their autograd
+                    break  # the tracers lead to the level through their autograd
                 if inplace:
                     for prepare in before_drawing:
                         prepare(args[0], level)
                 with without_factory_keys():
                     return operator_of(overload).run_at(level, args, kwargs)
-        if name == "scalar_tensor":  # it writes its number into what another factory makes
+        if name == "scalar_tensor":  # it fills a tensor of another factory
             with without_factory_keys():
                 return overload.redispatch(keys & rest, *args, **kwargs)
-        # Its parts, and forward mode's lazy zeros among them, are to come here by themselves.
+        # Its parts, and forward mode's lazy zeros among them, come here separately.
         return overload.redispatch(keys & rest, *args, **kwargs)
 
     return factory
 
 
 def _out_variants() -> Iterator[Any]:
-    """The overloads of random functions that write into tensors given as ``out=``."""
+    """Yield the overloads of random functions that write to ``out=`` tensors."""
     for name in sorted(_RANDOM_NAMES):
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
@@ -123,9 +124,9 @@ def _out_variants() -> Iterator[Any]:
 
 
 def _into(overload: Any, key: str) -> Callable[..., Any]:
-    """What a random function with ``out=`` does while a level is active.
+    """Return the kernel of a random function with ``out=`` while a level is active.
 
-    Only tensors of the level can take what it draws for each example.
+    Only tensors of the level can store one draw per example.
     """
     rest = after(key)
     outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
@@ -134,7 +135,7 @@ def _into(overload: Any, key: str) -> Callable[..., Any]:
         for level in reversed(current_levels()):
             if isinstance(level, TracerLevel) and level.sees_factory(overload.name(), True):
                 if all(getattr(kwargs.get(n), "dispatch_level", None) is level for n in outs):
-                    break  # which lead to the level
+                    break  # the out tensors lead to the level
                 raise RuntimeError(
                     f"{level.name}: calling out variants of random functions is not supported "
                     f"({overload.name()} was called with out=, a tensor that is not batched). "
@@ -146,10 +147,10 @@ def _into(overload: Any, key: str) -> Callable[..., Any]:
 
 
 def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
-    """Forward mode's lazy zeros, whose kernels take a tracer for a tensor with storage.
+    """Replace forward mode's lazy zeros, whose kernels treat a tracer as a tensor with storage.
 
-    The tangent of a Python number is made one of those that C++ hands to Python as numbers, which
-    it must be able to read: no tracer.
+    C++ makes the tangent of a Python number from such zeros and reads it as a number, so 0-dim
+    zeros must be plain tensors.
     """
     if not any(isinstance(level, TracerLevel) for level in current_levels()):
         lazy = torch.ops.aten._efficientzerotensor.default
@@ -169,19 +170,19 @@ _on_first_level: list[Callable[[], None]] = []
 
 
 def on_first_transform(preparation: Callable[[], None]) -> Callable[[], None]:
-    """Registers what is done once, when the process enters its first transform."""
+    """Register a function to call once, when the process enters its first transform."""
     _on_first_transform.append(preparation)
     return preparation
 
 
 def on_first_level(preparation: Callable[[], None]) -> Callable[[], None]:
-    """Registers what is done once, when the process enters its first level of tracers."""
+    """Register a function to call once, when the process enters its first tracer level."""
     _on_first_level.append(preparation)
     return preparation
 
 
 def prepare() -> None:
-    """Has been called where a transform runs."""
+    """Run the preparations; every transform calls this before it runs."""
     if _on_first_transform:
         with _lock:
             for preparation in _on_first_transform:

@@ -1,12 +1,12 @@
-"""The lists of weights that recurrent modules keep beside their parameters.
+"""The weight lists that recurrent modules keep besides their parameters.
 
-``functional_call`` gives a module other parameters for a call, and its own back. A recurrent
-module notices the first in its forward pass, and makes its lists anew; nothing has it notice the
-second, so that it would go on with the weights of the call.
+``functional_call`` gives a module other parameters for a call, and restores its own. A recurrent
+module notices the first change in its forward pass, and rebuilds its lists. It does not notice the
+second change, and would keep the weights of the call.
 
-Private names used here (torch 2.11 to 2.13): of ``nn.RNNBase`` ``_flat_weights``, the weights in
-the order that its operators take them in, and ``_flat_weight_refs``, weak references to these, by
-which it notices that they are others.
+Private names used here (torch 2.11 to 2.13): in ``nn.RNNBase`` ``_flat_weights`` has the weights
+in the order of its operators' arguments, and ``_flat_weight_refs`` has weak references to these,
+by which the module notices a change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 @contextmanager
 def flat_weights_kept(module: nn.Module) -> Iterator[None]:
-    """A block after which the recurrent modules in a module have the lists that they had."""
+    """Restore the weight lists of the recurrent modules in a module after the block."""
     lists = [
         (each, name, vars(each)[name])
         for each in module.modules()

@@ -1,12 +1,12 @@
-"""Side by side with torch.func, whose transforms keep an interpreter stack of their own.
+"""Interoperation with torch.func, whose transforms keep an interpreter stack of their own.
 
-Where a transform of torch.func is the innermost one, what it traces are tensors of its own, on
-which torch's plain autograd may not be used, and whose levels a tracer of ours would leave in
-the wrong order. A transform that is called there is given to torch.func's of the same name.
+If a torch.func transform is the innermost one, the traced tensors are its own. torch's plain
+autograd must not run on them, and a tracer of this package would leave their levels in the wrong
+order. A transform that is called there delegates to the torch.func transform of the same name.
 
 Private names used here (torch 2.11 to 2.13): ``_functorch.maybe_current_level`` is the depth of
 torch.func's stack; ``is_functorch_wrapped_tensor``, ``is_batchedtensor``, ``get_unwrapped``,
-``maybe_get_bdim`` and ``maybe_get_level`` tell what a tensor of its transforms is, and
+``maybe_get_bdim`` and ``maybe_get_level`` inspect a tensor of its transforms, and
 ``_add_batch_dim`` makes one.
 """
 
@@ -21,7 +21,7 @@ from torch._C import _functorch
 
 from tsfunc.bridge.tracers.tracer import current_tracer_level
 
-# torch.func's own transforms, also where its attributes have been replaced by ours.
+# torch.func's own transforms, even after its attributes were replaced by this package's.
 TORCH_FUNC: Final[Mapping[str, Callable[..., Any]]] = {
     name: getattr(torch.func, name)
     for name in ("functional_call", "grad", "grad_and_value", "jvp", "linearize", "vjp", "vmap")
@@ -29,13 +29,13 @@ TORCH_FUNC: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 def functorch_depth() -> int:
-    """How many transforms of torch.func are active on this thread."""
+    """Return the number of active torch.func transforms on this thread."""
     level = _functorch.maybe_current_level()
     return 0 if level is None else int(level)
 
 
 def delegate(name: str) -> Callable[..., Any] | None:
-    """torch.func's transform of that name, where torch.func is the innermost; else None."""
+    """Return torch.func's transform of this name if torch.func is innermost, else None."""
     if _functorch.maybe_current_level() is None:
         return None
     level = current_tracer_level()
@@ -45,7 +45,7 @@ def delegate(name: str) -> Callable[..., Any] | None:
 
 
 def differs_in_functorch(value: torch.Tensor) -> bool:
-    """Whether a tensor differs among the examples of a vmap of torch.func."""
+    """True if a tensor differs among the examples of a torch.func vmap."""
     if _functorch.maybe_current_level() is None:
         return False
     while _functorch.is_functorch_wrapped_tensor(value):
@@ -58,9 +58,10 @@ def differs_in_functorch(value: torch.Tensor) -> bool:
 def batch_of_another(
     value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """A batch of torch.func's vmap with what another tensor becomes in the place of that tensor.
+    """Return a batched tensor of torch.func's vmap with the tensor inside it changed.
 
-    What its other transforms have wrapped stays: they differentiate this very tensor.
+    Wrappers of other torch.func transforms stay as they are, because these differentiate that very
+    tensor.
     """
     if not _functorch.is_batchedtensor(value):
         return value
@@ -74,6 +75,6 @@ def batch_of_another(
 
 
 def teach_is_batched(module: Any, name: str, is_batched: Callable[[Any], bool]) -> None:
-    """Have a module's own name of torch.func's ``is_batchedtensor`` know other batched tensors."""
+    """Teach a module's alias of torch.func's ``is_batchedtensor`` about other batched tensors."""
     if getattr(module, name, None) is _functorch.is_batchedtensor:
         setattr(module, name, lambda x: _functorch.is_batchedtensor(x) or is_batched(x))

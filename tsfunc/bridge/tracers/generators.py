@@ -1,11 +1,11 @@
-"""The states of torch's random number generators, for a vmapped call that is run part by part.
+"""The states of torch's random generators, for a vmapped call that runs in parts.
 
 NOTE [the same numbers in every part]
-With ``randomness="same"`` or ``"split"`` a part of the batch that is run later is to begin with
-the state that the first part began with. So the states of the default generators are taken where
-the call begins, and that of a generator which the function names (``generator=``) where it is first
-drawn from. After the call they are left as the part left them that drew the most, so that numbers
-drawn later have not been used.
+With ``randomness="same"`` or ``"split"`` each part of the batch must start with the generator
+state of the first part. The states of the default generators are saved when the call begins. The
+state of a generator that the function names (``generator=``) is saved before its first draw. After
+the call, the generators keep the state of the part with the most draws, so that later draws get
+unused numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tsfunc.bridge.tracers.courses import CourseStates, vmaps_here
 
 
 class Generators:
-    """Remembers where generators were when a vmapped call, or an attempt, began.
+    """The generator states at the start of a vmapped call, or of an attempt.
 
     Args:
-        outside: what is told of draws too.
+        outside: an outer instance that is told of the draws too.
     """
 
     def __init__(self, outside: Generators | None = None) -> None:
@@ -36,7 +36,7 @@ class Generators:
             self._began.append((generator, generator.get_state()))
 
     def draws(self, generator: torch.Generator | None) -> None:
-        """A random operator is about to draw."""
+        """Note that a random operator will draw."""
         if self._outside is not None:
             self._outside.draws(generator)
         self.drawn += 1
@@ -44,14 +44,14 @@ class Generators:
             self._began.append((generator, generator.get_state()))
 
     def rewind(self) -> None:
-        """A part of the batch has been run, and another one is about to be."""
+        """Restore the initial states, between two parts of the batch."""
         self._note_end()
         self._courses.rewind()
         for generator, state in self._began:
             generator.set_state(state)
 
     def finish(self) -> None:
-        """All parts have been run."""
+        """Set the final states, after all parts."""
         self._note_end()
         self._courses.finish()
         for generator, state in self._ended:
@@ -66,7 +66,7 @@ class Generators:
 
 
 class _Courses:
-    """How far examples of the active vmaps have come, which draw for each part of the call."""
+    """The progress of examples of outer vmaps, which draw in each part of the call."""
 
     def __init__(self) -> None:
         self._levels = [level.whole for level in vmaps_here()]
@@ -80,7 +80,7 @@ class _Courses:
         ]
 
     def note_end(self) -> None:
-        """Of what each has drawn in one of the parts, the most is what it has drawn in the end."""
+        """Keep the largest progress of each example over the parts."""
         self._ended = [
             {g: then[g].or_further(state) if g in then else state for g, state in now.items()}
             | {g: state for g, state in then.items() if g not in now}
@@ -100,5 +100,5 @@ class _Courses:
 
 
 def rewindable(randomness: str) -> Generators | None:
-    """What a call that is run part by part needs for this randomness."""
+    """Return the generators that a call in parts needs for this randomness, or None."""
     return Generators() if randomness in ("same", "split") else None

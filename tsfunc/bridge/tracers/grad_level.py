@@ -1,8 +1,8 @@
-"""The Grad key: tracers that add nothing, on which autograd is recorded apart.
+"""The Grad key: tracers that only wrap a value, so that autograd can record on them separately.
 
-A jvp inside a jvp needs tensors of its own to hang tangents on (NOTE [one dual level] in
-``autograd``). Where the enclosing level's are taken, its inputs become tracers of a level of
-this key, whose one kernel passes every operator on to the values inside.
+A jvp inside a jvp needs separate tensors to attach tangents to (NOTE [one dual level] in
+``autograd``). If the tensors of the enclosing level already have tangents, the inputs become
+tracers of a level with this key, whose only kernel runs every operator on the values inside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback, 
 
 
 class GradLevel(TracerLevel):
-    """A level on whose tracers autograd records."""
+    """A level whose tracers have an autograd graph of their own."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ class GradLevel(TracerLevel):
 
 
 class GradTracer(Tracer):
-    """A tensor that stands for one value."""
+    """A tensor that wraps one value."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ class GradTracer(Tracer):
 
 
 class SlottedGradTracer(SlottedTracer, GradTracer):
-    """What a tracer with slots becomes when it is turned into one of these (``turning``)."""
+    """The class of a slotted tracer that became a GradTracer (``turning``)."""
 
     __slots__ = ()
 
@@ -66,7 +66,7 @@ def _wrap(value: torch.Tensor, level: GradLevel) -> GradTracer:
 
 
 def unwrapped(value: torch.Tensor, level: TracerLevel) -> torch.Tensor:
-    """What a tracer of the level stands for; other tensors are as they are."""
+    """Return the value inside a tracer of the level; other tensors are returned unchanged."""
     if isinstance(value, GradTracer) and value.dispatch_level is level:
         return value.value
     return value
@@ -74,13 +74,13 @@ def unwrapped(value: torch.Tensor, level: TracerLevel) -> torch.Tensor:
 
 @register("aten::detach", DispatchKey.Grad)
 def _detach(value: GradTracer) -> GradTracer:
-    """Autograd's own detach at this level, which leaves the graphs outside as they are."""
+    """Implement autograd's own detach at this level, which keeps the graphs outside."""
     return value.again()
 
 
 @register_fallback(DispatchKey.Grad)
 def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The column of the Grad key: the operator on the values inside."""
+    """The column of the Grad key: run the operator on the values inside."""
     level = running_level()
     assert isinstance(level, GradLevel)
 

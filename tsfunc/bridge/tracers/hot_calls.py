@@ -1,8 +1,8 @@
-"""Hot calls: the doors of batched tensors, which give plain calls straight to a rule.
+"""Hot calls: doors of batched tensors that pass plain calls directly to a batching rule.
 
 Private names used here (torch 2.11 to 2.13): ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and
-``_current_graph_task_id`` as in ``torch_state``, whose context manager door 2 has inlined;
-``_functorch.maybe_current_level`` says whether torch.func is active.
+``_current_graph_task_id`` as in ``torch_state``, whose context manager door 2 inlines;
+``_functorch.maybe_current_level`` tells whether torch.func is active.
 """
 
 from __future__ import annotations
@@ -54,18 +54,19 @@ _strided = torch.strided
 _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
 
-# Callables that a rule takes as they are, with values in place of tracers
-# (``bridge/batch/hot.py``), and those whose rule takes options by name too. Some give views.
+# Callables whose rule takes their arguments unchanged, with values in place of tracers
+# (``bridge/batch/hot.py``); those whose rule takes keyword options too; and those that return
+# views.
 HOT: dict[Any, Rule] = {}
 NAMED: dict[Any, Rule] = {}
 VIEWS: set[Any] = set()
 _OPTIONS = frozenset({int, float, bool, str, type(None), tuple, list})
 _NO_TENSORS = _OPTIONS | {complex, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
-# Classes of tracers beside MadeTracer.
+# Classes of tracers other than MadeTracer.
 KINDS: set[type] = set()
 
-# What a hot call may have beside batched tensors; anything else takes the way through C++.
+# Types of other arguments of a hot call; a call with any other type goes through C++.
 _PLAIN = frozenset({
     int, float, bool, complex, str, type(None), slice, type(Ellipsis), torch.Tensor,
     torch.nn.Parameter, torch.dtype, torch.memory_format,
@@ -75,7 +76,7 @@ _SEQUENCES = frozenset({list, tuple, torch.Size})
 
 
 def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
-    """The level, values and batch dims of a plain call, of one vmap, and if any is batched."""
+    """Return level, values, batch dims and whether any is batched, for a plain call; else None."""
     level: Any = None
     batched = False
     values = []
@@ -98,7 +99,7 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None
         elif kind in _SEQUENCES:
             inner = _taken(arg)
             if inner is None:
-                return None  # of plain tensors alone
+                return None  # plain tensors only
             if level is not None and inner[0] is not level:
                 return _taken_innermost(args)
             level = inner[0]
@@ -111,7 +112,7 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None
 
 
 def _taken_innermost(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
-    """The same of several vmaps: to the innermost one tracers of others are values."""
+    """Do the same with several vmaps: for the innermost, tracers of the others are values."""
     level: Any = None
     for arg in args:
         kind = type(arg)
@@ -120,7 +121,7 @@ def _taken_innermost(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bo
             if level is None or own.depth > level.depth:
                 level = own
             elif own.depth == level.depth and own is not level:
-                return None  # one is in the place of the other
+                return None  # one level replaces the other
         elif kind not in _PLAIN and (
             kind not in _SEQUENCES or not _ITEMS.issuperset(map(type, arg))
         ):
@@ -135,9 +136,10 @@ def _taken_innermost(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bo
 
 
 def _is_the_calls(level: BatchLevel, values: Sequence[Any]) -> bool:
-    """Whether an error is the user's: NOTE [no examples], and sparse batches have their own rules.
+    """Return True if an error is the user's, and must be raised at once.
 
-    It is raised at once then: what is called again calls hooks again.
+    A second attempt would call hooks again. Empty batches (NOTE [no examples]) and sparse batches
+    have their own rules, and are tried again.
     """
     return level.batch_size != 0 and not any(
         isinstance(value, torch.Tensor) and value.layout is not _strided for value in values
@@ -145,10 +147,10 @@ def _is_the_calls(level: BatchLevel, values: Sequence[Any]) -> bool:
 
 
 # NOTE [direct calls]
-# Most calls are elementwise, of one tracer, of two that are batched alike, or of one and a number.
-# Of such a call nothing needs to be put together for a rule: it is made on the values as it is.
+# Most calls are elementwise, with one tracer, with two tracers of one batch dim, or with a tracer
+# and a number. Such a call runs on the values directly, without a batching rule.
 def _alike(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | None:
-    """The level, batch dim and values of such a call."""
+    """Return the level, batch dim and values of a direct call, or None."""
     x = args[0]
     if type(x) is not MadeTracer:
         return None
@@ -171,7 +173,7 @@ def _alike(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | Non
 
 
 def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> Any:
-    """Door 1 for pointwise functions: NotImplemented where ``hot_call`` is to look at the call."""
+    """Door 1 for pointwise functions; NotImplemented leaves the call to ``hot_call``."""
     alike = _alike(args)
     if alike is None:
         return NotImplemented
@@ -180,7 +182,7 @@ def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> An
     if not level.alive or state.remap_args is not None or maybe_functorch_level() is not None:
         return NotImplemented
     if level.autograd:
-        # C++ records; no operand is of a level outside, which would have to be lifted.
+        # C++ records; no operand is from an outer level, which would need a lift.
         if func in METHODS or is_inference_mode_enabled():
             return NotImplemented
         return hop(func, types, args, NO_KWARGS)
@@ -212,7 +214,7 @@ def _recorded(
     kwargs: Mapping[str, Any],
     values: Sequence[Any],
 ) -> Any:
-    """A call that C++ records at the level: NotImplemented where operands are to be lifted."""
+    """Make a call that C++ records at the level; NotImplemented if operands need a lift."""
     if tls.state.remap_args is not None or maybe_functorch_level() is not None:
         return NotImplemented
     if func in METHODS or is_inference_mode_enabled():
@@ -223,13 +225,13 @@ def _recorded(
                 return NotImplemented  # NOTE [operands of outer levels]
         elif arg is not value and type(value) is list and not all(map(_is_tracer, arg)):
             return NotImplemented
-    return hop(func, (), tuple(args), kwargs)  # which takes no list
+    return hop(func, (), tuple(args), kwargs)  # hop accepts no list
 
 
 def hot_call(
     rule: Rule, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> Any:
-    """Door 1 without C++: NotImplemented where the call is not of the plain kind."""
+    """Door 1 without C++; NotImplemented if the call is not plain."""
     taken = _taken(args)
     if taken is None or not taken[3]:
         return NotImplemented
@@ -239,7 +241,7 @@ def hot_call(
     if level.autograd:
         return _recorded(func, level, args, kwargs, values)
     if any_autocast():
-        return NotImplemented  # its kernels come first: NOTE [autocast and rules]
+        return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
     state = tls.state
     if state.remap_args is not None:
         found = state.remap_args(func, args, kwargs)
@@ -272,14 +274,14 @@ def hot_call(
     return wrap(out[0], out[1], level, out[2] if len(out) == 3 else None)
 
 
-# Of functions that have no rule of their own: the forms of their calls, by the types of arguments
-# and the names of those by keyword. A function whose calls have none has None.
+# The forms of calls of functions without a rule of their own, by the argument types and keyword
+# names; None for a function whose calls have no forms.
 FORMS: dict[Any, dict[Any, Form | None] | None] = {}
 _UNKNOWN: Any = object()
 
 
 def _forms_of(func: Any) -> dict[Any, Form | None] | None:
-    """The forms that are known of a function's calls; None where it is not to be looked at."""
+    """Return the known forms of a function's calls; None if the function has none."""
     forms = FORMS.get(func, _UNKNOWN)
     if forms is _UNKNOWN:
         apart = func in WRITERS or (func in METHODS and func not in FOR_NUMBERS)
@@ -288,7 +290,7 @@ def _forms_of(func: Any) -> dict[Any, Form | None] | None:
 
 
 def _new_form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
-    """The form of a call, as torch's parsers tell it."""
+    """Return the form of a call, as torch's parsers determine it."""
     others = (*args[1:], *kwargs.values())
     if func in FOR_NUMBERS and any(isinstance(value, torch.Tensor) for value in others):
         return None
@@ -318,7 +320,7 @@ def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         if in_dispatch_modes() or maybe_functorch_level() is not None:
             return NotImplemented
         form = forms[kinds] = _new_form(func, args, kwargs)
-    if form is None or any_autocast():  # whose kernels come first: NOTE [autocast and rules]
+    if form is None or any_autocast():  # autocast kernels come first: NOTE [autocast and rules]
         return NotImplemented
     op = form.op
     found = form.arguments(args, kwargs)
@@ -338,7 +340,7 @@ def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _recorded_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same where autograd is recorded at the level."""
+    """Do the same if autograd is recorded at the level."""
     taken = _taken(args)
     if taken is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
         return NotImplemented
@@ -349,7 +351,7 @@ def _recorded_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _call_parts(parts: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A composite's parts on a level's tracers, and what else there is lifted to it."""
+    """Run a composite's parts on a level's tracers, with other tensors lifted to the level."""
     taken = _taken(args)
     if taken is None or not taken[3]:
         return NotImplemented
@@ -373,9 +375,9 @@ def _lifted(value: Any, level: BatchLevel) -> Any:
 
 
 def _hot_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Door 1 for what rules of inner levels call. Dispatch modes call it past autograd, too."""
+    """Door 1 for calls by rules of inner levels, and by dispatch modes below autograd."""
     if op.hot is None or op.written or below_autograd():
-        return NotImplemented  # what is written to becomes a tracer first (``writes``)
+        return NotImplemented  # a written tensor becomes a tracer first (``writes``)
     if kwargs and not (
         op.keywords.issuperset(kwargs) and _NO_TENSORS.issuperset(map(type, kwargs.values()))
     ):
@@ -383,7 +385,7 @@ def _hot_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, A
     for arg in args:
         if type(arg) is MadeTracer:
             if not tls.state.mask & arg.dispatch_level.bits:
-                return NotImplemented  # the level's own kernel calls on outwards
+                return NotImplemented  # the level's own kernel calls outwards
             break
     if op.function is not None and not kwargs:
         out = direct_call(op.overload, (), args)
@@ -393,14 +395,14 @@ def _hot_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 # NOTE [hot calls]
-# ``Operator.call`` finds the kernel of the highest bit of the key set. Where all tracers of a call
-# are of one vmap's level, nothing is included or excluded by hand, and nobody has registered a
-# kernel for the operator, that is the Batch column's, and a row's rule is what it runs. These two
-# functions do just that, without the steps between.
+# ``Operator.call`` finds the kernel of the highest bit of the key set. If all tracers of a call
+# belong to one vmap's level, no key is included or excluded by hand, and no kernel is registered
+# for the operator, then this is the kernel of the Batch column, which runs a batching rule. These
+# two functions run the rule without the steps between.
 def _hot_dispatch(
     op: TorchOperator, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Door 2 without the table: NotImplemented where the call is not of the plain kind."""
+    """Door 2 without the table; NotImplemented if the call is not plain."""
     alike = _alike(args) if op.function is not None and not kwargs else None
     if alike is None:
         taken = _taken(args)
@@ -412,17 +414,17 @@ def _hot_dispatch(
     if not level.alive or level._restores:
         return NotImplemented
     if op.composite and is_casting():
-        return NotImplemented  # the guard of the level heeds it: NOTE [autocast and rules]
+        return NotImplemented  # the guard of the level handles it: NOTE [autocast and rules]
     state = tls.state
     if not state.plain or not state.mask & level.bits:
         return NotImplemented
     grad = is_grad_enabled()
     if not grad and is_inference_mode_enabled():
-        return NotImplemented  # the guard of the level heeds it
+        return NotImplemented  # the guard of the level handles it
     captured = level.torch_state
     if captured.in_modes:
-        return NotImplemented  # the guard of the level heeds them
-    guards = captured.guards  # those that are not in use, which others may pop meanwhile
+        return NotImplemented  # the guard of the level handles modes
+    guards = captured.guards  # free guards; other threads may pop them meanwhile
     try:
         guard = guards.pop()
     except IndexError:
@@ -462,9 +464,9 @@ def _hot_dispatch(
 
 
 # NOTE [what autograd asks]
-# Each step of forward mode asks whether tangents have the sizes of their primals, and takes aliases
-# of both. Of tracers these are answered by themselves: the answer is in the tracer, an alias at a
-# level is another tracer of the same values.
+# Each step of forward mode asks whether tangents have the sizes of their primals, and makes
+# aliases of both. Tracers answer these calls directly: the sizes are in the tracer, and an alias
+# at a level is another tracer of the same value.
 def _sizes(x: Any) -> Any:
     shape = _shape_of(x)
     return shape if _INT.issuperset(map(type, shape)) else None
@@ -502,7 +504,7 @@ for _name, _answer in (
 
 
 class HotTracer(BatchTracer):
-    """A batched tensor with these doors."""
+    """A batched tensor with hot doors."""
 
     __slots__ = ()
 
@@ -559,29 +561,29 @@ class HotTracer(BatchTracer):
 
 
 class MadeTracer(SlottedTracer, HotTracer):
-    """What :func:`wrap` makes."""
+    """The tracer class that :func:`wrap` makes."""
 
     __slots__ = ()
 
 
 class TurnedTracer(HotTracer):
-    """A tensor of the user's that became a tracer (``writes``): laid out as it was."""
+    """A user's tensor that became a tracer (``writes``), with the layout of a plain tensor."""
 
     __slots__ = ()
 
 
 BatchTracer.forms = TurnedTracer, MadeTracer
-# To whoever reads a message they are all one.
+# Messages show one name for all of these classes.
 MadeTracer.__name__ = TurnedTracer.__name__ = BatchTracer.__name__
 KINDS.add(TurnedTracer)
 
 
 def _use_compiled() -> None:
-    """Have the compiled handlers, where they are built, take calls before the Python ones."""
+    """Let the compiled handlers, if they are built, take calls before the Python ones."""
     handlers = compiled.load()
     if handlers is None:
         return
-    # A class method of C, in the place of the one that MadeTracer inherits.
+    # A C class method that replaces the one MadeTracer inherits.
     MadeTracer.__torch_function__ = handlers.setup({  # type: ignore[method-assign]
         "tracer": MadeTracer, "level": BatchLevel, "state": State, "torch_state": TorchState,
         "operator": TorchOperator, "tls": tls, "size": torch.Size,

@@ -1,13 +1,13 @@
-"""How much memory a piece of work takes, by the allocators' own reports.
+"""Measures the memory that a block of code takes, from the reports of the allocators.
 
-On an accelerator torch keeps count; its peak is reset for the measurement. On the CPU the
-allocator reports each block that it gives or takes back to torch's profiler alone, so that is what
-runs, in its oldest form, which keeps a list of events and does nothing else.
+On an accelerator, torch counts allocations; the peak is reset for the measurement. On the CPU, the
+allocator reports each allocation and release only to torch's profiler. The measurement therefore
+runs the profiler in its legacy form, which only keeps a list of events.
 
 Private names used here (torch 2.11 to 2.13): ``_C._autograd._enable_profiler_legacy`` and
-``_disable_profiler_legacy`` start the profiler on this thread and return what it saw, a list of
-events a thread; ``_profiler_enabled`` says whether one runs; ``_C._profiler`` has the types of
-its settings.
+``_disable_profiler_legacy`` start the profiler on this thread and return its events, one list per
+thread; ``_profiler_enabled`` tells whether one runs; ``_C._profiler`` has the types of its
+settings.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 
 
 class Meter:
-    """Context manager: what the block takes on a device, beyond what was in use before it.
+    """Context manager that measures the additional memory that its block takes on a device.
 
-    On the CPU it counts what this thread allocates, and backward passes that it starts. What was
-    there before and is given back in the block makes no difference.
+    On the CPU it counts allocations of this thread, and of backward passes that the thread starts.
+    Releases of memory from before the block are not part of the result.
 
     Attributes:
-        peak: the most bytes in use at once.
-        held: the bytes that were still in use at the end.
+        peak: the largest number of bytes in use at once.
+        held: the number of bytes in use at the end.
 
     Raises:
-        RuntimeError: a profiler runs on this thread already, beside which none can be started.
+        RuntimeError: a profiler runs on this thread already, so no second one can start.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,13 +60,13 @@ class Meter:
             self.held = accelerator.memory_allocated(self.device) - self._before
 
     def count(self, size: int) -> None:
-        """A block of memory was given out, or for a negative size taken back."""
+        """Count an allocation, or for a negative size a release."""
         self.held += size
         self.peak = max(self.peak, self.held)
 
 
 class _Running(threading.local):
-    """The meters of a thread. One profiler serves all: it is read where one comes or goes."""
+    """The meters of a thread; they share one profiler, read when a meter starts or stops."""
 
     def __init__(self) -> None:
         self.meters: list[Meter] = []
@@ -90,8 +90,8 @@ class _Running(threading.local):
             _start_profiler()
 
     def _read(self) -> None:
-        """Stops the profiler, and tells the meters what it saw."""
-        event: Any  # its kind is declared an int, and is a name
+        """Stop the profiler, and give its events to the meters."""
+        event: Any  # kind is annotated as an int, but is a name
         for events in _disable_profiler_legacy():
             for event in events:
                 if event.kind() == "memory_alloc":

@@ -1,7 +1,7 @@
-"""What door 1 answers for tracers in Python's own protocols: copies and storages.
+"""Door 1 methods for Python protocols of tracers: copies and storages.
 
-A tracer has no storage. What asks for one (``data_ptr``, ``x.data = y``) would see memory that is
-not there, so it is refused here, by name and with a way out.
+A tracer has no storage. Calls that need one (``data_ptr``, ``x.data = y``) would access memory
+that does not exist, so they raise an error that names the call and an alternative.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DATA = "x.data = ..."
 def _copy(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``copy.deepcopy``: a tensor of its own, at the same level."""
+    """Implement ``copy.deepcopy``: return a clone at the same level."""
     value, memo = args
     if not isinstance(value, Tracer):
         return metadata(func, types, args, kwargs)
@@ -31,7 +31,7 @@ def _copy(
 
 
 def _shallow_copy(self: Tracer) -> torch.Tensor:
-    """``copy.copy``: another object for the same values."""
+    """Implement ``copy.copy``: return another object for the same values."""
     return self.view(self.shape)
 
 
@@ -57,7 +57,7 @@ def refuse_storage(
 
 
 def _named(refuse: Method, name: str) -> Method:
-    """The refusal of a property's setter, whose function is called ``__set__``."""
+    """Return the refusal of a property's setter, whose function is called ``__set__``."""
 
     def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ for _name in (
 ).split():
     METHODS[getattr(_T, _name)] = refuse_storage
 METHODS[_T.data.__set__] = _named(refuse_storage, _DATA)  # type: ignore[attr-defined]
-# It meets no door 1.
+# This method does not go through door 1.
 Tracer.set_ = lambda self, *args, **kwargs: refuse_storage(  # type: ignore[method-assign]
     _T.set_, (), (self, *args), kwargs
 )

@@ -1,10 +1,11 @@
-"""torch's operators as rows of the table.
+"""torch's operators as rows of the dispatch table.
 
-``OpOverload`` is torch's Python object for one overload of an operator. It is reached by public
-means (``torch.ops.aten.sin.default``), but its class, its ``_schema`` and its composite kernels
-have private names only (torch 2.11 to 2.13). ``_jit_resolve_packet`` finds the overload whose
-schema takes some arguments, as calling the packet would. ``_maybe_get_opdef`` finds what
-``torch.library.custom_op`` made, which has the rule of ``register_vmap`` as ``_vmap_fn``.
+``OpOverload`` is torch's Python object for one overload of an operator. The object itself is
+public (``torch.ops.aten.sin.default``), but its class, its ``_schema`` and its composite kernels
+have only private names (torch 2.11 to 2.13). ``_jit_resolve_packet`` finds the overload whose
+schema accepts given arguments, as a call of the packet does. ``_maybe_get_opdef`` finds the
+definition of a ``torch.library.custom_op``, which has the rule of ``register_vmap`` as
+``_vmap_fn``.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from tsfunc.ops.catalogue.reader import install
 from tsfunc.ops.registry import Rule, on_declare
 from tsfunc.ops.tensor_iterator import pointwise
 
-# Their fourth and fifth arguments are running statistics, which they write to in training; most of
-# their schemas do not say so.
+# The fourth and fifth arguments of these operators are running statistics, which they write to in
+# training; most of their schemas do not declare this.
 STATISTICS = frozenset({
     "aten::batch_norm", "aten::native_batch_norm", "aten::_native_batch_norm_legit",
     "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::instance_norm",
@@ -43,22 +44,22 @@ STATISTICS = frozenset({
 })  # fmt: skip
 
 
-# A tracer does not say that its value is conjugated lazily, which C++ would heed.
+# C++ needs the lazy conjugation of a value, which its tracer does not have.
 _RULED = frozenset({"aten::view_as_real"})
 
 
 def updates_statistics(name: str, args: Sequence[Any]) -> bool:
-    """Whether a call of one of these writes to them: it is in training, and has a momentum."""
+    """True if a call of such an operator is in training and has a momentum."""
     decisive = [True, *args[5:6]] if name == "aten::_batch_norm_with_update" else args[5:7]
     return len(decisive) == 2 and bool(decisive[0]) and decisive[1] != 0
 
 
-# Called for each operator that has a rule which the dispatch handler runs at once.
+# Called for each operator with a rule that the dispatch handler runs directly.
 _hot_listeners: list[Callable[[TorchOperator], None]] = []
 
 
 def add_hot_listener(listener: Callable[[TorchOperator], None]) -> None:
-    """Have ``listener(op)`` called for each such operator, those that are known already first."""
+    """Call ``listener(op)`` for each operator with a direct rule, known ones first."""
     for op in _by_id.values():
         _tell_hot(op, [listener])
     _hot_listeners.append(listener)
@@ -73,7 +74,7 @@ def _tell_hot(op: TorchOperator, listeners: Sequence[Callable[[TorchOperator], N
 
 
 class TorchOperator(Operator):
-    """The row of an ``OpOverload``, with what rules and doors ask of it at every call."""
+    """The row of an ``OpOverload``, with properties that rules and doors read at every call."""
 
     __slots__ = ("asserts", "by_tracers", "composite", "function", "hot", "inplace", "is_view",
                  "keywords", "out_names", "overload", "random", "reshapes", "returned", "row",
@@ -85,24 +86,24 @@ class TorchOperator(Operator):
 
     def __init__(self, overload: OpOverload) -> None:
         super().__init__(overload.name(), overload)
-        self.outward = overload  # torch brings the call to the outer levels itself
+        self.outward = overload  # torch itself brings the call to the outer levels
         self.overload = overload
         self.row = find(self.name)
-        # The composite kernel, which is written in other operators and checks nothing itself.
+        # True if it has a composite kernel, which calls other operators and does no checks itself.
         self.composite = _dispatch_has_kernel_for_dispatch_key(
             self.name, "CompositeImplicitAutograd"
         )
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
-        # Whether its rule gets calls with nothing batched in them, too.
+        # True if its rule also gets calls without batched arguments.
         self.ruled = self.random or self.name in _RULED
-        # Whether it changes the shape of the tensor itself (squeeze_, transpose_).
+        # True if it changes the shape of the tensor itself (squeeze_, transpose_).
         self.reshapes = torch.Tag.inplace_view in overload.tags
         arguments = overload._schema.arguments
-        # The arguments that are given by name alone; door 1 sees others by name too.
+        # Its keyword-only arguments; door 1 sees other arguments as keywords too.
         self.keywords = frozenset(a.name for a in arguments if a.kwarg_only)
         self.out_names = tuple(a.name for a in arguments if a.is_out)
         self.writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
-        # Where among the positional arguments those stand that it writes to.
+        # The positions of its written positional arguments.
         self.written = tuple(
             i
             for i, a in enumerate(arguments)
@@ -110,27 +111,27 @@ class TorchOperator(Operator):
         )
         if self.name in STATISTICS:
             self.written = (3, 4)
-        # Whether it returns nothing, and is called for the error that it may raise.
+        # True if it returns nothing, and is called for the error that it may raise.
         self.asserts = not overload._schema.returns and not self.writes
         self.is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in overload._schema.returns
         )
-        # Which arguments are returned, of those that it writes to; None for a result of its own.
+        # The written argument that each result is; None for a new result.
         memory = [_written_memory(argument) for argument in arguments]
         self.returned = tuple(
             memory.index(found) if (found := _written_memory(value)) else None
             for value in overload._schema.returns
         )
-        # Whether what it returns is its first argument.
+        # True if it returns its first argument.
         self.inplace = not self.out_names and self.returned == (0,)
 
-        # The rule that door 2 runs at once: none where a call needs a closer look, and none
-        # any more where somebody registers a kernel of their own.
+        # The rule that door 2 runs directly: None for special calls, and once a kernel is
+        # registered.
         self.special = self.writes or self.random or self.name == "aten::detach"
         self.hot = self.row.rule if self.row is not None and not self.special else None
-        # What answers for batched tensors at once, if it can (NOTE [what autograd asks]).
+        # Answers calls on batched tensors directly (NOTE [what autograd asks]), or None.
         self.by_tracers: Callable[[Sequence[Any]], Any] | None = None
-        # What runs it on values alone, quicker than the overload (NOTE [direct calls]).
+        # Runs the operator on values alone, faster than the overload (NOTE [direct calls]).
         self.function = self._function()
         _tell_hot(self, _hot_listeners)
         if not any("Tensor" in str(argument.type) for argument in arguments):
@@ -138,11 +139,11 @@ class TorchOperator(Operator):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether somebody registered a kernel for it that vmap is to call."""
+        """True if a registered kernel exists that vmap must call."""
         return self._catch_all is not None or DispatchKey.Batch in self._cells
 
     def _function(self) -> Any:
-        """For pointwise operators of one tensor, or of two, or of one and a number."""
+        """Return the fast function of a pointwise operator, or None for other operators."""
         if self.hot is not pointwise:
             return None
         name = self.name.removeprefix("aten::").partition(".")[0]
@@ -150,9 +151,9 @@ class TorchOperator(Operator):
         return found if isinstance(found, type(torch.sin)) else self.overload._op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As user code calls it: where a level records autograd on its values, that goes first.
+        """Call the operator as user code does, through autograd if a level records on its values.
 
-        Inside of that level's own kernel it has gone already.
+        Inside that level's own kernel the call has passed autograd already.
         """
         level = keys_of_arguments(args, kwargs)[1]
         if level is not None and getattr(level, "autograd", False) and level.bits & tls.state.mask:
@@ -161,13 +162,13 @@ class TorchOperator(Operator):
 
 
 def _written_memory(value: Any) -> frozenset[str] | None:
-    """What a schema calls the memory of an argument or result, if it is written to."""
+    """Return a schema's alias set of an argument or result that is written to, else None."""
     alias = value.alias_info
     return frozenset(alias.before_set) if alias is not None and alias.is_write else None
 
 
 def vmap_rule(name: str) -> Any:
-    """What ``torch.library.register_vmap`` was given for a custom operator, or None."""
+    """Return the ``torch.library.register_vmap`` rule of a custom operator, or None."""
     defined = _maybe_get_opdef(name)
     return defined._vmap_fn if defined is not None else None
 
@@ -177,7 +178,7 @@ _lock = threading.RLock()
 
 
 def _reader() -> Any:
-    # The catalogue is not loaded before somebody asks for it.
+    # The catalogue is loaded on first use.
     from tsfunc.bridge.tracers.schemas import READER
 
     return READER
@@ -187,11 +188,11 @@ install(_reader)
 
 
 def operator_of(overload: OpOverload) -> TorchOperator:
-    """The row of an overload, made when it is first asked for."""
-    # By identity: an overload's own hash is computed in Python, and rows keep theirs alive.
+    """Return the row of an overload, made at the first call."""
+    # By id: the hash of an overload is computed in Python, and rows keep their overloads alive.
     op = _by_id.get(id(overload))
     if op is None:
-        # Two threads may ask at once: one makes it, whole, before the other sees it.
+        # Of two threads that ask at once, one makes the row before the other sees it.
         with _lock:
             found = find_operator(overload.name())
             op = found if isinstance(found, TorchOperator) else TorchOperator(overload)
@@ -201,7 +202,7 @@ def operator_of(overload: OpOverload) -> TorchOperator:
 
 @on_declare
 def _declared_late(row: Row) -> None:
-    """A row for an operator that was called before."""
+    """Update the row of an operator that was called before its declaration."""
     op = find_operator(row.name)
     if isinstance(op, TorchOperator):
         op.row = row
@@ -210,7 +211,7 @@ def _declared_late(row: Row) -> None:
 
 
 def overload_of(name: str) -> OpOverload | None:
-    """The overload of a dispatcher name (``aten::add.Tensor``), or None where there is none."""
+    """Return the overload of a dispatcher name (``aten::add.Tensor``), or None."""
     qualified, _, overload = name.partition(".")
     namespace, _, base = qualified.partition("::")
     packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
@@ -224,9 +225,10 @@ _ALSO_MADE = frozenset({*_MADE, "layout", "pin_memory"})
 
 @functools.cache
 def functional_form(overload: OpOverload) -> tuple[OpOverload, Sequence[str]] | None:
-    """The overload that returns what this one writes into ``out=``, or in place.
+    """Return the functional overload of one that writes to ``out=`` or in place, or None.
 
-    And which of ``out=``'s attributes it is to be told in its stead, as factories are.
+    The second item has the attributes of ``out=`` that the overload takes as factory arguments
+    instead.
     """
     arguments = overload._schema.arguments
     inplace = not any(a.is_out for a in arguments)
@@ -245,14 +247,14 @@ def functional_form(overload: OpOverload) -> tuple[OpOverload, Sequence[str]] | 
 
 
 def _facts(argument: Any, as_read: bool = False) -> tuple[str, str, bool]:
-    """What tells overloads apart: an argument's name and type, and whether it is written."""
+    """Return the properties that distinguish overloads: an argument's name, type and writes."""
     alias = argument.alias_info
     written = alias is not None and alias.is_write and not as_read
     return argument.name, str(argument.type), written
 
 
 def _resolve(op: Any) -> Sequence[Operator] | None:
-    """What ``dispatch.register`` accepts beside Operators."""
+    """Return the operators of other arguments that ``dispatch.register`` accepts."""
     if isinstance(op, OpOverload):
         return (operator_of(op),)
     if isinstance(op, str):
@@ -266,10 +268,10 @@ def _resolve(op: Any) -> Sequence[Operator] | None:
 
 
 def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
-    """The functional overloads of a packet; ``out=`` ones are derived from these.
+    """Return the functional overloads of a packet; its ``out=`` overloads are derived from these.
 
-    TorchScript keeps overloads of its own in some packets (``aten::mul.left_t`` repeats a list),
-    which no call of torch's reaches.
+    TorchScript keeps overloads of its own in some packets (``aten::mul.left_t`` repeats a list);
+    no torch call reaches these.
     """
     overloads = [getattr(packet, name) for name in packet.overloads()]
     found = [operator_of(one) for one in overloads if _dispatch_has_kernel(one.name())]
@@ -282,7 +284,7 @@ def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
 def overload_for(
     packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> OpOverload | None:
-    """Of a packet's overloads the one whose schema takes the arguments, or None."""
+    """Return the overload of a packet whose schema accepts the arguments, or None."""
     try:
         name = _jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     except RuntimeError:
@@ -301,23 +303,23 @@ on_resolve(_resolve, _choose)
 
 
 def _select_backend(op: Operator, *args: Any, **kwargs: Any) -> Any:
-    """The BackendSelect kernel of factories: the device asked for, or the default one."""
+    """The BackendSelect kernel of factories: the requested device, or the default one."""
     device = torch.device(kwargs.get("device") or torch.get_default_device())
     return op.redispatch(DispatchKeySet(backend_of(device.type)), *args, **kwargs)
 
 
 def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
-    """The quickest callable that runs an overload on these arguments.
+    """Return the fastest callable that runs an overload on these arguments.
 
     torch's Python functions parse arguments in half the time of an overload's own parser. They
-    also accept orders of arguments that are deprecated, so calls with numbers where those have
-    tensors go to the overload. ``OpOverload._op`` is its callable in C++.
+    also accept deprecated argument orders, so calls with numbers at tensor positions of these
+    orders use the overload. ``OpOverload._op`` is its C++ callable.
     """
     overload = op.overload
     name = overload._schema.name.removeprefix("aten::")
     if overload.namespace != "aten" or name in _OVERLOAD_ONLY:
         return overload._op
-    # Left out, the Python function takes it for 0 (none), whatever the schema's default is.
+    # The Python function uses 0 (none) if it is omitted, whatever the schema's default is.
     at = _place_of(overload, "reduction")
     if at is not None and len(args) <= at and "reduction" not in kwargs:
         return overload._op
@@ -325,7 +327,7 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
     if numbers > 1 and len(args) > 2:
         return overload._op
     if any(isinstance(arg, list) and None in arg for arg in args):
-        return overload._op  # torch's function of that name takes no list with gaps
+        return overload._op  # torch's function of that name accepts no list with gaps
     for owner in (torch, torch.nn.functional):
         found = getattr(owner, name, None)
         if isinstance(found, type(torch.sin)):
@@ -335,10 +337,10 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
 
 @functools.cache
 def _place_of(overload: OpOverload, name: str) -> int | None:
-    """Where in an overload's schema an argument of a name stands."""
+    """Return the position of an argument in an overload's schema, or None."""
     names = [argument.name for argument in overload._schema.arguments]
     return names.index(name) if name in names else None
 
 
-# Python functions of these names are not the operators of the same names.
+# Python functions of these names differ from the operators of the same names.
 _OVERLOAD_ONLY = frozenset({"to", "view", "dropout", "pad", "split", "norm", "stft", "istft"})

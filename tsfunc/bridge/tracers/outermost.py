@@ -1,21 +1,21 @@
-"""The outermost transform of a thread restores the thread's state, wherever it is interrupted.
+"""Restores a thread's state when its outermost transform ends, even if it is interrupted.
 
 NOTE [interrupts]
-A signal handler may raise between any two steps of a thread (Ctrl-C raises KeyboardInterrupt), and
-so between the steps by which a level is entered or left. Python runs handlers as a Python function
-begins, as a loop goes back, and after calls into C: never between plain assignments, and never
-between a ``with`` statement and the methods of a context manager that is written in C. So the
-outermost call of a transform is held by one C++ guard, which restores torch's dispatch keys, and by
-a ``finally`` that only assigns. All other state is restored if the call raises; if that is
-interrupted too, the next outermost call does it first.
+A signal handler may raise between any two steps of a thread (Ctrl-C raises KeyboardInterrupt),
+also between the steps that enter or leave a level. Python runs handlers at the start of a Python
+function, at the back edge of a loop, and after calls into C: never between plain assignments, and
+never between a ``with`` statement and the methods of a context manager written in C. Two
+constructs therefore protect the outermost call of a transform: one C++ guard, which restores
+torch's dispatch keys, and a ``finally`` block with only assignments. All other state is restored
+if the call raises. If that is interrupted too, the next outermost call restores it first.
 
-A guard of torch's that an interrupted frame has entered and not left restores older keys when it is
-freed. The traceback keeps such frames, so their variables are released before the keys are restored
-(NOTE [guards in frames] in ``torch_state``).
+A torch guard that an interrupted frame has entered and not left restores older keys when it is
+freed. The traceback keeps such frames, so their variables are released before the keys are
+restored (NOTE [guards in frames] in ``torch_state``).
 
 Private names used here (torch 2.11 to 2.14): ``_PreserveDispatchKeyGuard`` restores the thread's
-dispatch keys; ``_is_fwd_grad_enabled`` and its setter are forward mode's switch; the lengths of
-torch's stacks of modes, and what takes one off; ``_functorch`` has torch.func's stack.
+dispatch keys; ``_is_fwd_grad_enabled`` and its setter switch forward mode; the lengths of torch's
+mode stacks, and the functions that pop a mode; ``_functorch`` has torch.func's stack.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ class _Entered(threading.local):
     """The outermost transform of a thread.
 
     Attributes:
-        inside: True while one runs.
-        unrestored: the state before one that could not restore all of it.
+        inside: True while a transform runs.
+        unrestored: the state before a transform that could not restore all of it.
         guard: restores the dispatch keys when it is left.
-        random_guards: guards of ``watching_random`` that are not in use, since making one costs
-            more than entering it.
-        recording: how many transforms record on this thread.
-        forward: how many jvps put tangents on plain tensors on this thread.
+        random_guards: free guards of ``watching_random``; making one costs more than entering it.
+        recording: the number of transforms that record on this thread.
+        forward: the number of jvps that put tangents on plain tensors on this thread.
     """
 
     inside = False
@@ -69,12 +68,12 @@ class _Entered(threading.local):
 
 entered = _Entered()
 
-# Called with the number of torch's dual level that was entered before, -1 for none.
+# Called with the index of torch's dual level before the transform, -1 for none.
 _leave_dual_level: list[Callable[[int], None]] = []
 
 
 def leaves_dual_level(restore: Callable[[int], None]) -> Callable[[int], None]:
-    """Register what leaves torch's dual level after a failure."""
+    """Register a function that leaves torch's dual level after a failure."""
     _leave_dual_level.append(restore)
     return restore
 

@@ -1,21 +1,21 @@
-"""What C++ makes of a call of one of torch's functions: the overload, and what it is given.
+"""Maps a call of a torch function to the overload and arguments that C++ would dispatch.
 
-``torch.roll(x, 1, -1)`` is a call of ``aten::roll`` with ``(x, [1], [-1])``, as torch's parsers say
-in C++. Here that is found out once for the types of a call's arguments and kept as a
-:class:`Form`: later calls of that form are put in the schema's terms without entering C++.
+``torch.roll(x, 1, -1)`` is a call of ``aten::roll`` with ``(x, [1], [-1])``, as torch's parsers
+determine in C++. This module determines it once for the types of a call's arguments and keeps it
+as a :class:`Form`: later calls of that form are converted to the schema's arguments without C++.
 
 NOTE [forms of calls]
-Which overload is meant follows from the types of the arguments, and of what is in lists of them. It
-is found by calling the function on *probes*, tensors that do nothing but tell which operator they
-were given to. What becomes of each argument follows from the schema and the argument's type: a
-number goes as it is, one for a list of numbers is repeated, a tuple becomes a list, and what is as
-the schema has it by default is left out at the end. A form is kept only if it gives just what the
-probes were given, for the call itself and for one with other numbers, all of them different. What
-is not told by types (symbolic numbers, names of dims) has none.
+The types of the arguments, and of the items in their lists, determine the overload. A call of the
+function on *probes*, tensors that only report the operator they reach, finds it. The schema and
+the type of an argument determine its conversion: a number is passed as it is, a number in place of
+a list of numbers is repeated, a tuple becomes a list, and trailing arguments that equal the
+schema's defaults are omitted. A form is kept only if it reproduces the arguments of the probes,
+for the call itself and for a call with other, distinct numbers. Calls that types do not determine
+(symbolic numbers, names of dims) have no form.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
-without storage; ``_C._disabled_torch_function_impl`` is no ``__torch_function__``;
-``OpOverload._schema`` names an operator's arguments and results.
+without storage; ``_C._disabled_torch_function_impl`` disables ``__torch_function__``;
+``OpOverload._schema`` has the names of an operator's arguments and results.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tsfunc.bridge.tracers.torch_state import (
     without_factory_keys,
 )
 
-Convert = Callable[[Any], Any]  # None where it is not what the form is of
+Convert = Callable[[Any], Any]  # returns None if the value does not fit the form
 
 _NO_DEFAULT: Final = object()
 _SEQUENCES: Final = frozenset({list, tuple, torch.Size})
 _INT: Final = frozenset({int})
 
-# The types of Python values that go to C++ as they are, by the schema's types.
+# The types of Python values that C++ takes unchanged, by the schema's types.
 _AS_THEY_ARE: Final[Mapping[str, frozenset[type]]] = {
     "int": _INT,
     "float": frozenset({float}),
@@ -54,17 +54,17 @@ _AS_THEY_ARE: Final[Mapping[str, frozenset[type]]] = {
     "Layout": frozenset({torch.layout}),
 }
 
-# What the Python functions call arguments of the schemas.
+# The Python functions' names for arguments of the schemas.
 _OTHER_NAMES: Final = {"input": "self", "axis": "dim", "keepdims": "keepdim"}
 
 
 class Form:
-    """How calls of a function with arguments of certain types are put in a schema's terms.
+    """The conversion of a function's calls with certain argument types to a schema's arguments.
 
     Attributes:
         op: the operator.
-        parts: what runs its parts, where that is how it is served.
-        result: the class of a tuple of results that have names.
+        parts: runs the operator's parts, if it is served that way.
+        result: the class of a named tuple of results.
     """
 
     __slots__ = ("as_it_is", "defaults", "named", "op", "packed", "parts", "places", "result")
@@ -72,20 +72,20 @@ class Form:
     def __init__(self, op: TorchOperator, result: Any) -> None:
         self.op, self.result = op, result
         self.parts: Callable[..., Any] | None = None
-        # Of the schema's arguments by position: where each is among those of the call, by position
-        # first and then by name, or after them among the defaults; and what becomes of it.
+        # For each positional argument of the schema: its position in the call's positional
+        # arguments, keyword arguments and defaults, in this order; and its conversion.
         self.places: list[tuple[int, Convert | None]] = []
         self.defaults: list[Any] = []
-        # Those by name: name, place, what becomes of it, default.
+        # The keyword arguments: name, position, conversion, default.
         self.named: list[tuple[str, int, Convert | None, Any]] = []
-        # The first of the numbers that are one list together: ``x.repeat(2, 1)``.
+        # The first of several numbers that form one list: ``x.repeat(2, 1)``.
         self.packed: int | None = None
         self.as_it_is = False
 
     def arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-        """A call's arguments as the schema has them; None for a call of another form."""
+        """Return a call's arguments in the schema's order; None if the call has another form."""
         if self.as_it_is:
             return args, kwargs
         if self.packed is not None:
@@ -131,11 +131,11 @@ def _repeated(times: int) -> Convert:
 
 
 class _NoForm(Exception):
-    """A call that is not told by its types."""
+    """The types of a call do not determine its form."""
 
 
 def _conversion(argument: Any, kind: type) -> Convert | None:
-    """What becomes of a value of a type as an argument of a schema."""
+    """Return the conversion of a value of a type for an argument of a schema."""
     text = str(argument.real_type)
     optional = text.startswith("Optional[")
     if optional:
@@ -158,7 +158,7 @@ def _conversion(argument: Any, kind: type) -> Convert | None:
 def _form_of(
     op: TorchOperator, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Form:
-    """How a call of an operator by a Python function is put in the schema's terms, by types."""
+    """Return the conversion of a call to an operator's schema, by the types of its arguments."""
     schema: Any = op.overload._schema
     form = Form(op, _result_class(schema))
     by_position = [a for a in schema.arguments if not a.kwarg_only]
@@ -188,7 +188,7 @@ def _form_of(
         place = i if i < len(kinds) - len(kwargs) else place_of.get(argument.name, len(kinds) + i)
         left_out = place >= len(kinds)
         form.places.append((place, None if left_out else _conversion(argument, kinds[place])))
-    # What is left out in the end is no argument of a call.
+    # Omitted trailing arguments are not part of a call.
     while form.places and form.places[-1][0] >= len(kinds):
         if form.defaults[len(form.places) - 1] is _NO_DEFAULT:
             raise _NoForm
@@ -220,7 +220,7 @@ def _default_of(argument: Any) -> Any:
 
 
 def _result_class(schema: Any) -> Any:
-    """What the Python function returns several results as. Types and numbers are not followed."""
+    """Return the named tuple class of several results; other result types raise _NoForm."""
     if not all(str(value.type) in ("Tensor", "List[Tensor]") for value in schema.returns):
         raise _NoForm
     names = [value.name for value in schema.returns]
@@ -233,11 +233,11 @@ def _result_class(schema: Any) -> Any:
 
 
 class _Told(Exception):
-    """What a probe was given to."""
+    """Reports the operator and arguments that a probe reached."""
 
 
 class _Probe(torch.Tensor):
-    """A tensor that tells which operator it is given to."""
+    """A tensor that reports the operator it reaches."""
 
     __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -249,7 +249,7 @@ class _Probe(torch.Tensor):
 
 
 def _probe(like: torch.Tensor) -> torch.Tensor:
-    # Of any sizes: those of the tensor itself may be symbolic.
+    # With arbitrary sizes, because those of the tensor itself may be symbolic.
     probe: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         _Probe, (2,) * like.dim(), dtype=like.dtype, device=like.device
     )
@@ -257,7 +257,7 @@ def _probe(like: torch.Tensor) -> torch.Tensor:
 
 
 def _replaced(value: Any, numbers: Any) -> Any:
-    """An argument with probes for its tensors, and other numbers, if there are some to be taken."""
+    """Replace the tensors of an argument by probes, and its numbers by other numbers if given."""
     if isinstance(value, torch.Tensor):
         return _probe(value)
     if type(value) in _SEQUENCES:
@@ -279,12 +279,12 @@ def _alike(mine: Any, told: Any) -> bool:
     return bool(mine == told)
 
 
-# Factories are given what torch.empty takes, whether it says something or not.
+# Factories get these arguments of torch.empty even if they are not set.
 _SAYS_NOTHING: Final = {"dtype": None, "layout": None, "device": None, "pin_memory": False}
 
 
 def _tell(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """The operator that a call arrives at, and with what."""
+    """Return the operator and the arguments that a call dispatches."""
     try:
         with without_autograd(), without_factory_keys(), without_autocast():
             function(*args, **kwargs)
@@ -293,23 +293,23 @@ def _tell(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
         said = {n: x for n, x in kwargs.items() if _SAYS_NOTHING.get(n, _NO_DEFAULT) is not x}
         return overload, args, said
     except Exception:
-        raise _NoForm from None  # torch refuses it: an error of the user's, raised where it is made
+        raise _NoForm from None  # torch refuses the call; the real call raises the user's error
     raise _NoForm
 
 
-# Functions and methods that are written in C, and no slots such as ``__add__``.
+# The types of functions and methods written in C, without slots such as ``__add__``.
 _FUNCTIONS: Final = (type(torch.sin), type(torch.Tensor.add))
 
 
 def has_forms(function: Any) -> bool:
-    """Whether a function may be one that torch parses the arguments of an operator for."""
+    """True if torch may parse the arguments of an operator for a function."""
     return isinstance(function, _FUNCTIONS) and hasattr(torch.ops.aten, function.__name__)
 
 
 def find_form(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
-    """The form of a call, None where there is none: NOTE [forms of calls].
+    """Return the form of a call, None for a call without a form: NOTE [forms of calls].
 
-    Nobody else is to see the call: no dispatch mode is active.
+    No dispatch mode may be active, because a mode would see the probes.
     """
     assert not in_dispatch_modes()
     form: Form | None = None

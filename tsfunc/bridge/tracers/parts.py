@@ -1,7 +1,7 @@
-"""The parts of composite operators: run on a level's tracers, where no rule covers the whole.
+"""The parts of composite operators, run on a level's tracers if no rule covers the whole operator.
 
-Private names used here (torch 2.11 to 2.13): ``OpOverload.decompose`` runs a composite
-operator's parts, ``OpOverload._op_dk`` is its kernel for one key, ``OpOverload._schema`` names it;
+Private names used here (torch 2.11 to 2.13): ``OpOverload.decompose`` runs a composite operator's
+parts, ``OpOverload._op_dk`` runs its kernel for one key, ``OpOverload._schema`` has its name;
 ``_C._skip_one_hop_torch_function`` calls a function past its ``__torch_function__`` check, once.
 """
 
@@ -29,11 +29,11 @@ PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 def run_parts(
     parts: Callable[..., Any], level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Calls the parts on the tracers again, at their own level.
+    """Run an operator's parts on the tracers, at their own level.
 
-    If that level records, it has seen the operator itself. Unbatched arguments come along as
-    tracers: they may be differentiated outside of it, and the parts may write into what they make
-    of them.
+    If that level records autograd, it has recorded the operator itself already. Unbatched tensors
+    are lifted to tracers, because an outer level may differentiate them, and the parts may write
+    into tensors made from them.
     """
 
     def lift(value: Any) -> Any:
@@ -46,17 +46,17 @@ def run_parts(
 
 
 def is_outside(value: Any, level: BatchLevel) -> bool:
-    """Whether it is a tensor that the level has no tracer for yet."""
+    """True for a tensor that the level has no tracer for yet."""
     if isinstance(value, Tracer):
         return value.dispatch_level.depth < level.depth
-    # A tracer stands for a strided tensor, and C++ asks sparse ones for what they are made of.
+    # A tracer is a strided tensor, and C++ asks sparse tensors for their components.
     return type(value) in PLAIN_TENSORS and value.layout is torch.strided
 
 
 class lifting_factories:
-    """Context manager: what factories make is of the level, as C++ may write batched values there.
+    """Context manager that lifts factories' results, because C++ may write batched values there.
 
-    Python objects can be turned into tracers later (``turning``), what C++ refers to can't.
+    A Python object can become a tracer later (``turning``); a tensor that only C++ holds cannot.
     """
 
     __slots__ = ("_guard", "_level")
@@ -75,15 +75,15 @@ class lifting_factories:
 
 
 def parts_of_composite(overload: Any) -> Callable[..., Any]:
-    """Runs a composite's parts; the call as such is not to meet door 1 again."""
+    """Return a function that runs a composite's parts, without door 1 for the call itself."""
     parts = overload.decompose
     if overload._schema.name in _COMPOSED_IN_CPP:
         parts = functools.partial(overload._op_dk, TorchKey.CompositeImplicitAutograd)
     return lambda *args, **kwargs: _skip_one_hop_torch_function(parts, (), args, kwargs)
 
 
-# ``decompose`` takes the parts of these that torch has in Python. Those of recurrent networks leave
-# dropout out, and those of upsampling compute in another way what is one kernel's.
+# ``decompose`` runs torch's Python decompositions of these operators. Those of recurrent networks
+# omit dropout, and those of upsampling compute the result differently from the kernel.
 _COMPOSED_IN_CPP = frozenset({
     *(f"aten::{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
     *(f"aten::upsample_{kind}" for kind in (
@@ -93,17 +93,17 @@ _COMPOSED_IN_CPP = frozenset({
 })  # fmt: skip
 
 
-# Operators written in others, for tracers, by their names with an overload or for all of them.
+# Decompositions for tracers, by operator name with or without the overload.
 PARTS: dict[str, Callable[..., Any]] = {}
 
 
 def written_here(name: str) -> Callable[..., Any] | None:
-    """An operator's parts as they are written in this package."""
+    """Return this package's decomposition of an operator, or None."""
     return PARTS.get(name) or PARTS.get(name.partition(".")[0])
 
 
 def composite_parts(op: TorchOperator) -> Callable[..., Any] | None:
-    """What runs the parts of a composite that is run by these and in no other way."""
+    """Return a function that runs a composite's parts, if it is always run by parts, or None."""
     if op.row is not None or op.special or op.has_kernel or op.overload.namespace != "aten":
         return None
     if not op.composite or written_here(op.name) is not None:

@@ -1,12 +1,12 @@
-"""Questions about symbolic sizes that are not to decide anything.
+"""Questions about symbolic sizes that add no guards.
 
-What is asked of a named dim restricts a trace to the sizes that have the same answer. But a tracer
-is made of what is known already: torch looks, as it makes one, whether it is contiguous, or empty,
-and whatever it finds changes nothing of the program.
+A question about a named dim restricts a trace to sizes with the same answer. But a tracer only
+repeats known metadata: when torch makes it, torch asks whether it is contiguous or empty, and the
+answers change nothing in the program.
 
 Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``shape_env``; of ShapeEnv
-``evaluate_expr``, which answers what is asked of sizes, ``suppress_guards``, and ``_log_guard``,
-which is told of each answer that does not follow from the bounds.
+``evaluate_expr``, which answers questions about sizes, ``suppress_guards``, and ``_log_guard``,
+which receives each answer that does not follow from the bounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def environment_of(shape: Sequence[Any]) -> Any:
-    """The environment of the symbols in a shape; None where it is of numbers alone."""
+    """Return the environment of the symbols in a shape; None without symbols."""
     for size in shape:
         if type(size) is torch.SymInt:
             return getattr(size.node, "shape_env", None)
@@ -28,19 +28,19 @@ def environment_of(shape: Sequence[Any]) -> Any:
 
 
 def unasked(fake: FakeTensorMode) -> AbstractContextManager[Any]:
-    """A block whose questions decide nothing: what is only a view of what is known asks them."""
+    """Suppress the guards of a block that only makes views of known tensors."""
     return nullcontext() if fake.shape_env is None else set_aside(fake.shape_env)
 
 
 def unasked_of(shape: Sequence[Any]) -> AbstractContextManager[Any]:
-    """The same for questions about one shape."""
+    """Do the same for questions about one shape."""
     env = environment_of(shape)
     return nullcontext() if env is None else set_aside(env)
 
 
 @contextmanager
 def set_aside(env: Any) -> Iterator[list[Any]]:
-    """What is asked of the sizes in the block is answered for those of the trace, and listed."""
+    """Answer a block's questions about sizes with the hints, without guards, and list them."""
     asked: list[Any] = []
     answered: set[Any] = env.__dict__.setdefault("tsfunc_answered", set())
     evaluate = env.evaluate_expr
@@ -58,7 +58,7 @@ def set_aside(env: Any) -> Iterator[list[Any]]:
         return found
 
     def log_guard(*args: Any, **kwargs: Any) -> None:
-        # It is called for what does not follow from the bounds, once for each question.
+        # ShapeEnv calls this once for each question that does not follow from the bounds.
         if asking:
             answered.add(asking[-1])
 

@@ -1,4 +1,4 @@
-"""The states of torch's generators, and runs that draw what an earlier one drew."""
+"""The states of torch's generators, and runs that repeat the draws of an earlier run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _WITHOUT = ("cpu", "meta")  # without a generator for each device
 
 
 def devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    """Whose generators a function of the tensors may draw from, beside that of the CPU."""
+    """Return the devices other than the CPU whose generators a function of tensors may use."""
     found = {tensor.device for tensor in tensors}
     return sorted((x for x in found if x.type not in _WITHOUT), key=str)
 
 
 def states_of(devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """The states of the CPU's generator, and of those of the devices."""
+    """Return the states of the CPU's generator and of the devices' generators."""
     own = [torch.get_device_module(device).get_rng_state(device) for device in devices]
     return [torch.get_rng_state(), *own]
 
 
 @contextmanager
 def drawing_from(states: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Within the block the generators go on from these states; after it from where they were."""
+    """Set the generators to these states within the block, and restore them after it."""
     with ExitStack() as stack:
         stack.callback(_set, states_of(devices), devices)
         _set(states, devices)

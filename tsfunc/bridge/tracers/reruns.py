@@ -1,11 +1,12 @@
-"""What a checkpoint's function makes, and finds again when a backward pass runs it once more.
+"""Objects that a checkpoint's function makes, reused when a backward pass runs the function again.
 
 NOTE [subsets of another run]
-The graph that a checkpoint has recorded is of the levels of its first run, and the tensors that
-another run computes for it must be of these too. The levels that were active are active again (NOTE
-[run again in a backward pass] in ``checkpoints``); active subsets, which the function makes itself,
-are handed out again in the order in which they were made. A checkpoint in a checkpoint is a new one
-in each run of the outer one: what it makes is noted for it, and comes from the outer one's notes.
+The graph that a checkpoint recorded belongs to the levels of its first run, and tensors that a
+rerun computes for the graph must belong to the same levels. The active levels of the first run are
+activated again (NOTE [run again in a backward pass] in ``checkpoints``). Active subsets, which the
+function makes itself, are reused in the order in which they were made. A checkpoint inside a
+checkpoint is made again in each run of the outer one: its objects are noted for the inner
+checkpoint, and come from the notes of the outer one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Notes(threading.local):
-    """Of the runs that are under way on a thread, outermost first: what they note, or find."""
+    """The notes of the active runs on a thread, outermost first: to fill, or to read."""
 
     def __init__(self) -> None:
         self.noted: list[list[Any]] = []
@@ -31,7 +32,7 @@ _notes = _Notes()
 
 @contextmanager
 def first_run(record: list[Any]) -> Iterator[None]:
-    """What is made in the block is noted."""
+    """Note the objects that the block makes."""
     _notes.noted.append(record)
     try:
         yield
@@ -40,13 +41,13 @@ def first_run(record: list[Any]) -> Iterator[None]:
 
 
 def is_noted() -> bool:
-    """Whether what runs may be run again, and finds what it makes."""
+    """True if the running code may be run again and reuses noted objects."""
     return bool(_notes.noted)
 
 
 @contextmanager
 def another_run(record: list[Any]) -> Iterator[None]:
-    """What is made in the block is what was noted."""
+    """Reuse the noted objects in the block."""
     _notes.found.append(iter(record))
     try:
         yield
@@ -55,7 +56,7 @@ def another_run(record: list[Any]) -> Iterator[None]:
 
 
 def same_again(make: Callable[[], T], fits: Callable[[T], bool]) -> T:
-    """What was made in this place of the first run, if it fits; else something new."""
+    """Return the object from this point of the first run if it fits, else a new one."""
     found = None
     for known in _notes.found:
         found = next(known, None)

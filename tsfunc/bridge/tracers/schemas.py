@@ -1,10 +1,10 @@
 """Schemas of torch's operators as plain data, for the catalogue in ``ops``.
 
-Private names used here (torch 2.11 to 2.13): ``_dispatch_get_all_op_names`` lists what is
-registered with the dispatcher, ``_dispatch_find_schema_or_throw`` tells whether a name is, and
-``_dispatch_has_kernel_for_dispatch_key`` whether it has a kernel; ``OpOverload._schema`` is an
-overload's schema; ``CustomOpDef``, what ``torch.library.custom_op`` makes of a function, has its
-overload as ``_opoverload``.
+Private names used here (torch 2.11 to 2.13): ``_dispatch_get_all_op_names`` lists the operators
+registered with the dispatcher, ``_dispatch_find_schema_or_throw`` tests whether a name is
+registered, and ``_dispatch_has_kernel_for_dispatch_key`` whether it has a kernel;
+``OpOverload._schema`` is an overload's schema; ``CustomOpDef``, the result of
+``torch.library.custom_op``, has its overload as ``_opoverload``.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tsfunc.ops.catalogue.signature import Argument, Reader, Signature
 
 
 def registered(namespace: str = "") -> list[str]:
-    """The names of all overloads that a namespace has, sorted; of all, where it is empty."""
+    """Return the sorted names of all overloads of a namespace, or of all namespaces if empty."""
     start = f"{namespace}::" if namespace else ""
     return sorted(name for name in _dispatch_get_all_op_names() if name.startswith(start))
 
 
 def signature_of(name: str) -> Signature | None:
-    """The schema of a dispatcher name, or None where torch has no such operator."""
+    """Return the schema of a dispatcher name, or None if torch has no such operator."""
     overload = overload_of(name)
     return _signature(overload) if overload is not None and _is_registered(overload) else None
 
 
 def overloads_of(packet: str) -> Iterator[Signature]:
-    """The schemas of all overloads of ``aten::add``; none where there is no such operator."""
+    """Yield the schemas of all overloads of an operator such as ``aten::add``."""
     space, _, base = packet.partition("::")
     found = getattr(getattr(torch.ops, space), base, None)
     if isinstance(found, OpOverloadPacket):
@@ -48,7 +48,7 @@ def overloads_of(packet: str) -> Iterator[Signature]:
 
 
 def _is_registered(overload: OpOverload) -> bool:
-    """TorchScript keeps overloads of its own (``aten::add`` of numbers) with those of torch."""
+    """True for a dispatcher overload; TorchScript adds others (``aten::add`` of numbers)."""
     try:
         _dispatch_find_schema_or_throw(*overload.name().partition(".")[::2])
     except RuntimeError:
@@ -84,7 +84,7 @@ def _argument(argument: Any) -> Argument:
 
 
 def _spelled(kind: str) -> str:
-    """``Optional[List[Tensor]]`` as schemas write it: ``Tensor[]?``."""
+    """Return a type such as ``Optional[List[Tensor]]`` as schemas write it: ``Tensor[]?``."""
     for long, mark in (("Optional[", "?"), ("List[", "[]")):
         if kind.startswith(long):
             return _spelled(kind[len(long) : -1]) + mark
@@ -92,13 +92,13 @@ def _spelled(kind: str) -> str:
 
 
 def has_fake_kernel(name: str) -> bool:
-    """Whether an operator that is none of torch's own can run on meta tensors."""
+    """True if an operator outside of torch's own namespaces can run on meta tensors."""
     own = name.partition("::")[0] in ("aten", "prim", "prims")
     return not own and bool(_dispatch_has_kernel_for_dispatch_key(name, "Meta"))
 
 
 def name_of(operator: Any) -> str:
-    """The dispatcher name of an overload, a packet of just one, or what ``custom_op`` gave."""
+    """Return the dispatcher name of an overload, a packet with one overload, or a custom op."""
     if isinstance(operator, CustomOpDef):
         operator = operator._opoverload
     if isinstance(operator, OpOverloadPacket) and len(operator.overloads()) == 1:

@@ -1,11 +1,11 @@
-"""Code that is run again with other tensors in the places of those that it closes over.
+"""Runs code again with replacements for the tensors that it closes over.
 
 NOTE [hidden operands]
-A rule of the user's is called by an ``autograd.Function``, at levels outside of the one that it was
-written at, in programs, and perhaps when that level has ended. What it closes over has to come
-along: the tensors are operands of the call beside its arguments, and the code sees what came for
-them. Its own references stay as they are, so each call of torch's, and what the transforms are
-given, is looked through for them.
+An ``autograd.Function`` calls the user's rule: at levels outside of the rule's own level, in
+programs, and perhaps after that level has ended. The tensors that the rule closes over must come
+along: they are operands of the call besides its arguments, and the code sees their replacements.
+The references in the closure itself do not change, so the arguments of each torch call and of each
+transform are searched for these tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tsfunc.dispatch.state import tls
 
 @contextmanager
 def seen_as(originals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """The code of the block sees these values for tensors that it closes over."""
+    """Replace the tensors that a block's code closes over by these values."""
     before = substituted.values
     own = {id(x): (x, value) for x, value in zip(originals, values, strict=True) if x is not value}
     if not own:

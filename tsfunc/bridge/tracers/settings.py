@@ -1,14 +1,15 @@
-"""torch's settings that decide what operators do, beside their arguments.
+"""torch's settings that affect operators besides their arguments.
 
-A program is made under some settings and answers calls under the same ones. They are read at every
-call, so each is asked for by the cheapest function there is.
+A program is made under certain settings and serves calls under the same settings. They are read at
+every call, so each is read by the cheapest function.
 
-Private names used here (torch 2.11 to 2.13), each the function in C++ behind a public one:
+Private names used here (torch 2.11 to 2.13), each the C++ function behind a public one:
 ``_is_any_autocast_enabled`` (``is_autocast_enabled`` for every type of device),
 ``_get_deterministic_algorithms`` and ``_get_deterministic_algorithms_warn_only``,
 ``_get_cudnn_deterministic``, ``_get_cudnn_benchmark``, ``_get_float32_matmul_precision``;
-``_len_torch_function_stack`` says whether any function mode is active, as the one is that
-``set_default_device`` enters; ``nn.modules.module._has_any_global_hook``, and the dicts of these.
+``_len_torch_function_stack`` tells whether any function mode is active, such as the mode that
+``set_default_device`` enters; ``nn.modules.module._has_any_global_hook``, and the dicts of these
+hooks.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from tsfunc.dispatch.state import tls
 
 
 class Setting(NamedTuple):
-    """A setting: what it is called, and what reads it."""
+    """A setting: its name, and the function that reads it."""
 
     name: str
     read: Callable[[], Any]
 
 
 def autocast() -> tuple[Any, ...]:
-    """For each type of device for which autocast is on, its dtype; and whether casts are cached."""
+    """Return the dtype of each device type with autocast on, and whether casts are cached."""
     if not _is_any_autocast_enabled():
         return ()
     found = [(kind, torch.get_autocast_dtype(kind)) for kind in _autocast_devices()
@@ -61,8 +62,9 @@ def mesh_axes() -> str:
 
 
 def default_device() -> torch.device:
-    """Where factories put tensors."""
-    # Asking torch costs as much as ten operators; without modes, which it asks, it is the CPU.
+    """Return the device on which factories make tensors."""
+    # torch's function costs as much as ten operators; without function modes the device is the
+    # CPU.
     return torch.get_default_device() if _len_torch_function_stack() else _CPU
 
 
@@ -83,12 +85,12 @@ SETTINGS = (*_PLAIN, Setting("autocast", autocast), Setting("default device", de
 
 
 def is_persistent(owner: torch.nn.Module, name: str) -> bool:
-    """Whether a buffer of a module is part of its ``state_dict()``, which may have hooks."""
+    """True if a module's buffer is part of its ``state_dict()``, which may have hooks."""
     return name not in owner._non_persistent_buffers_set
 
 
 def hooks_of_all_modules() -> tuple[Any, ...]:
-    """The hooks that torch calls with every module, in their order."""
+    """Return the hooks that torch calls with every module, in order."""
     if not module._has_any_global_hook():
         return ()
     kinds = (
@@ -99,22 +101,22 @@ def hooks_of_all_modules() -> tuple[Any, ...]:
 
 
 def settings() -> tuple[Any, ...]:
-    """All settings as they are now, in the order of ``SETTINGS``."""
+    """Return the values of all settings, in the order of ``SETTINGS``."""
     return tuple([setting.read() for setting in SETTINGS])
 
 
 def condition(now: tuple[Any, ...], scope: dict[str, Any]) -> str:
-    """A Python expression that is true where the settings are others than these.
+    """Return a Python expression that is true if the settings have changed.
 
     Args:
-        now: what :func:`settings` gave.
-        scope: where the expression's names are put.
+        now: the result of :func:`settings`.
+        scope: receives the names in the expression.
     """
     *plain, casts, device = now
     parts = []
     for i, (setting, value) in enumerate(zip(_PLAIN, plain, strict=True)):
         if value == "":
-            continue  # without axes the function has found none that it asked for
+            continue  # with no axis bound, the function has found none
         scope[f"setting_{i}"], scope[f"is_{i}"] = setting.read, value
         same = "is" if isinstance(value, bool | torch.dtype) else "=="
         parts.append(f"setting_{i}() {'is not' if same == 'is' else '!='} is_{i}")

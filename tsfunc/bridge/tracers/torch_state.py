@@ -1,26 +1,26 @@
-"""torch's own thread-local state: what a level captures of it, and how it is brought back.
+"""torch's thread-local state: the part that a level captures, and how it is restored.
 
 Private names used here (torch 2.11 to 2.13 have them all; ``tests/bridge/test_private_names.py``
-fails by name when one goes):
+fails by name if one is missing):
 
 - ``_dispatch_tls_local_include_set``, ``_dispatch_tls_local_exclude_set``: the C++ dispatcher's
-  thread-local sets, which hold among others whether autograd and autocast apply;
+  thread-local sets, which determine among others whether autograd and autocast apply;
 - ``_dispatch_tls_is_dispatch_key_excluded``: whether a key is in the exclude set;
 - ``_ForceDispatchKeyGuard``: replaces both sets for a block;
 - ``_ExcludeDispatchKeyGuard``: adds to the exclude set for a block;
 - ``_IncludeDispatchKeyGuard``: adds a key to the include set for a block;
 - ``_parse_dispatch_key``, ``DispatchKeySet``, ``DispatchKey``;
-- ``_dispatch_keyset_full_after``: all keys of a lower priority than one;
-- ``_len_torch_dispatch_stack``: how many dispatch modes are active on this thread;
-- ``_get_dispatch_mode``, ``_TorchDispatchModeKey``: the dispatch mode of a kind that is active;
+- ``_dispatch_keyset_full_after``: all keys of a lower priority than one key;
+- ``_len_torch_dispatch_stack``: the number of active dispatch modes on this thread;
+- ``_get_dispatch_mode``, ``_TorchDispatchModeKey``: the active dispatch mode of a kind;
 - ``_set_grad_enabled``: the function behind ``torch.set_grad_enabled``, as graphs call it;
-- ``_is_any_autocast_enabled``: whether autocast is on, for whichever device, and
-  ``_DisableAutocast``, which excludes its keys for a block;
+- ``_is_any_autocast_enabled``: whether autocast is on for any device, and ``_DisableAutocast``,
+  which excludes its keys for a block;
 - ``_is_fwd_grad_enabled``: whether operators push tangents on this thread, and
-  ``forward_ad._set_fwd_grad_enabled``, which says so for a block;
-- ``_functorch.maybe_current_level`` is the depth of torch.func's stack;
-- ``_functorch.pyfunctorch.temporarily_clear_interpreter_stack``: no transform of torch.func is
-  active within a block;
+  ``forward_ad._set_fwd_grad_enabled``, which sets this for a block;
+- ``_functorch.maybe_current_level``: the depth of torch.func's stack;
+- ``_functorch.pyfunctorch.temporarily_clear_interpreter_stack``: deactivates the transforms of
+  torch.func for a block;
 - ``_dispatch_has_kernel_for_dispatch_key``: whether an operator has a kernel for a key;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
 """
@@ -71,12 +71,12 @@ _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
 
 # NOTE [the factory keys]
-# Random and factory functions have no tensor argument by which a level could be found. While a
-# level is active that must see them, a key that torch itself has no more use for is in the
-# thread-local include set: Python kernels registered for it see just the operators that they
-# are registered for, and all others pass it at no cost. There are two such keys, since C++ makes
-# small tensors of its own in many operators (``x * 2`` makes a scalar): a vmap must see the
-# random functions only, a trace all of them. torch.vmap has a key of its own.
+# Random and factory functions have no tensor argument that leads to a level. While a level that
+# must see them is active, a key that torch itself no longer uses is in the thread-local include
+# set. Python kernels registered for the key see exactly the operators that they are registered
+# for, and all other operators skip it at no cost. There are two such keys, because C++ makes small
+# tensors of its own in many operators (``x * 2`` makes a scalar): a vmap must see only the random
+# functions, a trace must see all of them. torch.vmap has a key of its own.
 RANDOM_KEY_NAME = "VmapMode"
 FACTORY_KEY_NAME = "TESTING_ONLY_GenericMode"
 _RANDOM_KEY: Any = _parse_dispatch_key(RANDOM_KEY_NAME)
@@ -85,17 +85,18 @@ _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 
 
 # NOTE [autocast and rules]
-# Autocast is a matter of the call. Its kernels are C++'s, come before any tracer's, and cast what
-# operators on torch's list of them are given; so what arrives at door 2 has been cast. What a rule
-# calls in place of an operator must not be cast once more: ``mv`` is left as it is, ``matmul`` is
-# not. Only what a composite would call itself is cast, where autocast was on at door 1, which
-# leaves word here: at door 2 C++ has it off. Levels capture none.
+# Autocast is a property of the call. Its kernels are in C++, run before those of tracers, and cast
+# the arguments of the operators on torch's list; arguments at door 2 have been cast already. The
+# operators that a rule calls in place of another operator must not cast again: on the CPU autocast
+# does not cast ``mv``, but would cast a ``matmul`` in its rule. Only the parts that a composite
+# would call itself are cast, if autocast was on at door 1. Door 1 records this, because C++ turns
+# autocast off before door 2. Levels do not capture autocast.
 _AUTOCAST = tuple(key for name, key in TorchKey.__members__.items() if name.startswith("Autocast"))
 _EVERY_AUTOCAST = functools.reduce(or_, map(DispatchKeySet, _AUTOCAST))
 
 
 class _Casting(threading.local):
-    """``exclude``: the exclude set at door 1 where autocast is on, None where it is off."""
+    """``exclude``: the exclude set at door 1 if autocast is on, None if it is off."""
 
     exclude: Any = None
 
@@ -104,12 +105,12 @@ casting = _Casting()
 
 
 def is_casting() -> bool:
-    """Whether autocast is on for this call, or was at door 1."""
+    """True if autocast is on for this call, or was on at door 1."""
     return casting.exclude is not None or _is_any_autocast_enabled()
 
 
 class autocast_of_the_call:
-    """Context manager: leaves word of autocast for door 2."""
+    """Context manager that records autocast for door 2."""
 
     __slots__ = ("previous",)
 
@@ -123,7 +124,7 @@ class autocast_of_the_call:
 
 
 class without_casting:
-    """Context manager: nothing is cast, nor are the parts of composites."""
+    """Context manager that disables autocast, also for the parts of composites."""
 
     __slots__ = ("guard", "previous")
 
@@ -139,7 +140,7 @@ class without_casting:
 
 
 def is_cast(name: str) -> bool:
-    """Whether autocast, as it is for this call, has a kernel of its own for an operator."""
+    """True if autocast, as set for this call, has a kernel of its own for an operator."""
     exclude = casting.exclude or _dispatch_tls_local_exclude_set()
     return any(
         not exclude.has(key) and _dispatch_has_kernel_for_dispatch_key(name, key.name)
@@ -148,13 +149,13 @@ def is_cast(name: str) -> bool:
 
 
 class TorchState:
-    """What a level captures of torch's thread-local state, less autocast.
+    """The part of torch's thread-local state that a level captures, without autocast.
 
-    ``quiet`` is more than 0 while a backward pass runs, over the graph of a level further out,
-    whose results nobody will differentiate: what it computes is not to be recorded there.
-    ``guards`` bring the sets back for a single call; ``key_sets`` are both sets as 16 bytes, which
-    compiled handlers read. ``in_modes`` is True if dispatch modes were active: the include set has
-    their keys, which must not be restored where a mode's handler has taken the last mode away.
+    ``quiet`` is more than 0 while a backward pass runs over the graph of an outer level, and its
+    results are not differentiated: the pass must not be recorded there. ``guards`` restore the
+    sets for a single call; ``key_sets`` has both sets as 16 bytes, for compiled handlers.
+    ``in_modes`` is True if dispatch modes were active: the include set then has their keys, which
+    must not be restored after a mode's handler has removed the last mode.
     """
 
     __slots__ = ("exclude", "grad_mode", "guards", "in_modes", "include", "key_sets", "quiet")
@@ -173,23 +174,23 @@ class TorchState:
 
 
 def _in_inference_mode(include: Any, exclude: Any) -> tuple[Any, Any]:
-    """The sets as torch changes them where it enters inference mode."""
+    """Return the sets as torch changes them when it enters inference mode."""
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
         exclude = exclude.add(getattr(TorchKey, key))
     return include.remove(TorchKey.ADInplaceOrView), exclude
 
 
 def _with_autocast(exclude: Any) -> Any:
-    """The set with autocast as it is for this call."""
+    """Return the exclude set with autocast as set for this call."""
     return exclude - (_EVERY_AUTOCAST - casting.exclude)
 
 
 class RestoredTorchState:
-    """Context manager: the captured sets, and no grad mode that the level did not have.
+    """Context manager that restores the captured sets, and grad mode off if it was captured so.
 
     A ``torch.no_grad()`` in the transformed function holds for outer levels too, as it would
-    without the transform, and so does an inference mode. The one that the autograd engine puts
-    around a backward pass does not: that belongs to the tracers' own level alone.
+    without the transform, and so does inference mode. The no_grad that the autograd engine sets
+    for a backward pass does not: it applies only to the tracers' own level.
     """
 
     __slots__ = ("guard", "previous", "state")
@@ -234,27 +235,27 @@ any_autocast = _is_any_autocast_enabled
 
 
 def in_dispatch_modes() -> bool:
-    """Whether dispatch modes (``TorchDispatchMode``) are active on this thread."""
+    """True if dispatch modes (``TorchDispatchMode``) are active on this thread."""
     return _len_torch_dispatch_stack() > 0
 
 
 def faking() -> bool:
-    """Whether tensors without data are worked out, as a trace does, which carry no tangents."""
+    """True if a fake mode is active, as in a trace; fake tensors carry no tangents."""
     return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
 def below_autograd() -> bool:
-    """Whether torch is past its autograd here, as in the handlers of its dispatch modes."""
+    """True if torch is below its autograd here, as in the handlers of dispatch modes."""
     return _dispatch_tls_is_dispatch_key_excluded(TorchKey.ADInplaceOrView)
 
 
 def without_autograd() -> Any:
-    """Context manager: C++ goes straight to ``__torch_dispatch__``, composites arrive whole."""
+    """Context manager: C++ skips autograd, so composites reach ``__torch_dispatch__`` whole."""
     return _ExcludeDispatchKeyGuard(AUTOGRAD)
 
 
 def without_autocast() -> Any:
-    """Context manager: operators are called as they are, whatever autocast says."""
+    """Context manager: operators run without autocast."""
     return _DisableAutocast()
 
 
@@ -269,16 +270,16 @@ def with_factory_key() -> Any:
 
 
 def after(key: str) -> Any:
-    """The dispatch keys that come after one: what is left of a call that its kernel passes on."""
+    """Return the dispatch keys after one, for a kernel that redispatches its call."""
     parsed: Any = _parse_dispatch_key(key)
     return _dispatch_keyset_full_after(parsed)
 
 
 def storing_data() -> bool:
-    """Whether ``torch.tensor(data)`` is making the tensor whose memory it will write the data to.
+    """Return True while ``torch.tensor(data)`` makes the tensor that it will write the data to.
 
-    It keeps torch.func's wrappers, which have no memory either, away for that while. The result is
-    a call of ``lift_fresh``, which comes after.
+    torch.tensor disables torch.func's wrappers meanwhile, which have no memory either. A call of
+    ``lift_fresh`` follows, which returns the result.
     """
     return _dispatch_tls_is_dispatch_key_excluded(TorchKey.FuncTorchDynamicLayerFrontMode)
 
@@ -294,18 +295,18 @@ def without_factory_keys() -> Any:
 
 
 def outside_functorch() -> AbstractContextManager[Any]:
-    """Context manager: no transform of torch.func is active, which would wrap what is made."""
+    """Context manager: no torch.func transform is active, which would wrap new tensors."""
     active = _functorch.maybe_current_level() is not None
     return temporarily_clear_interpreter_stack() if active else nullcontext()
 
 
 # NOTE [guards in frames]
 # Some of torch's Python functions hold a dispatch guard in a local variable (``guard =
-# torch._C._DisableFuncTorch()``, where a tensor is printed). If they raise, the traceback keeps
-# their frames, and so the guard. It restores the thread's dispatch keys when the exception is
-# freed: at any later time, to the keys of the place where the function was called. Inside a trace
-# these exclude the Python key, and kernels get tensors without memory. So a block that restores
-# the keys clears torch's frames in the traceback first.
+# torch._C._DisableFuncTorch()``, while a tensor is printed). If such a function raises, the
+# traceback keeps its frame, and so the guard. When the exception is freed, at any later time, the
+# guard restores the thread's dispatch keys to those of the place where the function was called.
+# Inside a trace these keys exclude the Python key, and kernels get tensors without memory. A block
+# that restores the keys therefore clears torch's frames in the traceback first.
 _SUSPENDABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
@@ -315,8 +316,9 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
     The thread's dispatch keys are arbitrary afterwards; the caller restores them.
 
     Args:
-        ours: whether to free those of this package's frames too, and of context managers that
-            generators make, which may hold what an interrupt has kept them from leaving.
+        error: the exception with the traceback.
+        ours: whether to clear the frames of this package and of generator-based context managers
+            too, which may hold guards that an interrupt stopped them from leaving.
     """
     roots = (_TORCH_ROOT, _OWN_ROOT, contextlib.__file__) if ours else _TORCH_ROOT
     pending: list[BaseException | None] = [error]
@@ -350,11 +352,11 @@ def kept_keys() -> Iterator[None]:
 
 @contextmanager
 def outside_all_levels() -> Iterator[None]:
-    """Context manager: torch's dispatch keys as if no level and no handler were active here.
+    """Context manager: set torch's dispatch keys as if no level and no handler were active.
 
-    No transform of torch.func is active either: on their way outwards its kernels expect the
-    dispatcher at the place where they have left it. The Python key is never excluded in the block:
-    tracers without it would be tensors without memory.
+    No torch.func transform is active in the block either: on their way outwards, its kernels
+    expect the dispatcher in the state in which they left it. The Python key is never excluded in
+    the block, because tracers without it would be tensors without memory.
     """
     with outside_functorch():
         include = _dispatch_tls_local_include_set().remove(_RANDOM_KEY).remove(_FACTORY_KEY)

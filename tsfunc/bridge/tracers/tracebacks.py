@@ -1,14 +1,14 @@
-"""Tracebacks that show the user's frames, with those of the library folded away.
+"""Tracebacks that show the user's frames and hide those of the library.
 
 NOTE [folded tracebacks]
-An error that leaves the outermost transform has its traceback rewritten: frames of this package
-and of torch are dropped, and a frame of a generated program becomes the user's line that the
-operator was traced at. A note (PEP 678) names the transforms and describes the arguments of the
-user's function. Inner transforms leave the error alone, so a user's ``except`` inside of a
-transform costs nothing more. Errors that show a defect of the library keep every frame, and
-``tsfunc.config.traceback = "full"`` keeps them for all.
+The traceback of an error that leaves the outermost transform is rewritten: frames of this package
+and of torch are dropped, and a frame of a generated program becomes the user's line at which the
+operator was traced. A note (PEP 678) names the transforms and describes the arguments of the
+user's function. Inner transforms do not rewrite the error, so a user's ``except`` inside a
+transform costs nothing extra. Errors that show a defect of the library keep every frame, and
+``tsfunc.config.traceback = "full"`` keeps the frames of all errors.
 
-Private names used here: ``_C.DisableTorchFunctionSubclass`` reads a tracer's shape past its class.
+Private names used here: ``_C.DisableTorchFunctionSubclass`` reads a tracer's own shape.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from tsfunc.dispatch.places import GENERATED, LIBRARIES, Place
 F = TypeVar("F", bound=Callable[..., Any])
 Step = tuple[FrameType, int, int]  # a frame, its last instruction, and its line
 
-# The generated code of a program has the places of its lines among its globals, by this name.
+# The name of a generated program's global with the places of its lines.
 PLACES: Final = "__places__"
 _HIDDEN = (*LIBRARIES, *(str(module.__path__[0]) for module in (optree,)))
-# Errors that the package raises on purpose are of other classes.
+# The package raises other classes for errors on purpose.
 _DEFECTS = (AssertionError, AttributeError, NameError, RecursionError)
 _boundaries: set[CodeType] = set()
 
 
 def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
-    """Decorate a callable that users call: an error that leaves it is folded.
+    """Decorate a callable that users call: the traceback of an error that leaves it is folded.
 
     The outermost one of a thread restores the thread's state: NOTE [interrupts] in ``outermost``.
-    Dynamo traces neither the callable nor what it calls.
+    Dynamo traces neither the callable nor its callees.
 
     Args:
-        transform: its name in the note.
+        transform: the transform's name in the note.
         func: the user's function, if the callable is made for one.
     """
 
@@ -72,7 +72,7 @@ def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
 
 
 def inner_function(func: Any) -> Any:
-    """Return the callable that a boundary was put around, or the callable itself."""
+    """Return the callable inside a boundary, or the callable itself if it has no boundary."""
     code = getattr(func, "__code__", None)
     if code in _boundaries and func.__closure__:
         cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
@@ -92,11 +92,11 @@ def fold(error: Exception, label: Callable[[], str]) -> None:
     """Rewrite the traceback of an error that leaves a transform: NOTE [folded tracebacks].
 
     Args:
-        error: what is about to be raised again.
-        label: gives the spelling of the transform that it leaves.
+        error: the error that is about to be raised again.
+        label: returns the spelling of the transform that the error leaves.
     """
     frame = inspect.currentframe()
-    caller = frame and frame.f_back and frame.f_back.f_back  # what called the transform
+    caller = frame and frame.f_back and frame.f_back.f_back  # the caller of the transform
     while caller is not None:
         if caller.f_code in _boundaries:
             return
@@ -140,7 +140,7 @@ def _folded(trace: TracebackType | None) -> TracebackType | None:
         elif frame.f_code.co_filename.startswith(GENERATED):
             places = frame.f_globals.get(PLACES, {})
             place = places.get(line)
-            # A program that was loaded from a file has its lines as texts.
+            # A program that was loaded from a file has its lines as strings.
             shown = isinstance(place, Place) and bool(place.file)
             if shown and not place.file.startswith(_HIDDEN):
                 kept.append(_frame_at(place))
@@ -151,13 +151,13 @@ def _folded(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _frame_at(place: Place) -> Step:
-    """A frame that a traceback shows as a line of the user's."""
+    """Return a frame that a traceback shows as a given line of the user's code."""
     text = linecache.getline(place.file, place.line).rstrip()
     tree = ast.parse("raise ValueError")
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt | ast.expr):
             node.lineno = node.end_lineno = place.line
-            # The whole line, which a traceback then does not underline.
+            # The whole line, which a traceback does not underline.
             node.col_offset, node.end_col_offset = len(text) - len(text.lstrip()), len(text)
     code = compile(tree, place.file, "exec").replace(co_name=place.function)
     if sys.version_info >= (3, 11):
@@ -171,7 +171,7 @@ def _frame_at(place: Place) -> Step:
 
 
 def _add_note(error: Exception, label: str) -> None:
-    """Say which transform the error came through, and what the user's function was given."""
+    """Note the transform that the error came through, and the arguments of the user's function."""
     if sys.version_info < (3, 11):
         return
     function: FrameType | None = None
@@ -196,7 +196,7 @@ def _label(transform: str, func: Any) -> str:
 
 
 def spelled(func: Any) -> str:
-    """Return how the user has built a function: ``vmap(grad(loss))``."""
+    """Return the expression by which the user built a function: ``vmap(grad(loss))``."""
     if isinstance(func, functools.partial):
         return spelled(func.func)
     code = getattr(func, "__code__", None)
@@ -210,13 +210,13 @@ def spelled(func: Any) -> str:
 
 
 def _arguments(frame: FrameType) -> str:
-    """The tensors among the arguments of a function, by their names."""
+    """Return the tensors among the arguments of a function, by name, as text."""
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount
     shown = []
     for name in code.co_varnames[:count]:
         value: Any = frame.f_locals.get(name)
-        # Not isinstance, which a stand-in for a value of type Any refuses.
+        # isinstance would fail for a stand-in of a value of type Any.
         if issubclass(type(value), torch.Tensor):
             with DisableTorchFunctionSubclass():
                 shape = ", ".join(map(str, value.shape))

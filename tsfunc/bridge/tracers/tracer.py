@@ -1,17 +1,17 @@
-"""Tracers: tensors that stand for a value of a level, and the two doors by which they are met.
+"""Tracers: tensors that represent a value of a level, and the two doors that calls go through.
 
-Door 1, ``__torch_function__``: user code calls torch on a tracer. The call goes on into C++
-with the subclass's override off for that one hop. Where no autograd is recorded at the tracer's
+Door 1 is ``__torch_function__``: user code calls torch on a tracer. The call continues into C++
+with the subclass's override disabled for that one hop. If no autograd is recorded at the tracer's
 level, torch's autograd keys are excluded, so that composite operators (``linear``,
-``cross_entropy``) arrive whole at
+``cross_entropy``) arrive whole at door 2.
 
-door 2, ``__torch_dispatch__``: any operator with its schema, also those that C++ and the
-autograd engine call. It looks the operator's row up and dispatches.
+Door 2 is ``__torch_dispatch__``: it receives any operator with its schema, including operators
+that C++ and the autograd engine call. It looks up the operator's row and dispatches.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
 ``__torch_function__`` check, once; ``_C.DisableTorchFunctionSubclass`` does so for a block;
-``_C._DisableTorchDispatch`` has C++ treat a tracer as any tensor.
+``_C._DisableTorchDispatch`` makes C++ treat a tracer as a plain tensor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ T = TypeVar("T", bound="Tracer")
 NO_KWARGS: Final[Mapping[str, Any]] = {}
 
 
-# Numbers of what is entered, in order.
+# Serial numbers of entered levels, in order.
 serials: Final = itertools.count(1)
 
 
@@ -63,13 +63,14 @@ class TracerLevel(Level):
     """A level whose values are tracers.
 
     Attributes:
-        autograd: how many transforms record autograd on this level's own tracers; while it
-            is 0, calls go past torch's autograd on their way in.
-        born: its place in the order of births, 0 while it is not known (``births``).
-        forward: how many forward-mode transforms hang tangents on this level's tracers.
-        serial: a later one has a higher number.
-        functorch_depth: how many transforms of torch.func are outside of it.
-        torch_state: what the level captured of torch's thread-local state.
+        autograd: the number of transforms that record autograd on this level's own tracers; while
+            it is 0, calls skip torch's autograd on their way in.
+        born: its position in the order of births, 0 while unknown (``births``).
+        forward: the number of forward-mode transforms that attach tangents to this level's
+            tracers.
+        serial: a number that increases with each new level.
+        functorch_depth: the number of torch.func transforms outside of it.
+        torch_state: the captured part of torch's thread-local state.
     """
 
     __slots__ = ("autograd", "born", "forward", "functorch_depth", "serial", "torch_state")
@@ -82,24 +83,24 @@ class TracerLevel(Level):
         self.forward = 0
         self.torch_state = TorchState()
         if not tangents_enabled():
-            # In a method of an ``autograd.Function``, where C++ pushes tangents that come from
-            # outside by the class' own ``jvp``: a jvp inside of the level pushes but its own.
+            # In a method of an ``autograd.Function`` C++ pushes outer tangents by the class's own
+            # ``jvp``: a jvp inside the level must push only its own tangents.
             self._restores += (without_tangents,)
         self.functorch_depth = _functorch.maybe_current_level() or 0
 
     @property
     def root(self) -> TracerLevel:
-        """The transform's own level, for one that replaces it (``subsets``)."""
+        """The transform's own level, for a level that replaces it (``subsets``)."""
         return self
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor from outside as one of this level's tracers."""
+        """Return this level's tracer of a tensor from outside."""
         raise TypeError(f"{self.name}: {type(self).__name__} does not say how it lifts a tensor.")
 
     def sees_factory(self, name: str, random: bool) -> bool:
-        """Whether a factory function (a random one, or another) is this level's business.
+        """Return True if the level handles a factory function, or a random function.
 
-        It is given to the innermost level that says yes.
+        The innermost level that returns True gets the call.
         """
         return False
 
@@ -110,32 +111,32 @@ class TracerLevel(Level):
 
 
 class StandIn:
-    """A level in the place of another one, whose tensors it takes in (``subsets``, ``bodies``)."""
+    """A level in place of another level, whose tensors it takes in (``subsets``, ``bodies``)."""
 
     __slots__ = ()
 
     def stand_in_for(self, level: Level) -> None:
-        """Has all that the level has; what is to be its own it sets after that."""
+        """Copy all attributes of the replaced level; the subclass then sets its own."""
         own: type = type(self)
         other: type = type(level)
         for name in _carried_over(own, other):
             setattr(self, name, getattr(level, name))
 
     def into(self, value: Any) -> Any:
-        """A tensor from outside as the code that runs at the level is to see it."""
+        """Return a tensor from outside as the code at the level must see it."""
         raise NotImplementedError
 
 
 @functools.cache
 def _carried_over(own: type, other: type) -> tuple[str, ...]:
-    """The slots of a level's class that one in its place has too, but for what that works out."""
+    """Return the slots of a level's class that its replacement has too, except properties."""
     names = [name for cls in other.__mro__ for name in cls.__dict__.get("__slots__", ())]
     places = [(name, getattr(own, name, None)) for name in names]
     return tuple(name for name, place in places if isinstance(place, MemberDescriptorType))
 
 
 class _Substituted(threading.local):
-    """What the code on this thread sees in the places of tensors: ``seen_as``."""
+    """The replacements of tensors for the code on this thread: ``seen_as``."""
 
     def __init__(self) -> None:
         self.values: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -149,9 +150,9 @@ substituted: Final = _Substituted()
 
 
 def seen_here(value: Any) -> Any:
-    """A tensor as the code that runs is to see it: taken in by levels in the place of others.
+    """Return a tensor as the running code must see it, taken in by levels in place of others.
 
-    The outer levels' first: what an inner one makes of a tensor has to hold what they made of it.
+    Outer levels come first, because an inner level must wrap the result of the outer ones.
     """
     if isinstance(value, torch.Tensor):
         if substituted.values:
@@ -164,24 +165,24 @@ def seen_here(value: Any) -> Any:
 
 
 def all_seen_here(values: list[Any]) -> list[Any]:
-    """What a transform is given, where it goes on with that in other ways than by calls."""
+    """Return a transform's inputs as the running code sees them, for uses other than calls."""
     if not any(isinstance(level, StandIn) for level in tls.state.levels):
         return values
     return [seen_here(value) for value in values]
 
 
-# Classes of tracers with a record, and what sees their calls first (``marked``).
+# Classes of tracers with a record, and the functions that see their calls first (``marked``).
 MARKED: dict[type, Callable[..., Any]] = {}
 
 
 def settle(value: Any) -> None:
-    """Before a value is looked at in other ways than by calls: its record may have a say."""
+    """Update a marked tracer by its record, before a use other than a call."""
     if type(value) in MARKED and value.dispatch_level.alive:
         value.record.settle()
 
 
 class _Both:
-    """What others registered with ``dispatch.on_capture``, and torch's state inside of it."""
+    """Combines the guards of ``dispatch.on_capture``, and torch's state inside them."""
 
     def __init__(self, torch_state: RestoredTorchState, ours: AbstractContextManager[Any]) -> None:
         self.torch, self.ours = torch_state, ours
@@ -198,23 +199,25 @@ class _Both:
 
 
 class Tracer(torch.Tensor):
-    """The base of tensors that stand for values of a level.
+    """The base class of tensors that represent values of a level.
 
-    A subclass keeps what it stands for in attributes of its own and is made by :meth:`make`.
-    Every torch operator called on one is dispatched with the bit of its level in the key set;
-    ``register(op, key)`` and ``register_fallback(key)`` say what happens.
+    A subclass keeps its values in attributes of its own and is made by :meth:`make`. Every torch
+    operator called on one is dispatched with the bit of its level in the key set; ``register(op,
+    key)`` and ``register_fallback(key)`` define the kernels.
 
     Example: see ``examples/new_transform.py``.
     """
 
-    # Laid out as any tensor: one that exists can become a tracer (``writes``).
+    # With the memory layout of a plain tensor: an existing tensor can become a tracer
+    # (``writes``).
     __slots__ = ()
 
-    # The class has it for the dispatcher, which asks a type once; every tracer has its own.
+    # A class attribute, because the dispatcher asks each type once; every tracer has its own
+    # value.
     dispatch_level: TracerLevel = cast(Any, None)
 
-    # The classes that an object which becomes such a tracer gets: one that is laid out as a tensor,
-    # and one that is laid out as a tracer with slots (``turning``). None: the tracer's own class.
+    # The classes that an existing tensor may become: one with the layout of a plain tensor, and
+    # one with the layout of a tracer with slots (``turning``). None: the tracer's own class.
     forms: ClassVar[tuple[type[Tracer], type[Tracer]] | None] = None
 
     @classmethod
@@ -224,15 +227,15 @@ class Tracer(torch.Tensor):
         level: Level | None = None,
         **attributes: Any,
     ) -> T:
-        """A tracer that looks like a tensor of that shape, type and device.
+        """Return a tracer with the shape, strides, dtype and device of a tensor.
 
         Args:
-            like: by default the first of the attributes.
-            level: inside a kernel by default the level that it runs for.
-            attributes: what the tracer stands for.
+            like: the tensor; by default the first of the attributes.
+            level: the level; inside a kernel by default the level that the kernel runs for.
+            attributes: the values of the tracer.
 
         Raises:
-            TypeError: there is nothing for it to look like, or no level for it to belong to.
+            TypeError: ``like`` or ``level`` is missing or has a wrong type.
         """
         if like is None:
             like = next(iter(attributes.values()), None)
@@ -267,7 +270,7 @@ class Tracer(torch.Tensor):
     ) -> Any:
         return door_1(func, types, args, kwargs or NO_KWARGS)
 
-    # torch declares it as what a class without subclasses has: called without the operator.
+    # torch's annotation is for classes without subclasses, which are called without the operator.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -279,30 +282,30 @@ class Tracer(torch.Tensor):
         return operator_of(func).call(args, kwargs or NO_KWARGS, True)
 
     def cut(self) -> torch.Tensor:
-        """What the user's ``detach()`` returns: without the graphs of this and all outer levels.
+        """Return the result of the user's ``detach()``, without graphs of this and outer levels.
 
-        Autograd's own ``aten::detach`` at a tracer's level is another matter: it must leave the
-        outer levels' graphs as they are.
+        Autograd's own ``aten::detach`` at a tracer's level is different: it must keep the graphs
+        of outer levels.
         """
         raise TypeError(f"{type(self).__name__} does not say what detach() does.")
 
     def again(self) -> Any:
-        """Another tracer for the same values, without the graph of its own level."""
+        """Return another tracer for the same values, without the graph of its own level."""
         raise TypeError(f"{type(self).__name__} does not say how another one is made.")
 
     def from_outside(self) -> bool:
-        """Whether its values are not the transformed function's own to write into."""
+        """True if the values are from outside, so the transformed function may not write them."""
         return False
 
     def read(self, name: str) -> Any:
-        """What a method gives that returns data as Python or NumPy values (``bool``, ``item``)."""
+        """Return the result of a method that reads data as Python or NumPy values (``item``)."""
         raise DataDependentError(
             f"{self.dispatch_level.name}: {name} needs the data of a tensor that stands for "
             f"others. Use tensor operations instead."
         )
 
     def describe(self) -> str:
-        """What ``repr`` shows of it."""
+        """Return the text of ``repr``."""
         return f"{type(self).__name__}({self.dispatch_level.name}, shape={tuple(self.shape)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -313,7 +316,7 @@ class Tracer(torch.Tensor):
 
 
 class SlottedTracer(Tracer):
-    """Attributes in slots, which are read in half the time: for tracers that come in numbers."""
+    """A tracer with slots, which are read twice as fast: for classes with many tracers."""
 
     __slots__ = ("bdim", "dispatch_level", "value")
 
@@ -330,15 +333,15 @@ def attributes_of(tracer: Tracer) -> dict[str, Any]:
 
 
 def written(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an in-place operator returns: its first argument, in its new shape if it has one."""
-    if op.reshapes:  # its own autograd has seen the call
+    """Return an in-place operator's first argument, in its new shape if it has one."""
+    if op.reshapes:  # autograd has seen the call already
         with DisableTorchFunctionSubclass(), _DisableTorchDispatch(), without_autograd():
             op.overload(*args, **kwargs)
     return args[0]
 
 
 def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
-    """The innermost level of the tracers among values and lists of them."""
+    """Return the innermost level of the tracers in nested lists, tuples and dicts, or None."""
     found: TracerLevel | None = None
     for value in values:
         if isinstance(value, Tracer):
@@ -356,27 +359,27 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     return found
 
 
-# torch declares it for tuples and dicts only, which is what comes.
+# torch's annotation has only tuples and dicts; callers pass nothing else.
 hop: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
 
-# How a C function's type is told from a Python function, which meets the doors again inside.
+# The types of C functions; a Python function calls others, which reach the doors again.
 _C_TYPES = (
     type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__),
     type(torch.Tensor.__getitem__), OpOverload,
 )  # fmt: skip
 
-# What door 1 answers by itself: methods whose meaning C++ can't be asked for.
+# Methods that door 1 answers itself, because C++ can't answer them for a tracer.
 Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]
 METHODS: dict[Any, Method] = {}
 
-# Of these, those that leave every call to torch in which no tensor stands for a number.
+# The methods that leave calls to torch unless a tensor stands in for a number.
 FOR_NUMBERS: set[Any] = set()
 
 
 def door_1(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """User code calls ``func`` on a tracer."""
+    """Handle a call of ``func`` by user code on a tracer."""
     remap_args = tls.state.remap_args
     if remap_args is not None:
         taken = remap_args(func, args, kwargs)
@@ -394,7 +397,7 @@ def door_1(
     return into_torch(func, types, args, kwargs)
 
 
-# What the C functions that write are to do first; of operators the schema says it (``writes``).
+# Preparations of C functions that write; operators declare writes in schemas (``writes``).
 WRITERS: dict[Any, Callable[..., None]] = {}
 
 
@@ -417,7 +420,7 @@ def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def into_torch(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The way from door 1 into torch, past this check once, and past autograd if it can be."""
+    """Call torch from door 1, past this check once, and past autograd if possible."""
     if is_casting():
         with autocast_of_the_call():
             return _into_torch(func, types, args, kwargs)
@@ -433,12 +436,13 @@ def _into_torch(
             if not level.alive:
                 refuse_escaped(func, level)
             if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
-                # A transform of torch.func inside of the level: it is to see the call first.
+                # A torch.func transform inside the level must see the call first.
                 return hop(func, types, args, kwargs)
             _prepare_write(func, args, kwargs)
             if not level.autograd or torch.is_inference_mode_enabled():
                 if isinstance(func, OpOverload) and not kwargs and not any_autocast():
-                    # A dispatch mode that calls it is past autograd; what is inside is not.
+                    # A dispatch mode's handler is below autograd; values inside the tracers are
+                    # not.
                     return operator_of(func).call(args, kwargs, below_autograd())
                 if torch.is_grad_enabled() or forward_ad._current_level >= 0:
                     args = tuple([_lift_recorded(arg, level) for arg in args])
@@ -452,9 +456,9 @@ def _into_torch(
 
 
 # NOTE [operands of outer levels]
-# Where autograd is recorded at a level, C++ would see the graphs and tangents of outer levels'
-# tensors too and take them for the level's own. So these are lifted to the level first: their own
-# autograd goes on inside of the tracer.
+# If autograd is recorded at a level, C++ would also see the graphs and tangents of outer levels'
+# tensors, and take them for the level's own. Such tensors are therefore lifted to the level first:
+# their own autograd continues inside the tracer.
 _DIFFERENTIABLE = frozenset(
     dtype
     for dtype in vars(torch).values()
@@ -469,15 +473,16 @@ def _lift(value: Any, level: TracerLevel) -> Any:
         if value.requires_grad or (level.forward and value.dtype in _DIFFERENTIABLE):
             return level.lift(value)
         return value
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):  # as ``new`` asks
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):  # ``new`` needs it
         lifted = [_lift(item, level) for item in value]
         return lifted if isinstance(value, list) else tuple(lifted)
     return value
 
 
-# Where it is not, C++ goes past autograd, and of a composite function some parts may be of operands
-# of outer levels alone (the 0 in ``w[i, 0]``). Those that are differentiated out there are lifted
-# too, so that every part meets the level, which records as it found things.
+# If no autograd is recorded at the level, C++ skips autograd, and some parts of a composite
+# function may have only operands of outer levels (the 0 in ``w[i, 0]``). Operands that are
+# differentiated at outer levels are lifted too, so that every part reaches the level, which
+# records in the autograd state that it captured.
 def _lift_recorded(value: Any, level: TracerLevel) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
@@ -498,22 +503,22 @@ def lifted(args: Sequence[Any], level: TracerLevel) -> tuple[Any, ...]:
 
 
 def refuse_escaped(func: Any, level: Level) -> None:
-    """Raises the error for a tracer that is used after its transform has ended."""
+    """Raise the error for a tracer that is used after its transform has ended."""
     raise EscapedTracerError(messages.escaped(getattr(func, "__name__", str(func)), level))
 
 
 def metadata(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Answers from the wrapper itself."""
+    """Answer from the wrapper tensor itself."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def at_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
-    """Context manager: as inside of the values' innermost level, and of none further in.
+    """Context manager: activate the values' innermost level, and no level inside it.
 
-    For what C++ calls there, wherever the thread is: the formula of a node's tangent.
+    This is for calls by C++ at that level on any thread, such as the formula of a node's tangent.
     """
     level = innermost_level(values)
     levels = tls.state.levels
@@ -523,12 +528,12 @@ def at_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 def current_tracer_level() -> TracerLevel | None:
-    """The innermost active level of this thread whose values are tracers."""
+    """Return the innermost active tracer level of this thread, or None."""
     return _innermost(tls.state.levels)
 
 
 def tracer_level_outside(level: TracerLevel) -> TracerLevel | None:
-    """As ``current_tracer_level``, where a level was entered."""
+    """Return the innermost tracer level that was active when a level was entered, or None."""
     return _innermost(level.outer.levels)
 
 

@@ -1,8 +1,8 @@
-"""What ``explain`` watches beside the dispatcher: lines of backward passes, and plain calls.
+"""Data for ``explain`` besides the dispatcher's: lines of backward passes, and plain calls.
 
 Private names used here (torch 2.11 to 2.13): ``_C._current_autograd_node`` is the node whose
-backward formula runs on this thread, None outside of a backward pass; ``Node._sequence_nr`` is
-its number, ``_C._autograd._get_sequence_nr`` the one that this thread's next node will get.
+backward formula runs on this thread, None outside of a backward pass; ``Node._sequence_nr`` is its
+number, ``_C._autograd._get_sequence_nr`` is the number of this thread's next node.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tsfunc.dispatch.state import tls
 
 
 class Lines:
-    """The user's line of a call, for calls of a backward pass that of the forward call.
+    """Finds the user's line of a call; in a backward pass, the line of the forward call.
 
-    Autograd numbers its nodes as it makes them, each just before its operator comes to a tracer.
-    So the node of number n belongs to the first call that found the counter beyond n.
+    Autograd numbers its nodes as it makes them, each just before its operator reaches a tracer.
+    The node with number n therefore belongs to the first call that found the counter beyond n.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class Lines:
         self._places: list[Place] = []
 
     def here(self) -> tuple[Place, bool]:
-        """The line, and whether this is its backward pass."""
+        """Return the line, and whether the call belongs to its backward pass."""
         node = _current_autograd_node()
         place = self._of(node._sequence_nr()) if node is not None else None
         backward = place is not None
         place = place or users_place()
         number = _autograd._get_sequence_nr()
-        # A thread of autograd's own counts for itself.
+        # An autograd thread has a counter of its own.
         if not self._numbers or number >= self._numbers[-1]:
             self._numbers.append(number)
             self._places.append(place)
@@ -50,7 +50,7 @@ class Lines:
 
 
 class PlainCalls(TorchFunctionMode):
-    """Records the function's own calls of torch that reach no level: these run as they are."""
+    """Records the function's own torch calls that reach no level; these calls run unchanged."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Writes, and views that are written through: a user's tensor becomes a level's tracer."""
+"""In-place writes and write-through views: a user's plain tensor becomes a level's tracer."""

@@ -1,12 +1,13 @@
-"""Buffers of modules that a mapped function assigns.
+"""Module buffers that a function under vmap assigns a batched tensor to.
 
 NOTE [assigned buffers]
-``self.count = self.count + x.sum()`` puts a batched tensor into a module. Within the call it is
-read as any value, and ``functional_call`` puts back what was there. What a module from outside has
-when the call ends would be a tensor of a transform that is over: there is one buffer for all
-examples, as there is where one is written into. So the module gets back what it had, and the call
-is refused. torch itself tells of the assignment, and programs do, which assign past it; calls that
-assign no buffer pay nothing for it.
+``self.count = self.count + x.sum()`` puts a batched tensor into a module. During the call the
+buffer is read like any other value, and ``functional_call`` restores the previous buffer. A module
+that was made outside of the function has one buffer for all examples, so after the call it would
+hold a tracer of a transform that has ended. The level therefore restores the module's buffer and
+refuses the call, as it refuses an in-place write to such a buffer. torch's buffer registration
+hook reports each assignment; programs, which assign without the hook, call :func:`note_assigned`
+themselves. Calls that assign no buffer pay nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from tsfunc.errors import EscapedTracerError
 
 @dataclass(frozen=True)
 class _Assigned:
-    """A buffer that was assigned a batched tensor where it had none of the same level.
+    """A buffer that was assigned a batched tensor, where the old value was not of the same level.
 
     Attributes:
-        module: whose buffer it is.
-        name: the buffer's.
-        before: what it was.
-        level: that of the batched tensor.
-        what: how an error speaks of it, and where it was assigned.
+        module: weak reference to the module that owns the buffer.
+        name: the buffer's name.
+        before: the buffer's previous value.
+        level: the level of the batched tensor.
+        what: the error text: which buffer was assigned, and where.
     """
 
     module: weakref.ref[torch.nn.Module]
@@ -45,13 +46,13 @@ class _Assigned:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the module has a tensor of the level now."""
+        """True if the module's buffer still holds a tensor of the level."""
         module = self.module()
         value = None if module is None else module._buffers.get(self.name)
         return _level_of(value) is self.level
 
     def put_back(self) -> None:
-        """Gives the module the buffer again that it had."""
+        """Restore the module's previous buffer."""
         module = self.module()
         if module is not None:
             module._buffers[self.name] = self.before
@@ -67,7 +68,7 @@ def _level_of(value: Any) -> BatchLevel | None:
 
 
 def note_assigned(module: Any, name: str, value: Any) -> None:
-    """Is told of every buffer that is assigned, before it is, by torch and by programs."""
+    """Record an assigned batched buffer; torch and programs call this before each assignment."""
     level = _level_of(value)
     if level is None or not level.alive or not isinstance(module, torch.nn.Module):
         return
@@ -86,7 +87,7 @@ register_module_buffer_registration_hook(note_assigned)
 
 
 def put_back_assigned(level: BatchLevel) -> _Assigned | None:
-    """Gives modules their buffers again, at the end of a call; the first that was not as before."""
+    """Restore the buffers of a level when its call ends; return the first still batched."""
     own = [each for each in ASSIGNED if each.level is level]
     kept = [each for each in own if each.is_kept]
     ASSIGNED[:] = [each for each in ASSIGNED if each.level is not level]
@@ -96,10 +97,10 @@ def put_back_assigned(level: BatchLevel) -> _Assigned | None:
 
 
 def refuse_assigned(level: BatchLevel) -> None:
-    """Raises where a module from outside was left with a batched buffer.
+    """Raise if the call left a batched tensor in the buffer of a module from outside.
 
     Raises:
-        EscapedTracerError: one was.
+        EscapedTracerError: a buffer still holds a tensor of the level.
     """
     found = put_back_assigned(level)
     if found is not None:

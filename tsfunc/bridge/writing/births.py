@@ -1,21 +1,21 @@
-"""Which tensors came into being inside of an active level; asked only where one is written to.
+"""Finds the tensors that were born inside an active level; runs only when a write needs it.
 
 NOTE [born inside]
-A plain tensor does not say whether the transformed function made it or found it outside, and no
-call of torch's that makes one is watched, since plain tensors are to be as fast as torch's. But
-Python's collector keeps the objects that it tracks in the order of their births, and a level is
-such an object: in the youngest generation, what stands after the level was born inside of it.
-A collection moves all that is there to an older generation and loses the order. So while levels
-are active each collection first has its tensors noted here, each with the number of levels that
-were born before it.
+A plain tensor does not record whether the transformed function made it or found it outside. The
+torch calls that make tensors are not watched, because plain tensors must stay as fast as torch's.
+But Python's garbage collector keeps its tracked objects in the order of their births, and a level
+is such an object: in the youngest generation, the objects after the level were born inside it. A
+collection moves all young objects to an older generation and loses the order. Therefore, while
+levels are active, a callback notes the young tensors before each collection, each with the number
+of levels born before it.
 
-What is not found is taken for born outside, and is refused where it is written to. A tensor whose
-Python object is younger than itself would be taken for born inside: ``writes`` looks for whatever
-else may hold it. The order is that of CPython's collector with a global lock; without one nothing
-counts as born inside.
+A tensor that is not found counts as born outside, and a write to it is refused. A tensor whose
+Python object is younger than its memory would wrongly count as born inside; ``writes`` therefore
+looks for other holders of the memory. The order is a property of CPython's collector with a global
+lock; on free-threaded builds no tensor counts as born inside.
 
-Public names only: ``gc.get_objects``, ``gc.callbacks``. ``tests/bridge/test_births.py`` fails
-clearly where the order does not hold.
+The module uses only public names: ``gc.get_objects`` and ``gc.callbacks``.
+``tests/bridge/test_births.py`` fails clearly if the order does not hold.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _IN_ORDER = "t" not in getattr(sys, "abiflags", "")
 
 
 class _Births:
-    """What collections have moved out of the youngest generation while levels were active."""
+    """Tensors that collections moved out of the youngest generation while levels were active."""
 
     def __init__(self) -> None:
-        self.levels = 0  # how many have been met
+        self.levels = 0  # the number of levels met
         self.noted: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        # Those that stand for older ones: the outermost level that they count as outside of.
+        # Tensors that replace older tensors: the outermost level that they count as born outside
+        # of.
         self.older: dict[int, tuple[weakref.ref[torch.Tensor], TracerLevel]] = {}
 
 
@@ -49,9 +50,9 @@ _births: Final = _Births()
 
 
 def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
-    """Notes the tensors of the youngest generation, and in which level each was born.
+    """Note the tensors of the youngest generation, each with the number of levels born before it.
 
-    An id that is used again needs no care: its new tensor is young, or is noted in its turn.
+    A reused id does no harm: its new tensor is young, or a later collection notes it.
     """
     if phase != "start":
         return
@@ -71,7 +72,7 @@ def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
 
 @on_first_level
 def _watch_collections() -> None:
-    """The first level is active already, and may have been moved."""
+    """Register the callback; the first level is active already, and may have left generation 0."""
     for level in tuple(active_levels):
         if isinstance(level, TracerLevel):
             level.born = _births.levels = 1
@@ -79,7 +80,7 @@ def _watch_collections() -> None:
 
 
 def born_inside(level: TracerLevel) -> dict[int, torch.Tensor]:
-    """The tensors, by id, that were made since the level was and are still there."""
+    """Return the live tensors that were born after the level, by id."""
     found = _younger(level) if _IN_ORDER else {}
     for reference, outside in list(_births.older.values()):
         tensor = reference()
@@ -104,9 +105,9 @@ def _younger(level: TracerLevel) -> dict[int, torch.Tensor]:
 
 
 def take_place(old: torch.Tensor, new: torch.Tensor, level: TracerLevel) -> None:
-    """A tensor stands for an older one from now on, in the values of a level.
+    """Let a new tensor replace an older one among the values of a level.
 
-    In levels inside of that one which the older was not born in, it was not either.
+    For each level inside ``level``, the new tensor counts as born outside if the old tensor was.
     """
     active = tuple(active_levels)
     inner = [d for d in active if isinstance(d, TracerLevel) and level in d.outer.levels]

@@ -1,12 +1,11 @@
-"""Tensors that stand in for views of which a batch has none: copies, looked after.
+"""Copies that replace views which a batch cannot express, kept in step with their base.
 
-Where an example has a view of a tensor and the batch has not, what the user gets is a copy that
-goes on as a view does. It is marked with a record, which sees each call that it is given to: a view
-that is about to be read is brought up to date, one that was written to is written back, and what is
-a view of it has the same record. What that takes is a matter of each kind of copy: ``gathered``,
-``relayout``.
+An example may have a view of a tensor where the batch has none. The user then gets a copy that
+behaves like a view. The copy is marked with a record, and the record sees each call that takes the
+copy: the record updates the copy before a read, writes the copy back after a write, and marks each
+view of the copy. Each kind of copy defines how to copy and write back: ``gathered``, ``relayout``.
 
-Private names used here (torch 2.11 to 2.13): ``Tensor._version`` counts the writes to a memory.
+Private names used here (torch 2.11 to 2.13): ``Tensor._version`` counts the writes to a storage.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ State = tuple[torch.Tensor, int]
 
 @dataclass
 class CopiedView(Record):
-    """A copy that stands for a view of a tensor.
+    """A copy that replaces a view of a tensor.
 
     Attributes:
-        base: the tensor.
-        whole: the copy, of which the user has a view.
-        shape, stride: of the base, which may be given other ones (``t_()``).
-        recorded: whether grad mode was on.
-        seen: the state of the base that the copy is of; None where that can't be told.
+        base: the tensor that the copy replaces a view of.
+        whole: the copy; the user holds a view of it.
+        shape, stride: those of the base at the start; in-place ops such as ``t_()`` may change
+            them.
+        recorded: True if grad mode was on.
+        seen: the state of the base at the time of the copy; None if the state is not known.
     """
 
     base: torch.Tensor
@@ -51,21 +51,21 @@ class CopiedView(Record):
         self.seen = state_of(self.base)
 
     def copied(self) -> torch.Tensor:
-        """What the whole is to be, as the base is now."""
+        """Return a fresh copy of the viewed elements, from the present values of the base."""
         raise NotImplementedError
 
     def put_back(self) -> None:
-        """Writes the whole to the base."""
+        """Write the whole to the base."""
         raise NotImplementedError
 
     def view(self) -> torch.Tensor:
-        """What the user gets."""
+        """Return the marked view of the whole that the user gets."""
         view = torch.transpose(self.whole, 0, 0)  # unlike an alias it has a tangent of its own
         mark(view, self)
         return view
 
     def settle(self) -> None:
-        """Copies anew if the base has been written to."""
+        """Copy again if the base has been written to."""
         settle(self.base)
         now = state_of(self.base)
         if now is not None and self.seen is not None:
@@ -77,22 +77,22 @@ class CopiedView(Record):
         self.seen = now
 
     def as_it_lay(self) -> torch.Tensor:
-        """The base as it was when the view of it was taken."""
+        """Return the base with the shape and strides it had when the view was taken."""
         base = self.base
         if base.shape == self.shape and base.stride() == self.stride:
             return base
         return base.as_strided(self.shape, self.stride)
 
     def prepare(self, name: str, values: Sequence[Any]) -> None:
-        """Before ``name`` writes the values: what is written in the end becomes the level's."""
+        """Make the innermost base a tracer of the level, before ``name`` writes to a view."""
         base = self.base
         while (further := record_of(base)) is not None:
             base = further.base
         prepare_write(name, [base], [base, self.whole, *values])
 
     def write_back(self, by: torch.Tensor) -> None:
-        """A view of the whole was written to."""
-        # Autograd does not see what is written through ``detach()``.
+        """Write the whole to the base, after a write to a view of the whole."""
+        # Autograd does not record writes through ``detach()``.
         recorded = torch.is_grad_enabled() and by.requires_grad >= self.whole.requires_grad
         with torch.set_grad_enabled(recorded):
             self.put_back()
@@ -102,7 +102,7 @@ class CopiedView(Record):
     def serve(
         func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Door 1 for calls with such views among their arguments."""
+        """Door 1 for calls with copied views among their arguments."""
         others = tuple(kind for kind in types if MARKED.get(kind) is not CopiedView.serve)
         if METHODS.get(func) is metadata:
             return door_1(func, others, args, kwargs)
@@ -125,7 +125,7 @@ class CopiedView(Record):
 
 
 def state_of(base: torch.Tensor) -> State | None:
-    """What changes with every write to a tensor: its memory's count, or the memory itself."""
+    """Return a tensor's storage and its count of writes, or None if not known."""
     memory = physical(base)
     if memory is None or memory.is_inference():
         return None
@@ -133,13 +133,13 @@ def state_of(base: torch.Tensor) -> State | None:
 
 
 def _views_in(values: Any) -> list[tuple[Any, CopiedView]]:
-    """The copied views among values, and their records."""
+    """Return the copied views among the values, with their records."""
     records = [(x, record_of(x)) for x in tensors_in(values) if type(x) in MARKED]
     return [(x, record) for x, record in records if isinstance(record, CopiedView)]
 
 
 def _mark_views(out: Any, held: Sequence[tuple[Any, CopiedView]]) -> None:
-    """Results that have the memory of such views are such views too."""
+    """Mark the results that share memory with copied views as copied views too."""
     results = [x for x in tensors_in(out) if isinstance(x, Tracer) and type(x) not in MARKED]
     if not results:
         return

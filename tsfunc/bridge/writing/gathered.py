@@ -1,19 +1,19 @@
-"""Views at places that differ from example to example: ``y[i]`` where ``i`` is a tracer.
+"""Views at indices that differ between examples: ``y[i]`` where ``i`` is a tracer.
 
 NOTE [gathered views]
-For one example ``y[i]`` is a view: what is written to it is written to ``y``, and the other way
-round. For a batch there is no view of it, each example having another place, so the places are
-copied into a tensor of their own, the *whole*, and what the user gets is a view of that. Such a
-view is a copied view (``copied_views``), whose calls come by here first:
+For one example ``y[i]`` is a view: a write to the view is a write to ``y``, and the reverse. A
+batch has no such view, because each example has another index. The indexed elements are therefore
+copied into a tensor of their own, the *whole*, and the user gets a view of the whole. The view is
+a copied view (``copied_views``), so its record sees each call first:
 
-- Before a call reads it, the whole is copied anew if the base has been written to since: torch
-  counts the writes to every memory, also those that no tracer sees.
-- After a call has written to it, the whole is copied back to its places in the base.
-- What is a view of it (``y[i].T[1:]``) is one more view of the same whole.
+- Before a call reads the view, the whole is copied again if the base has been written to since.
+  torch counts the writes to every storage, including writes that no tracer sees.
+- After a call has written to the view, the whole is copied back to its places in the base.
+- A view of the view (``y[i].T[1:]``) is one more view of the same whole.
 
-All this is done by calls at the user's own level, as if they stood in the program. So derivatives
-of every kind, outer levels and traces see a program without views at places that differ. Where the
-base is not the function's own to write into, the write is refused as it is for the base itself.
+These steps are calls at the user's own level, as if the program contained them. All derivatives,
+outer levels and traces therefore see a program without views at differing indices. If the function
+does not own the base, the write is refused like a write to the base itself.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tsfunc.bridge.writing.copied_views import CopiedView
 
 @dataclass
 class Gathered(CopiedView):
-    """Some places of a tensor.
+    """A copied view of some indices of a tensor along one dim.
 
     Attributes:
-        dim: along which dim of it.
-        places: the places there: a tensor of one dim, or the place alone.
+        dim: the dim of the base that is indexed.
+        places: the indices: a 0-dim or 1-dim tensor.
     """
 
     dim: int
@@ -46,16 +46,16 @@ class Gathered(CopiedView):
 
 
 def gather(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
-    """``base`` at places along a dim, as a view: without the dim where there is one place.
+    """Return ``base`` indexed along a dim, as a copied view.
 
-    ``places`` has a dim or none.
+    A 0-dim ``places`` removes the dim; a 1-dim ``places`` keeps it.
     """
     if not places.dim():
-        places = places.clone()  # it is the user's own, who may write to it
+        places = places.clone()  # the user owns places, and may write to it
     return Gathered(base, _picked(base, dim, places), dim, places).view()
 
 
 def _picked(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
-    """A copy of the places. Of the calls that make one, its backward formula saves no values."""
+    """Return a copy of the indexed elements; the operator's backward saves no values of base."""
     out: torch.Tensor = torch.ops.aten.index.Tensor(base, [*[None] * dim, places])
     return out

@@ -1,7 +1,7 @@
-"""Tracers with a record, whose calls are seen first by what the record is for.
+"""Tracers with a record, whose calls go to the record's ``serve`` first.
 
-A tracer is marked by its class: a subclass of the one that it had, with nothing of its own. Other
-tracers' calls so pay nothing for it.
+The mark of a tracer is its class: an empty subclass of the tracer's previous class. Calls without
+marked tracers therefore pay nothing.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from tsfunc.bridge.tracers.tracer import MARKED, NO_KWARGS, door_1, settle
 
 
 class Record:
-    """What is known of a marked tracer."""
+    """The data attached to a marked tracer."""
 
     @staticmethod
     def serve(
         func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Door 1 for a call with such tracers among its arguments."""
+        """Door 1 for a call with marked tracers among its arguments."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Before the tracer is looked at."""
+        """Update the tracer before its values are read."""
         raise NotImplementedError
 
 
-# The classes of marked tracers, by those without a mark.
+# The class of marked tracers, by the unmarked class.
 _classes: dict[type, type] = {}
 
 
 def mark(tracer: Any, record: Record) -> None:
-    """Gives a tracer its record."""
+    """Attach a record to a tracer."""
     kind = type(tracer)
     marked = _classes.get(kind)
     if marked is None:
@@ -45,7 +45,7 @@ def mark(tracer: Any, record: Record) -> None:
 
 
 def unmark(tracer: Any) -> Record | None:
-    """Makes a tracer what it is without its record, which is returned."""
+    """Detach and return the record of a tracer, if any."""
     record: Record | None = record_of(tracer)
     if record is not None:
         tracer.__class__ = type(tracer).__mro__[1]
@@ -54,12 +54,12 @@ def unmark(tracer: Any) -> Record | None:
 
 
 def record_of(value: Any) -> Any:
-    """The record of a tracer, None of what has none."""
+    """Return the record of a tracer, or None."""
     return value.record if type(value) in MARKED else None
 
 
 def settle_all(tree: Any) -> None:
-    """Settles the tensors of a pytree."""
+    """Settle the tensors of a pytree."""
     for leaf in pytrees.leaves_of(tree):
         settle(leaf)
 
@@ -77,7 +77,8 @@ def _class_for(kind: type) -> type:
     ) -> Any:
         return door_1(func, types, args, kwargs or NO_KWARGS)
 
-    # Hot calls take it. It is asked before others of its level, being derived from them all.
+    # Hot calls accept a MadeTracer. As a subclass of all tracer classes of its level, the marked
+    # class has its ``__torch_function__`` called before theirs.
     members = {"__slots__": (), "__torch_function__": classmethod(without_hot_rules)}
     marked = type(kind.__name__, (MadeTracer, TurnedTracer), members)
     KINDS.add(marked)

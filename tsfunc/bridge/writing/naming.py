@@ -1,6 +1,6 @@
-"""What the user calls a tensor, for errors: looked for in the frames of the user's own code.
+"""Finds the user's name for a tensor, for error messages, in the frames of the user's code.
 
-A module that no variable of the user's has is called ``model``.
+A module without a variable in those frames is called ``model``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), 
 
 
 class Described:
-    """A tensor as an error speaks of it.
+    """A tensor as an error message describes it.
 
     Attributes:
-        name: an expression by which the user's code reaches it, or None.
-        module: the name of the module that it is a parameter or buffer of, or None.
+        name: an expression by which the user's code reaches the tensor, or None.
+        module: the name of the module that owns the tensor as a parameter or buffer, or None.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ class Described:
                 return
 
     def _is_in(self, name: str, value: Any, same: Callable[[Any], bool]) -> bool:
-        """Whether a variable is the tensor or has it directly inside."""
+        """Return True, and set the names, if a variable is the tensor or directly contains it."""
         if same(value):
             self.name = name
             return True
@@ -78,7 +78,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """A frame's own variables and those of functions around it, then the globals it reads."""
+    """Yield the frame's own and enclosing variables, then the globals that the frame reads."""
     yield from list(frame.f_locals.items())
     for name in frame.f_code.co_names:
         if name in frame.f_globals and name not in frame.f_locals:
@@ -86,7 +86,7 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a variable has inside, and how it is reached from there."""
+    """Yield the direct contents of a variable, each with the suffix of its expression."""
     if isinstance(value, torch.nn.Module):
         for named in (value.named_parameters(), value.named_buffers()):
             yield from ((f".{path}", part) for path, part in named)

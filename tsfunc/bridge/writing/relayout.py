@@ -1,13 +1,13 @@
-"""``x.view(...)`` of an operator's result that the batch has laid out in another way.
+"""``x.view(...)`` of an operator's result whose batch has another memory layout.
 
-For one example most results are contiguous, and programs take views of them. For a batch a result
-has the batch dim where the arguments had theirs: between dims of the example, of which there is no
-view as one then. So such a result is laid out anew, with the batch dim first. That is done to what
-an operator at the level made and nobody else has: a view of a tensor from outside, or of one that
-has views already, would not be one of it any more. Of these the user gets a copied view.
+For one example most results are contiguous, and programs take views of them. The batched result
+keeps the batch dim where the arguments had it, which may be between dims of the example; the batch
+then has no such view. An operator's result at the level that has no other holder is laid out
+again, with the batch dim first. A tensor from outside, or a tensor with other views, cannot move,
+because its views would lose their memory; the user then gets a copied view.
 
-Two of torch's own functions take such views of what they are given, the user none: they get what
-can be laid out anew.
+Two torch functions, ``native_group_norm`` and ``take_along_dim``, take such views of their inputs
+internally: they get inputs that can be laid out again.
 
 Private names used here (torch 2.11 to 2.13): ``_current_graph_task_id`` is -1 outside of backward
 passes; ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
@@ -33,17 +33,17 @@ from tsfunc.ops.views import known_sizes
 
 
 class NoView(RuntimeError):
-    """The batch has no view where an example may have one."""
+    """The batch has no view where a single example may have one."""
 
 
 def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
-    """The view that the rule could not take."""
+    """Take a view that the batching rule could not take, after a new layout of the batch."""
     level = x.dispatch_level
     group = _sharing(x)
     with level.restored():
-        x.value.new_empty(x.shape).view(sizes)  # raises where there is none in any layout
+        x.value.new_empty(x.shape).view(sizes)  # raises if no layout has the view
         if group is None and _current_graph_task_id() != -1:
-            # A backward formula reads what was saved, and does not write into it.
+            # A backward formula reads a saved value, and does not write to it.
             value = front(x.value, x.bdim)
             return wrap(value.reshape([value.shape[0], *known_sizes(sizes, value, 0)]), 0, level)
         if group is None:
@@ -60,10 +60,10 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
 
 
 def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
-    """The tracers that have the memory of ``x``, in one order; None where it can't be laid out.
+    """Return the tracers that share the memory of ``x``; None if it cannot be laid out again.
 
-    An operator at the level must have made it. Beside ``x`` itself there may be what it is a view
-    of, which C++ or its record keeps for it.
+    An operator at the level must have made the memory. Besides ``x`` the group may contain only
+    the base of ``x``, kept alive by C++ or by a record.
     """
     level, plain = x.dispatch_level, physical(x)
     memory = None if plain is None else memory_of(plain)
@@ -79,7 +79,7 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
     record = record_of(x)
     kept = (base, record.whole if record is not None else None)
     for other in inside.values():
-        # Those of other levels are what x stands for, or stand for it.
+        # Tracers of other levels wrap x, or x wraps them.
         if isinstance(other, BatchTracer) and other.dispatch_level is level and other is not x:
             plain = physical(other)
             if plain is not None and memory_of(plain) == memory:
@@ -90,14 +90,14 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
 
 
 def _same_order(x: BatchTracer, base: BatchTracer) -> bool:
-    """Whether an example of one is a reshaped example of the other."""
+    """True if an example of ``x`` is a reshaped example of the base."""
     if base.bdim is None:
         return False
     return x.numel() == base.numel() and torch.equal(_offsets(x), _offsets(base))
 
 
 def _offsets(x: BatchTracer) -> torch.Tensor:
-    """Where in memory the elements of the first example are, in their order."""
+    """Return the memory offsets of the first example's elements, as a 1-dim tensor."""
     with DisableTorchFunctionSubclass():
         shape, strides, start = tuple(x.shape), x.stride(), x.storage_offset()
     offsets = torch.tensor(start)
@@ -107,18 +107,18 @@ def _offsets(x: BatchTracer) -> torch.Tensor:
 
 
 def _view_as_complex(x: BatchTracer) -> torch.Tensor:
-    """Where the rule found elements of the last dim apart, which the batch may lie between."""
-    torch.view_as_complex(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # says what else
+    """Raise NoView: the last dim has no stride 1, perhaps because of the batch dim."""
+    torch.view_as_complex(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # may raise
     raise NoView("Tensor must have a last dimension with stride 1")
 
 
 @dataclass
 class Relaid(CopiedView):
-    """A view of a tensor of which its batch has none.
+    """A copied view that is a reshape or a reinterpretation of its base.
 
     Attributes:
-        take: takes a copy of it, from the tensor.
-        untake: the tensor's elements, in its shape, from such a copy.
+        take: copies the elements from the tensor, in the shape of the view.
+        untake: maps such a copy back to the shape of the tensor.
     """
 
     take: Callable[[torch.Tensor], torch.Tensor]
@@ -134,7 +134,7 @@ class Relaid(CopiedView):
 def _viewing(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The view that the user asks for, or a copied view, where an example alone has one."""
+    """Return the requested view, or a copied view if only a single example has the view."""
     try:
         return into_torch(func, types, args, kwargs)
     except NoView:
@@ -152,7 +152,7 @@ def _viewing(
 
 
 def _strides_alone(x: torch.Tensor) -> list[int]:
-    """The strides of an example that lies alone as it lies in its batches."""
+    """Return the strides of one example laid out without the batch dims."""
     if not isinstance(x, BatchTracer):
         return list(x.stride())
     strides, at = _strides_alone(x.value), x.bdim
@@ -173,7 +173,7 @@ def _reshape(shape: torch.Size) -> _Map:
 def _native_group_norm(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Where there are tangents: the forward formula views the input and its tangent."""
+    """Clone the input if there are tangents: the forward formula views input and tangent."""
     x = args[0] if args else None
     if not isinstance(x, BatchTracer) or not x.dispatch_level.forward:
         return NotImplemented
@@ -183,7 +183,7 @@ def _native_group_norm(
 def _take_along_dim(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Without a dim: of the elements in one row."""
+    """Flatten both inputs if the dim is None, as torch does."""
 
     def call(input: Any, indices: Any, dim: int | None = None, **rest: Any) -> Any:
         if dim is not None or not any(isinstance(x, BatchTracer) for x in (input, indices)):

@@ -1,9 +1,9 @@
-"""``t_()``, ``squeeze_()`` and their like where autograd is recorded at the tracer's level.
+"""``t_()``, ``squeeze_()`` and similar methods, with autograd recording at the tracer's level.
 
-C++ goes on taking a tensor whose shape was changed for the view that it was before, and the views
-of it for views of what it is now: it makes their gradients again by repeating the view operators.
-So the object that the user has comes to stand for the view that the functional operator gives. What
-it stood for stays what it was, to the other views of it.
+After an in-place change of shape, C++ autograd still treats the tensor as its previous view, and
+the views of the tensor as views of its new form: C++ repeats the view operators to rebuild their
+gradients. Therefore the user's object becomes the view that the functional operator returns. The
+other views keep the previous tensor, unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _reshape(
         return NotImplemented
     with DisableTorchFunctionSubclass():
         if x.is_leaf and x.requires_grad:
-            return NotImplemented  # refused by torch
+            return NotImplemented  # torch refuses the call
     become(x, getattr(torch.Tensor, func.__name__[:-1])(*args, **kwargs))
     return x
 

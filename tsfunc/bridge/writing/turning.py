@@ -1,26 +1,26 @@
-"""A tensor of the user's becomes a tracer of a level, with all that shares memory with it.
+"""Turns a user's tensor, with all tensors that share its memory, into tracers of a level.
 
 NOTE [writing into what was made inside]
-Plain tensors inside of a transformed function are torch's own, and so is what the function makes
-of them. When it writes values of the level into such a tensor (``out = torch.zeros(3);
-out[0] = x``), the tensor must become one of the level's: the object itself, since the function's
-variables, lists and modules hold it. ``_swap_tensor_impl`` gives a Python object another tensor to
-stand for, and its class is changed.
+Plain tensors inside a transformed function are torch's own, as are the results of plain torch
+calls there. If the function writes values of the level into such a tensor (``out = torch.zeros(3);
+out[0] = x``), the tensor must become a tracer of the level. The Python object itself must change,
+because the function's variables, lists and modules hold it: ``_swap_tensor_impl`` gives a Python
+object another tensor, and the object gets another class.
 
-What shares memory with it must follow. All its kin are known where each reference to its storage
-is accounted for: plain tensors are counted by the storage, and those that Python knows and that
-were born inside (NOTE [born inside]) are looked at one by one. If one of them is from outside,
-somebody else will read it, and the write is refused. A reference that no Python object explains
-belongs to a graph of autograd, which keeps the values that it saved.
+The tensors that share its memory, its kin, must follow. The kin are complete if each reference to
+the storage is accounted for: the storage counts its plain tensors, and each tensor that Python
+knows and that was born inside (NOTE [born inside]) is examined. If a tensor of the kin is from
+outside, other code may read it, and the write is refused. A reference that no Python object
+explains belongs to an autograd graph, which keeps its saved values.
 
-The kin become one tensor of the level and its views again: ``_home`` is the one that has all of
-the memory that they share, the others are taken from it by ``as_strided``. Where nothing batched
-is written, the home is not copied but only wrapped, so that autograd can be recorded at the level.
+The kin become one tensor of the level and its views: ``_home`` returns the tensor that covers all
+of the shared memory, and ``as_strided`` takes the others from it. If the written values are not
+batched, the home is not copied but only wrapped, so that autograd can record at the level.
 
-Private names used here (torch 2.11 to 2.13): ``_C._swap_tensor_impl`` as said above;
-``_C._storage_Use_Count`` and ``UntypedStorage._cdata`` say how many tensors have a storage;
-``Tensor._use_count`` who refers to a tensor in C++, ``Tensor._base`` what it is a view of;
-``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
+Private names used here (torch 2.11 to 2.13): ``_C._swap_tensor_impl`` as described above;
+``_C._storage_Use_Count`` and ``UntypedStorage._cdata`` give the number of tensors of a storage;
+``Tensor._use_count`` counts the C++ references to a tensor; ``Tensor._base`` is the base of a
+view; ``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ Tensors = Sequence[torch.Tensor]
 
 
 class BornOutside(Exception):
-    """The tensor, or what it shares memory with, is not the transformed function's own."""
+    """The transformed function does not own the tensor, or a tensor that shares its memory."""
 
 
 class Scattered(Exception):
-    """What shares its memory can't be taken from one tensor."""
+    """No single tensor covers the memory that the tensors share."""
 
 
 def physical(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor with memory that a tracer stands for in the end; None where that can't be told."""
+    """Return the tensor with memory at the bottom of a stack of tracers, or None."""
     while isinstance(tensor, Tracer):
         value = getattr(tensor, "value", None)
         if not isinstance(value, torch.Tensor):
@@ -73,7 +73,7 @@ def _physical(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """What identifies a tensor's storage, None where it has none."""
+    """Return an identifier of a tensor's storage, or None if the tensor has none."""
     if isinstance(tensor, Tracer) or tensor.layout is not torch.strided:
         return None
     try:
@@ -86,11 +86,11 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 @dataclass
 class Kin:
-    """All that a write to a tensor is seen through.
+    """The tensors through which a write to a tensor is visible.
 
     Attributes:
-        tensors: it and what shares memory with it, plain ones or tracers of one outer level.
-        lifted: tracers of that level itself that stand for one of them.
+        tensors: the tensor and those that share its memory, plain or tracers of one outer level.
+        lifted: tracers of the level itself that wrap one of the tensors.
     """
 
     tensors: list[torch.Tensor]
@@ -98,7 +98,7 @@ class Kin:
 
 
 def kin_of(subject: torch.Tensor, level: TracerLevel) -> Kin:
-    """Who must follow when the tensor becomes one of the level's.
+    """Return the tensors that must become tracers of the level together with the subject.
 
     Raises:
         BornOutside: one of them is known outside of the level.
@@ -124,7 +124,7 @@ def kin_of(subject: torch.Tensor, level: TracerLevel) -> Kin:
             others.append(tensor)
     wrapped = {id(value) for tensor in kin.tensors for value in _values(tensor)}
     if any(id(tensor) not in wrapped for tensor in others):
-        raise BornOutside  # a transform between the two stands on it
+        raise BornOutside  # a transform between the two levels depends on the tensor
     outside = any(isinstance(t, Tracer) and t.from_outside() for t in kin.tensors)
     if outside or id(subject) not in inside:
         raise BornOutside
@@ -133,7 +133,7 @@ def kin_of(subject: torch.Tensor, level: TracerLevel) -> Kin:
 
 
 def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
-    """Those that overlap with the subject, or with one that does; others don't see the write."""
+    """Return the tensors that overlap the subject, directly or through other tensors."""
     rest = [(tensor, _Place(tensor)) for tensor in tensors if tensor is not subject]
     found, news = [subject], [_Place(subject)]
     while news and rest:
@@ -146,7 +146,7 @@ def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _values(tensor: Any) -> Iterator[Any]:
-    """What a tensor wraps, and what that wraps."""
+    """Yield the tensor that a tracer wraps, then the tensor that this one wraps, and so on."""
     while isinstance(tensor, Tracer):
         tensor = getattr(tensor, "value", None)
         yield tensor
@@ -159,8 +159,12 @@ def _depth(tensor: torch.Tensor) -> int:
 def relatives_of(
     plain: torch.Tensor, memory: int, level: TracerLevel
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-    """All that was born inside of the level, and what of it has the same memory."""
-    bases = {id(plain._base)}  # asking makes an object for a base that had none any more
+    """Return the live tensors born inside the level, by id, and those with the given memory.
+
+    Raises:
+        BornOutside: a tensor with this memory may be known outside of the level.
+    """
+    bases = {id(plain._base)}  # reading _base makes a Python object for a base that had none
     while True:
         inside = born_inside(level)
         relatives = [t for t in inside.values() if memory_of(t) == memory]
@@ -168,7 +172,7 @@ def relatives_of(
         if bases <= known:
             break
     storage = plain.untyped_storage()
-    # Memory that can't grow is NumPy's, or somebody else's.
+    # Memory that can't grow belongs to NumPy or to another library.
     if not {id(plain), *bases} <= inside.keys() or not storage.resizable():
         raise BornOutside
     unknown = _storage_Use_Count(memory) - 1 - len(relatives)
@@ -180,14 +184,14 @@ def relatives_of(
 
 
 def _held_in_torch(tensor: torch.Tensor, relatives: Tensors) -> bool:
-    """Whether C++ refers to a tensor, beside its own object and the views of it."""
+    """True if C++ refers to a tensor other than by the Python object and the tensor's views."""
     views = sum(1 for other in relatives if other._base is tensor)
     held: int = tensor._use_count()  # type: ignore[attr-defined]
     return held - 1 - views > 0
 
 
 def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
-    """Whether a tensor that was not born inside has this memory, or has its gradient there."""
+    """True if a tensor that was not born inside has this memory, itself or as its gradient."""
     plain: dict[type, bool] = {}
     for item in gc.get_objects():
         kind = type(item)
@@ -206,7 +210,7 @@ def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
 
 
 class _Place:
-    """Where a tensor lies in its storage, in elements, and how it reads what is there."""
+    """The position of a tensor in its storage, in elements, and its reading of the memory."""
 
     __slots__ = ("conj", "dtype", "negative", "offset", "size", "stride", "tracked")
 
@@ -220,18 +224,18 @@ class _Place:
 
     @property
     def span(self) -> Any:
-        """How many elements it reaches over."""
+        """The number of elements from the first to the last that the tensor reaches."""
         if 0 in self.size:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
 
     def bounds(self) -> tuple[int, int]:
-        """The first byte that it reaches, and the end."""
+        """Return the first byte that the tensor reaches, and the end."""
         width = self.dtype.itemsize
         return _hint(self.offset) * width, _hint(self.offset + self.span) * width
 
     def has(self, other: _Place) -> bool:
-        """Whether all of the other's memory is this one's too."""
+        """True if all memory of the other tensor belongs to this tensor too."""
         first, end = self.bounds()
         inner_first, inner_end = other.bounds()
         if not (first <= inner_first and inner_end <= end):
@@ -239,7 +243,7 @@ class _Place:
         return self.full or bool(torch.all(self._bytes(first, end) | ~other._bytes(first, end)))
 
     def overlaps(self, other: _Place) -> bool:
-        """Whether some memory is both's."""
+        """True if both have some memory in common."""
         (first, end), (other_first, other_end) = self.bounds(), other.bounds()
         first, end = min(first, other_first), max(end, other_end)
         if end - first >= sum(b - a for a, b in (self.bounds(), other.bounds())):
@@ -250,11 +254,11 @@ class _Place:
 
     @property
     def full(self) -> bool:
-        """Whether it has all that it reaches over."""
+        """True if the tensor has every element of its span."""
         return _hint(self.span) == math.prod(map(_hint, self.size))
 
     def _bytes(self, first: int, end: int) -> torch.Tensor:
-        """Which bytes of a stretch are its own."""
+        """Return a boolean mask of the bytes of a range that belong to the tensor."""
         width = self.dtype.itemsize
         with without_factory_keys():
             found = torch.zeros(end - first, dtype=torch.bool)
@@ -265,22 +269,22 @@ class _Place:
 
 
 def _hint(size: Any) -> int:
-    """A size as a number: of one that is symbolic, the one that stands for it while tracing."""
+    """Return a size as an int; for a symbolic size, its hint."""
     return size if isinstance(size, int) else size.node.hint
 
 
 def turn(kin: Kin, level: TracerLevel, *, batched: bool) -> None:
-    """Makes tracers of the level of all of them: each object that the user holds is one then.
+    """Turn each tensor of the kin into a tracer of the level, in place.
 
     Args:
         kin: from :func:`kin_of`.
-        level: whose tracers they become.
-        batched: whether there is to be a copy for each example.
+        level: the level that the tensors become tracers of.
+        batched: whether each example gets its own copy.
 
     Raises:
-        Scattered: they overlap, and none of them has all of their memory.
+        Scattered: the tensors overlap, and none of them covers the memory of all.
     """
-    # What they depend on was recorded before the write, and is to be as they were made.
+    # The tensors date from before the write: record the copies even if the write is under no_grad.
     inference = all(_physical(tensor).is_inference() for tensor in kin.tensors)
     with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
         pairs = list(_counterparts(kin.tensors, level, batched))
@@ -300,7 +304,7 @@ def turn(kin: Kin, level: TracerLevel, *, batched: bool) -> None:
 def _counterparts(
     tensors: Tensors, level: TracerLevel, batched: bool
 ) -> Iterator[tuple[torch.Tensor, Any]]:
-    """For each a tracer of the level: the home, what shares its memory, and views of these."""
+    """Yield each tensor with its new tracer: the home, tensors unlinked from it, and views."""
     places = {id(tensor): _Place(tensor) for tensor in tensors}
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -324,13 +328,13 @@ def _counterparts(
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
-    """The physical tensor that it is a view of, or its own."""
+    """Return the base of the physical tensor, or the tensor itself if it is not a view."""
     plain = _physical(tensor)
     return plain if plain._base is None else plain._base
 
 
 def _first(tensors: Tensors, places: Mapping[int, _Place]) -> torch.Tensor:
-    """The one that has all the memory of the others; what is no view itself if it can be."""
+    """Return the tensor that covers the memory of all, preferably not a view."""
     if len(tensors) == 1:
         return tensors[0]
     for tensor in sorted(tensors, key=lambda t: _physical(t)._base is not None):
@@ -340,7 +344,7 @@ def _first(tensors: Tensors, places: Mapping[int, _Place]) -> torch.Tensor:
 
 
 def _home(firsts: Tensors, places: Mapping[int, _Place]) -> tuple[torch.Tensor, _Place]:
-    """The one that has all the memory of the others; else, of plain tensors, the storage."""
+    """Return the tensor that covers the memory of all; for plain tensors, else the storage."""
     try:
         home = _first(firsts, places)
         return home, places[id(home)]
@@ -354,7 +358,7 @@ def _home(firsts: Tensors, places: Mapping[int, _Place]) -> tuple[torch.Tensor, 
 
 
 def _copies(home: torch.Tensor, place: _Place, level: TracerLevel) -> Any:
-    """The home once for each example, each laid out as it is."""
+    """Return one copy of the home per example, each with the layout of the home."""
     assert isinstance(level, BatchLevel)
     size = (level.batch_size, *place.size)
     copies = home.new_empty_strided(size, (place.span, *place.stride))
@@ -363,16 +367,16 @@ def _copies(home: torch.Tensor, place: _Place, level: TracerLevel) -> Any:
 
 
 def _unlinked(copies: Any, tensor: torch.Tensor, at: _Place, home: _Place) -> Any:
-    """What shares the home's memory, but is no view of it, as after ``detach``."""
+    """Return a tracer of the home's memory that is not a view of it, as after ``detach``."""
     source = wrap(copies.value.detach(), 0, copies.dispatch_level)
     alias = _view(source, at, home).again()
     if at.tracked:
-        alias.value.copy_(tensor)  # the same numbers, with a graph of their own
+        alias.value.copy_(tensor)  # the same numbers, with an autograd graph of their own
     return alias
 
 
 def _view(made: Any, at: _Place, base: _Place) -> Any:
-    """The view of a base's tracer that lies in it as ``at`` does in the base."""
+    """Return the view of a base's tracer whose position in the base is ``at``."""
     start = made.storage_offset()
     if at.dtype is not base.dtype:
         made = _read_as(made.as_strided((base.span,), (1,), start), at.dtype)
@@ -385,7 +389,10 @@ def _view(made: Any, at: _Place, base: _Place) -> Any:
 
 
 def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same memory as elements of another type; of complex numbers their parts."""
+    """Reinterpret memory as elements of another dtype.
+
+    A complex tensor read as real gives its real and imaginary parts.
+    """
     if flat.is_complex() and dtype.to_complex() is flat.dtype and not dtype.is_complex:
         return torch.view_as_real(flat).flatten()
     if dtype.is_complex and flat.dtype.is_floating_point and flat.dtype.to_complex() is dtype:
@@ -394,12 +401,12 @@ def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def become(tensor: Any, tracer: Any) -> None:
-    """The object stands for what the tracer stands for; another one for what it was."""
+    """Give the object the tracer's tensor and class; its old tensor moves to a new object."""
     record = unmark(tensor)
     was = _set_aside(tensor)
     _swap_tensor_impl(tensor, tracer)
     if isinstance(tensor, torch.nn.Parameter):
-        tensor._is_param = True  # by which modules know it still
+        tensor._is_param = True  # modules recognize a parameter by this attribute
     as_tensor, as_slotted = tracer.forms or (type(tracer), type(tracer))
     tensor.__class__ = as_slotted if isinstance(tensor, SlottedTracer) else as_tensor
     for name, value in attributes_of(tracer).items():
@@ -409,7 +416,7 @@ def become(tensor: Any, tracer: Any) -> None:
 
 
 def _set_aside(tensor: Any) -> Any:
-    """Another object for what it stands for; its own stands for something empty."""
+    """Return a new object with the tensor of the old object, which then holds an empty tensor."""
     was: Any
     if isinstance(tensor, BatchTracer):
         was = tensor.again()

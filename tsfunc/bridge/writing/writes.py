@@ -1,11 +1,10 @@
-"""Door 1 for calls that write: what is written to becomes one of the level's tensors first.
+"""Door 1 for calls that write: the written tensor first becomes a tracer of the level.
 
-NOTE [writing into what was made inside] in ``turning`` says how. Here is which callables write and
-where, when that must be, and what is said where it can't be.
+NOTE [writing into what was made inside] in ``turning`` describes how. This module defines which
+callables write to which arguments, when the written tensor must change, and the error messages.
 
 Private names used here (torch 2.11 to 2.13): ``torch._C._nn`` has the C functions behind
-``torch.nn.functional``;
-``_functorch.maybe_current_level`` is the depth of torch.func's stack;
+``torch.nn.functional``; ``_functorch.maybe_current_level`` is the depth of torch.func's stack;
 ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
 """
 
@@ -52,20 +51,20 @@ def prepare_write(
     recorded: bool = True,
     words: str = _IN_TORCH_FUNC,
 ) -> None:
-    """Before a call: plain tensors and tracers of outer levels that it writes to become tracers.
+    """Turn the plain tensors and outer tracers that a call writes to into the level's tracers.
 
-    They must where values that differ between examples are written, or such as autograd is
-    recorded on at the level.
+    This is needed if the written values differ between examples, or if autograd or forward AD is
+    recorded on them at the level.
 
     Args:
-        name: what is called.
-        written: the tensors that it writes to.
-        values: what decides what is written there, and themselves.
+        name: the name of the called function.
+        written: the tensors that the call writes to.
+        values: the tensors that determine the written values, including ``written``.
         recorded: whether autograd records the write.
-        words: what torch.func says where it can't be.
+        words: the message of torch.func for the same error.
 
     Raises:
-        InplaceRefused: one of them was not made inside of the level.
+        InplaceRefused: a written tensor was not made inside the level.
     """
     level = innermost_level(values)
     if not isinstance(level, BatchLevel | GradLevel) or not level.alive:
@@ -80,12 +79,12 @@ def prepare_write(
     if not batched and not (recorded and any(differentiated(t, level) for t in own)):
         return
     for target in targets:
-        if not _is_of(target, level):  # it may share memory with one before it
+        if not _is_of(target, level):  # it may have turned together with an earlier target
             adopt(name, target, level, batched=batched, words=words)
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples and dicts."""
+    """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -100,7 +99,7 @@ def _is_of(tensor: torch.Tensor, level: TracerLevel) -> bool:
 
 
 def differentiated(tracer: torch.Tensor, level: TracerLevel) -> bool:
-    """Whether autograd is recorded on it, or it has a tangent."""
+    """True if autograd records on the tracer, or the tracer has a tangent."""
     with DisableTorchFunctionSubclass():
         if level.forward and forward_ad.unpack_dual(tracer).tangent is not None:
             return True
@@ -115,23 +114,23 @@ def adopt(
     batched: bool,
     words: str = _IN_TORCH_FUNC,
 ) -> None:
-    """Makes a tensor, and what shares its memory, the level's.
+    """Turn a tensor, and the tensors that share its memory, into tracers of the level.
 
     Args:
-        name: the call that writes to it.
-        target: what is written to.
-        level: the level of what is written.
-        batched: whether there is to be a copy for each example.
-        words: what torch.func says where it can't be.
+        name: the call that writes to the tensor.
+        target: the written tensor.
+        level: the level of the written values.
+        batched: whether each example gets its own copy.
+        words: the message of torch.func for the same error.
 
     Raises:
-        InplaceRefused: it was not made inside of the level.
+        InplaceRefused: the tensor was not made inside the level.
     """
     lifted = isinstance(target, BatchTracer) and target.dispatch_level is level
     subject = target.value if isinstance(target, BatchTracer) and lifted else target
     if not isinstance(subject, Tracer):
         if type(subject) not in _PLAIN and not hasattr(subject, "fake_mode"):
-            return  # a tensor class of somebody else's
+            return  # a tensor class of another library
         _refuse_leaf(subject)
     try:
         turn(kin_of(subject, level), level, batched=batched)
@@ -142,9 +141,9 @@ def adopt(
 
 
 def _own_to_draw(target: Any, level: TracerLevel) -> None:
-    """Makes a tensor that is drawn into the level's, where each example draws its own numbers.
+    """Turn a tensor that gets random numbers into a batched one, if each example draws its own.
 
-    Where it can't be, the rule refuses the draw.
+    If this is impossible, the batching rule refuses the draw.
     """
     if not isinstance(level, BatchLevel) or type(target) not in _PLAIN:
         return
@@ -157,7 +156,7 @@ before_drawing.append(_own_to_draw)
 
 
 def _refuse_leaf(target: torch.Tensor) -> None:
-    """As torch does, which would not see the write."""
+    """Raise torch's error for a write to a leaf; torch itself would not see the write."""
     base = target if target._base is None else target._base
     if torch.is_grad_enabled() and target.requires_grad and base.is_leaf:
         what = "a leaf" if base is target else "a view of a leaf"
@@ -213,7 +212,7 @@ def _scattered(name: str, target: torch.Tensor, level: TracerLevel) -> str:
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """The arguments that a call writes to: tensors and lists of them."""
+    """Return the arguments that a call writes to: tensors and lists of tensors."""
     if isinstance(func, OpOverloadPacket):
         func = only_overload(func) or func
     if isinstance(func, OpOverload):
@@ -236,13 +235,13 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
 
 
 def _first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Writes to its first argument, which may be given by name: ``input=``, ``self=``."""
+    """Prepare a write to the first argument, which may be a keyword (``input=``, ``self=``)."""
     values = (*args, *kwargs.values())
     prepare_write(func.__name__, values[:1], values)
 
 
 def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Draws with the chances that the second one has. What randomness refuses is said first."""
+    """Prepare a random draw, with probabilities in the second argument."""
     values = (*args, *kwargs.values())
     level = innermost_level(values)
     if isinstance(level, BatchLevel) and level.alive:
@@ -252,12 +251,12 @@ def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Writes to ``out=``."""
+    """Prepare a call that writes to ``out=``."""
     prepare_write(func.__name__, kwargs["out"], (*args, *kwargs.values()))
 
 
 def _operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Writes to what its schema says."""
+    """Prepare an operator that writes to the arguments its schema names."""
     op = operator_of(func)
     if op.name in STATISTICS:
         _statistics(func, args, kwargs)
@@ -266,7 +265,7 @@ def _operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
 
 
 def _packet(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """An operator whose overload is not chosen yet: of several only the name says it."""
+    """Prepare an operator packet; with several overloads, a trailing ``_`` marks a write."""
     overload = only_overload(func)
     if overload is not None:
         if operator_of(overload).written:
@@ -277,15 +276,15 @@ def _packet(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 @functools.cache
 def only_overload(packet: OpOverloadPacket) -> OpOverload | None:
-    """The overload of an operator that has one, as those of ``torch.library.custom_op`` do."""
+    """Return an operator's only overload, or None; ``torch.library.custom_op`` makes only one."""
     names = packet.overloads()
     return getattr(packet, names[0]) if len(names) == 1 else None
 
 
 def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """``f(x, weight, bias, running_mean, running_var, training, momentum, ...)``.
+    """Prepare ``f(x, weight, bias, running_mean, running_var, training, momentum, ...)``.
 
-    Each is decided by ``x`` and what it was.
+    The new value of each running statistic depends on ``x`` and on its old value.
     """
     for running in _running(func, args):
         values, words = (args[0], running), _STATISTICS_IN_TORCH_FUNC
@@ -293,14 +292,14 @@ def _statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
 
 def _running(func: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Those that are written: where there is nothing in them, or the momentum is 0, none."""
+    """Return the written running statistics: none if they are empty or the momentum is 0."""
     if not updates_statistics(func.name() if isinstance(func, OpOverload) else "", args):
         return ()
     return [x for x in args[3:5] if isinstance(x, torch.Tensor) and x.numel() > 0]
 
 
 def _writers() -> Iterator[Callable[..., Any]]:
-    """The C functions and methods that write to their first argument."""
+    """Yield the C functions and methods that write to their first argument."""
     for owner in (torch.Tensor, torch, torch._C._nn):
         for name in dir(owner):
             inplace = name.endswith("_") and not name.endswith("__") and name != "set_"
