@@ -355,7 +355,7 @@ class Instance:
             facts.require_same(facts.bind(f"{facts.name(base)}.__dict__[{name!r}]"), found)
 
     def _require_none_of_its_own(self, name: str) -> None:
-        """Guard that the object has no attribute of this name, which would hide that of the class."""
+        """Guard that the object has no attribute of this name, which would hide the class's."""
         if name not in self._held and _has_dict(self.value):
             facts = self._facts
             own = facts.bind(f"{self.place.variable}.__dict__")

@@ -86,7 +86,7 @@ def asks_environment(owner: Any, name: str | None, value: Any) -> bool:
 
 
 def is_library(owner: Any) -> bool:
-    """Return True if a module, class or function belongs to the standard library, torch or NumPy."""
+    """Return True if a module, class or function is of the standard library, torch or NumPy."""
     if isinstance(owner, types.BuiltinFunctionType | types.BuiltinMethodType):
         return True
     if not isinstance(owner, (*_MODULES, types.FunctionType)):
