@@ -161,7 +161,7 @@ def _outermost(module: Access) -> Access:
 
 
 def _kind(step: dis.Instruction) -> str:
-    """Return the name of an instruction; "INPLACE" for in-place operators of all CPython versions."""
+    """Return the name of an instruction; "INPLACE" for an in-place operator."""
     if step.opname == "BINARY_OP" and step.argrepr.endswith("="):
         return "INPLACE"
     return step.opname

@@ -129,7 +129,7 @@ class Facts:
         return f"def reach({parameters}):\n    try:\n{body}{ending}", names
 
     def _still_there(self, scope: dict[str, Any]) -> Iterator[str]:
-        """Yield lines that check members of library modules and classes, one line for each owner."""
+        """Yield lines that check members of library modules and classes, one for each owner."""
         for i, (owner, members) in enumerate(self._members.values()):
             found = operator.itemgetter(*members)
             scope[f"get_{i}"], scope[f"of_{i}"] = found, vars(owner)
@@ -248,7 +248,7 @@ class Facts:
         self._results.append((at, example))
 
     def loosen(self, at: str, value: torch.Tensor) -> None:
-        """Relax the guard of a tensor from identity to type and sizes, and add it to the results."""
+        """Relax a tensor's guard from identity to type and sizes, and add it to the results."""
         self._same[id(value)][:] = self._like(at, value)
         del self._own[id(value)]
         self._results.append((at, value))

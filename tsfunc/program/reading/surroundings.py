@@ -183,7 +183,7 @@ class Surroundings:
         self.scan(func.func)
 
     def _class(self, cls: type) -> None:
-        """Look at the methods and attributes of a class whose names occur in the function's code."""
+        """Look at the methods and attributes of a class that the function's code names."""
         derived: list[type] = []  # the classes that override an attribute if they have it
         for base in cls.__mro__:
             if is_library_code(base) or is_installed(base):

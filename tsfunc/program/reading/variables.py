@@ -105,7 +105,7 @@ def is_followed(owner: Any, name: str) -> bool:
 
 
 def is_library_code(owner: Any) -> bool:
-    """Return True if a module, class or function belongs to the standard library, torch or tsfunc."""
+    """Return True if a module, class or function is of the standard library, torch or tsfunc."""
     module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
     return (module or "").partition(".")[0] in LIBRARIES
 

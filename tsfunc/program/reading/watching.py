@@ -53,7 +53,7 @@ def can_watch(cls: type) -> bool:
 
 
 class Watching:
-    """A block in which a watcher receives reads and assignments; classes are added as they are met."""
+    """A block in which a watcher receives the reads and assignments of attributes."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
