@@ -137,7 +137,7 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
 
 
 def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> list[Body]:
-    """Return the bodies that `encode_bodies` wrote, for an operator with operands of these kinds."""
+    """Return the bodies that `encode_bodies` wrote, for operands of these kinds."""
     bodies = []
     for each in field.items():
         name, inner, inputs_field = each.record("name", "graph", "inputs")
