@@ -1,4 +1,4 @@
-"""Capture: a function run once on traced tensors, its operators recorded."""
+"""Capture: run a function once on traced tensors, and record its operators."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ class _Trace:
         }
         folded = simplify(request.name, graph, outside, burnt_in)
         read = {str(node.target) for node in every_node(graph) if node.op == "get_attr"}
-        # Constants from which others were computed are no longer in the graph.
+        # A constant that is only used by folded nodes is no longer in the graph.
         constants = {name: tensor for name, tensor in folded.items() if name in read}
         used = {node for node in graph.nodes if node.op == "get_attr"}
         lifted: dict[str, torch.Tensor] = dict(constants)

@@ -1,4 +1,4 @@
-"""Graphs as JSON, and back: a list of nodes, each with what it calls and what is known of it.
+"""Graphs as JSON, and back: a list of nodes, each with its call and its metadata.
 
     {"name": "x", "input": "tensor"}                        or "number"
     {"name": "w", "lifted": "t0"}                           a tensor of the file
@@ -7,8 +7,8 @@
     {"name": "c", "item": 0, "of": "pair"}
     {"name": "z", "control": CONTROL, "args": [...], "kwargs": {}}
 
-and beside that ``type`` (what a tensor is), ``number`` (the size that a number is), ``quiet``
-(autograd is not to record it), ``requires_grad`` (it records it), ``line`` (of the user's code).
+A node may also have ``type`` (of a tensor), ``number`` (the size that a number is), ``quiet``
+(autograd does not record it), ``requires_grad`` (autograd records it), ``line`` (the user's).
 """
 
 from __future__ import annotations

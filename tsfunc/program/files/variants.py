@@ -25,7 +25,7 @@ from tsfunc.program.calling.target import Target
 from tsfunc.program.guarding.forms import CallForm, example_call
 from tsfunc.program.guarding.inputs import InputSpec
 
-_FEW = 4  # arguments
+_FEW = 4  # the number of arguments up to which all subsets are tried
 
 
 def also_answered(target: Target, entry: Entry, others: Sequence[Entry]) -> list[Entry]:

@@ -402,7 +402,7 @@ def _contents(value: Any) -> dict[tuple[str, str], Any]:
 def _dict_of(value: Any) -> dict[str, Any]:
     try:
         own: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:  # it has slots alone
+    except AttributeError:  # it has only slots
         return {}
     return own
 
