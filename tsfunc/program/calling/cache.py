@@ -139,7 +139,7 @@ class Entry:
         return "; ".join(f"{spec.name}: {short_text(spec)}" for spec in self.form.inputs)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The same as ``given``, for arguments in any pytree containers."""
+        """Return the same as ``given``, for arguments in any pytree containers."""
         flat, tree = optree.tree_flatten(
             (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE
         )

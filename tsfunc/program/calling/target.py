@@ -88,7 +88,7 @@ class Target:
 
     def _keeps(self, arguments: Mapping[str, Any]) -> bool:
         """Return True if a call satisfies one of the contracts."""
-        if any(each.is_kept(arguments) for each in self.contracts):  # a fast path
+        if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
             return True
         try:
             self.contract(arguments)
