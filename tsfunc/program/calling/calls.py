@@ -157,7 +157,7 @@ class FirstCall:
     def _traced(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], small: Mapping[str, int]
     ) -> tuple[Entry, Sequence[Any]] | None:
-        """Do the same as ``trace``; return None if the function refuses the hint for a size below 2."""
+        """Return ``trace(...)``; None if the function refuses the hint for a size below 2."""
         try:
             return self.trace(inputs, bounds)
         except DataDependentError:  # such as ``item()`` of a tensor with several elements
