@@ -1,7 +1,7 @@
-"""Programs: what a traced function became.
+"""Programs: the results of tracing a function.
 
-In the order in which a call meets them: ``capture`` records a function as a graph, ``passes``
-simplify it, ``codegen`` writes it as Python, ``program`` holds it all.
+In the order of a call: ``capture`` records a function as a graph, ``passes`` simplify the graph,
+``codegen`` writes it as Python, and ``program`` holds the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The programs that a specialized function keeps, and which calls each of them answers."""
+"""The programs that a specialized function keeps, and the calls that each of them answers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tsfunc.program.reading.reach import Reach
 
 
 class EntryInfo(NamedTuple):
-    """What there is to know of one specialization.
+    """Information about one specialization.
 
     Attributes:
-        descriptors: what it was made for, by parameter name.
-        hits: how many calls it has answered beside the one that it was made for.
-        seconds: how long it took to make.
-        reason: what in the call made it new.
+        descriptors: the descriptors of the call that it was made for, by parameter name.
+        hits: the number of calls that it has answered, without the call that it was made for.
+        seconds: the time that it took to make it.
+        reason: the reason why the call needed a new program.
     """
 
     descriptors: Mapping[str, Any]
@@ -41,13 +41,13 @@ class EntryInfo(NamedTuple):
 
 
 class CacheInfo(NamedTuple):
-    """What a specialized function keeps.
+    """Information about the programs that a specialized function keeps.
 
     Attributes:
-        hits: how many calls found a program.
-        misses: how many had to be traced.
-        programs: how many are kept.
-        limit: how many can be.
+        hits: the number of calls that found a program.
+        misses: the number of calls that were traced.
+        programs: the number of programs that are kept.
+        limit: the maximum number of programs.
         entries: the specializations, the most recently used first.
     """
 
@@ -75,20 +75,20 @@ class Entry:
     """A program and the calls that it may answer.
 
     Attributes:
-        program: what runs.
+        program: the program.
         tree: the structure of the arguments.
-        accepts: whether it may answer a call: None, or what to run it on after the flattened
-            arguments.
-        reach: the same without a look at the arguments that are no objects.
-        reason: what in the call that it was made for was new.
-        signature: what that has in common with calls of other sizes.
-        form: what is taken for granted of the arguments.
-        given: the same as ``accepts``, for arguments that are not flattened: None, or all that
-            the program runs on.
-        refuses: whether a call that the guard accepts breaks the contract, or keeps a narrower
-            one, whose programs answer it.
-        seconds: how long it took to make.
-        hits: how many calls it has answered since.
+        accepts: the guard: a function of the flattened arguments that returns the values the
+            program runs on after these, or None if it may not answer the call.
+        reach: the same without the guards on the arguments, except on watched objects.
+        reason: the reason why the call that it was made for needed a new program.
+        signature: the part of the call that does not depend on sizes.
+        form: the assumptions about the arguments.
+        given: the same as ``accepts`` for arguments that are not flattened; returns all values
+            that the program runs on, or None.
+        refuses: returns True if a call that passes the guard breaks the contract, or satisfies a
+            narrower one, whose programs answer it.
+        seconds: the time that it took to make it.
+        hits: the number of calls that it has answered since.
     """
 
     program: Program
@@ -122,7 +122,7 @@ class Entry:
         reason: str,
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
     ) -> Entry:
-        """A program for calls of a form, with a guard that is generated from that alone."""
+        """Return a program for calls of a form, with a guard that is generated from the form."""
         facts = program.facts or Reads()
         lines, scope = form.guard()
         opening = opening_lines(form.tree, scope, form.of_keywords)
@@ -135,11 +135,11 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The tensors of the calls that it answers, in a line."""
+        """The tensors of the calls that it answers, on one line."""
         return "; ".join(f"{spec.name}: {short_text(spec)}" for spec in self.form.inputs)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """As ``given``, for arguments in containers of any kind."""
+        """Return the same as ``given``, for arguments in any pytree containers."""
         flat, tree = optree.tree_flatten(
             (args, kwargs), none_is_leaf=True, namespace=pytrees.NAMESPACE
         )
@@ -153,14 +153,14 @@ class Entry:
 
 
 class TracedAgain(Exception):
-    """Internal: a program is called in a trace that could not record what it does."""
+    """Internal: a program is called inside a trace that can't record its operations."""
 
 
 def _outside_traces(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A program that keeps states of generators (NOTE [random numbers of derivatives]).
+    """Return the runner of a program that reads generator states, with a check for traces.
 
-    A trace can record neither reading nor setting them, and would draw other numbers for the
-    derivative than for what is differentiated.
+    A trace can't record reads and writes of the states (NOTE [random numbers of derivatives]), and
+    would draw different numbers for the derivative and for the function.
     """
 
     def checked(values: Sequence[Any]) -> Any:
@@ -184,15 +184,15 @@ def _enter_own(
 class Cache:
     """Entries, the most recently used first.
 
-    Its list of entries is never changed, but replaced: who goes through it on another thread
-    goes on with what there was.
+    The tuple of entries is replaced and never changed, so another thread that iterates over it
+    sees a consistent state.
 
     Args:
-        limit: how many are kept.
-        auto_widen: whether sizes become named dims: NOTE [widening].
+        limit: the maximum number of entries.
+        auto_widen: whether sizes that vary become named dims: NOTE [widening].
 
     Attributes:
-        lock: held by whoever makes a program or changes the entries.
+        lock: held while a program is made or the entries are changed.
         history: the facts of the calls that programs were made for.
         fixed: the sizes that could not be widened.
     """
@@ -208,18 +208,18 @@ class Cache:
 
     @property
     def hits(self) -> int:
-        """How many calls found a program."""
+        """The number of calls that found a program."""
         return self._former_hits + sum(entry.hits for entry in self.entries)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
-        """The entry that may answer a call."""
+        """Return the entry that may answer a call, or None."""
         for entry in self.entries:
             if entry.enter(args, kwargs) is not None:
                 return entry
         return None
 
     def use(self, entry: Entry) -> None:
-        """Puts an entry first."""
+        """Move an entry to the front."""
         with self.lock:
             if entry in self.entries:
                 self.entries = (entry, *(each for each in self.entries if each is not entry))
@@ -227,9 +227,9 @@ class Cache:
     def known(
         self, signatures: Collection[Any], flat: Sequence[Any], sizes: Mapping[str, int]
     ) -> tuple[Entry, Sequence[Any]] | None:
-        """The symbolic program for a call, if another size of it was seen before."""
+        """Return the symbolic program for a call if it was made for the call with other sizes."""
         for entry in self.entries:
-            # What a program has asked of values is for its own calls.
+            # A program with guards on values of its own call can't be shared.
             held = entry.program.asked or entry.program.groups
             if entry.signature in signatures and not held and not entry.form.unmet(flat, sizes):
                 reached = entry.reach(flat)
@@ -238,9 +238,9 @@ class Cache:
         return None
 
     def keep(self, entry: Entry) -> None:
-        """Puts a program first among the entries."""
+        """Put a program first among the entries."""
         if any(isinstance(value, Tracer) for value in entry.program.lifted.values()):
-            return  # it belongs to an outer transform that is active now, and ends with it
+            return  # it belongs to an active outer transform, and ends with it
         with self.lock:
             others = [each for each in self.entries if each is not entry]
             self._former_hits += sum(each.hits for each in others[self.limit - 1 :])
@@ -252,7 +252,7 @@ class Cache:
         return tuple(dict.fromkeys(entry.program for entry in self.entries))
 
     def info(self) -> CacheInfo:
-        """How many calls found a program, and for each entry what and why it is."""
+        """Return the counts of calls, and information about each entry."""
         with self.lock:
             entries = tuple(
                 EntryInfo(each.program.descriptors, each.hits, each.seconds, each.reason)
@@ -261,14 +261,14 @@ class Cache:
             return CacheInfo(self.hits, self.misses, len(self.programs), self.limit, entries)
 
     def forget_counts(self) -> None:
-        """Starts to count again."""
+        """Reset the counts."""
         with self.lock:
             self.misses = self._former_hits = 0
             for entry in self.entries:
                 entry.hits = 0
 
     def clear(self) -> None:
-        """Forgets all programs."""
+        """Drop all programs."""
         with self.lock:
             self.entries = ()
             self.history.clear()
@@ -276,4 +276,4 @@ class Cache:
             self.forget_counts()
 
 
-_REMEMBERED = 256  # calls whose facts are kept
+_REMEMBERED = 256  # number of calls whose facts are kept

@@ -1,4 +1,4 @@
-"""The first call of its kind: what is settled by the descriptors, and the trace."""
+"""The first call of its kind: the check of its descriptors, and its trace."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ from tsfunc.types.runs import place_text
 
 
 class FirstCall:
-    """A call that no program is there for.
+    """A call that no program answers.
 
     Args:
         target: the function that is called.
         arguments: positional and keyword arguments.
-        flat: these, flattened.
+        flat: the flattened arguments.
         tree: their structure.
 
     Raises:
-        DescriptorViolation: it breaks the contract.
+        DescriptorViolation: the call breaks all contracts.
     """
 
     def __init__(
@@ -80,11 +80,13 @@ class FirstCall:
         self.contract, self.bindings = target.contract(self.arguments)
 
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
-        """A program for the call, which is kept, and what it reads of objects in the arguments.
+        """Return a program for the call, and the values that it reads of objects in the arguments.
+
+        The program is kept in the cache.
 
         Args:
-            cache: where it is kept.
-            reason: why it is made, if not for what is new in the call.
+            cache: the cache of the function.
+            reason: the reason for the program; None: the difference from earlier calls.
         """
         inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
         facts = self.facts(inputs)
@@ -108,7 +110,8 @@ class FirstCall:
         if made is not None:
             small = {name: size for name, size in sizes.items() if _is_small(made[0], name, size)}
             if not small and made[0].form.unmet(self.flat, sizes):
-                # It was traced with others: for its own sizes, the function says what is wrong.
+                # It was traced with other sizes: with its own sizes, the function raises its
+                # error.
                 small = {name: size for name, size in sizes.items() if name in bounds}
         if small:
             # NOTE [sizes 0 and 1] in program/graphs/equal, NOTE [sizes at the edge] in
@@ -131,12 +134,13 @@ class FirstCall:
         bounds: Mapping[str, Dim],
         scalars: Sequence[ScalarSpec],
     ) -> tuple[Entry, Sequence[Any]]:
-        """A program for calls in which some sizes are fixed: the one for all, if that is the same.
+        """Return a program for calls with some sizes fixed; the general program if it is the same.
 
         Args:
-            made: the one for all; None: the function refuses what stands in for these sizes.
+            made: the general program; None if the function refuses the sizes that it was traced
+                with.
             small: the sizes that are fixed.
-            inputs, bounds, scalars: of the call, in which they are named dims.
+            inputs, bounds, scalars: those of the call, in which the fixed sizes are named dims.
         """
         inputs = [with_sizes_fixed(spec, small) for spec in inputs]
         bounds = {name: dim for name, dim in bounds.items() if name not in small}
@@ -153,10 +157,10 @@ class FirstCall:
     def _traced(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], small: Mapping[str, int]
     ) -> tuple[Entry, Sequence[Any]] | None:
-        """As ``trace``; None where the function refuses what stands in for a size of 0 or 1."""
+        """Return ``trace(...)``; None if the function refuses the hint for a size below 2."""
         try:
             return self.trace(inputs, bounds)
-        except DataDependentError:  # such as ``item()`` of what has more than one element
+        except DataDependentError:  # such as ``item()`` of a tensor with several elements
             if small:
                 return None
             raise
@@ -170,7 +174,7 @@ class FirstCall:
     def _widened(
         self, cache: Cache, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
     ) -> tuple[Entry, Sequence[Any]] | None:
-        """A program for any size in the place of one that has varied; NOTE [widening]."""
+        """Return a program for any size in place of a size that has varied; NOTE [widening]."""
         if not cache.auto_widen:
             return None
         names = {i: place_text(path, self.arguments) for i, path in self.places.items()}
@@ -186,7 +190,7 @@ class FirstCall:
         return None
 
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
-        """What a program for the call takes for granted, by names."""
+        """Return the assumptions of a program for the call, by the user's names."""
         return facts_of_call(
             self.flat, self.places, inputs, self.ambient, self.arguments, self.orders, self.passed
         )
@@ -194,14 +198,14 @@ class FirstCall:
     def trace(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
     ) -> tuple[Entry, Sequence[Any]]:
-        """A program for such calls, and the tensors that it reads of objects in the arguments."""
+        """Return a program for such calls, and the tensors that it reads from argument objects."""
         scalars = self.scalars(inputs, bounds)
         if scalars:
             try:
                 found = self._trace(inputs, bounds, scalars)
-            except Exception:  # a symbol can't do all that a number can, such as being hashed
+            except Exception:  # for example, a symbol can't be hashed
                 return self._trace(inputs, bounds, ())
-            # What holds of the number and of sizes in general may not hold of these sizes.
+            # A condition on the number and the sizes in general may fail for these.
             if not found[0].form.unmet(self.flat, self.sizes):
                 return found
         return self._trace(inputs, bounds, ())
@@ -209,7 +213,7 @@ class FirstCall:
     def scalars(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
     ) -> Sequence[ScalarSpec]:
-        """The numbers among the arguments that are inputs of a program; backends burn them in."""
+        """Return the numbers among the arguments that are inputs; backends make them constants."""
         if self.target.backend is not None:
             return ()
         return describe_scalars(self.flat, self.places, self.contract, inputs, bounds)
@@ -275,12 +279,12 @@ class FirstCall:
     def _captured(
         self, request: TraceRequest, every: bool = False, apart: bool = False
     ) -> tuple[Program, Instances]:
-        """The program of a trace.
+        """Return the program of a trace, and the objects that were watched.
 
         Args:
-            request: what is traced.
-            every: whether counters are taken in as what is read.
-            apart: whether it is known that the function tells its tensors apart.
+            request: the trace.
+            every: whether variables that are only changed are guarded, too.
+            apart: whether the function is known to compare its tensors by identity.
         """
         instances = self._instances(every)
         instances.tells_apart = instances.tells_apart or apart
@@ -300,7 +304,7 @@ class FirstCall:
                 raise edge.refusal from None
 
     def _record(self, entry: Entry) -> None:
-        """Tells the record of a program that was made."""
+        """Record a new program in the log of ``rage``."""
         program = entry.program
         rage.record(
             "specialized",
@@ -316,7 +320,7 @@ class FirstCall:
         )
 
     def signature(self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]) -> Any:
-        """What calls have in common that differ in no more than sizes of named dims and numbers."""
+        """Return the part of a call that does not depend on sizes of named dims and on numbers."""
         parts = self.flat, self.tree, self.orders, self.ambient, inputs, scalars
         return self.contract, call_signature(*parts)
 
@@ -328,7 +332,7 @@ class FirstCall:
         read: Mapping[str, Any],
         program: Program,
     ) -> Guards:
-        """What a program for these inputs takes for granted, for people."""
+        """Return the guards of a program for these inputs, for people."""
         positions = [spec.position for spec in scalars]
         return guard_texts(
             self.flat,
@@ -346,7 +350,7 @@ class FirstCall:
     def descriptors(
         self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]
     ) -> dict[str, Any]:
-        """Descriptors of just the calls that a program for these inputs is made for."""
+        """Return descriptors of exactly the calls that a program for these inputs is made for."""
         leaves = [type(value) if is_instance(value) else value for value in self.flat]
         for scalar in scalars:
             leaves[scalar.position] = type(scalar.value)
@@ -373,7 +377,7 @@ def _one_of(
     fixed: tuple[Entry, Sequence[Any]],
     sizes: Mapping[str, Any],
 ) -> tuple[Entry, Sequence[Any]]:
-    """The entry of fixed sizes, with the symbolic program if that does the same there."""
+    """Return the entry for fixed sizes, with the symbolic program if it does the same there."""
     (one, reached), (other, same_reached) = symbolic, fixed
     alike = list(map(id, reached)) == list(map(id, same_reached)) and same_program(
         one.program, other.program, sizes
@@ -382,6 +386,6 @@ def _one_of(
 
 
 def _is_small(entry: Entry, name: str, size: int) -> bool:
-    """Whether a program that is for any size of a named dim is for none as small as this one."""
+    """Return True if a program for any size of a named dim does not serve a size this small."""
     bounds = entry.form.bounds
     return name in bounds and (size < 2 or size < (bounds[name].min or 0))

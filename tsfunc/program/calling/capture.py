@@ -1,4 +1,4 @@
-"""Capture: a function run once on traced tensors, its operators recorded."""
+"""Capture: run a function once on traced tensors, and record its operators."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ from tsfunc.types.grammar import Descriptor
 
 @dataclass(frozen=True, eq=False)
 class TraceRequest:
-    """A function that is to be traced, and what it is called with.
+    """A function to trace, and its arguments.
 
     Attributes:
-        what: how errors call the trace.
-        name: how the program calls the function, and errors of its descriptors.
-        func: takes what ``tree`` unflattens to: a tuple of (args, kwargs).
-        flat: the flattened arguments; those that are no tensors are burnt in.
+        what: the name of the trace in errors.
+        name: the name of the function in the program, and in errors about its descriptors.
+        func: the function; it is called with the (args, kwargs) that ``tree`` unflattens to.
+        flat: the flattened arguments; all but tensors and ``scalars`` become constants.
         tree: their structure.
         inputs: the tensors among them.
         bounds: the named dims that stay symbolic.
         scalars: the numbers among the arguments that are inputs.
-        hide_any: replaces the arguments of type ``Any``, with which nothing may be computed.
+        hide_any: replaces the arguments of type ``Any``, on which no operation is allowed.
         described: the descriptors, by parameter, for errors.
-        own: tensors that the function has from elsewhere, and is given among its arguments.
+        own: tensors that the function has from elsewhere, and gets as arguments, too.
         retraced: the named dims whose sizes in the call are at the edge (NOTE [sizes at the edge]
-            in ``edges``); they are traced with others.
+            in ``edges``); they are traced with other hints.
     """
 
     what: str
@@ -89,18 +89,19 @@ class TraceRequest:
 
 
 def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
-    """Traces a function.
+    """Trace a function.
 
     Args:
-        request: the function, and what it is called with.
-        instances: the objects whose attributes are watched. The tensors among what is read of
-            arguments are inputs of the program that come after the flattened arguments.
+        request: the function and its arguments.
+        instances: the objects whose attributes are watched. Tensors that are read from arguments
+            are inputs of the program, after the flattened arguments.
 
     Raises:
-        ConstraintViolation: the function's course depends on the size of a named dim.
-        TypeCheckError: it reads what can be neither compared nor lifted, or assigns to an object.
+        ConstraintViolation: the control flow of the function depends on the size of a named dim.
+        TypeCheckError: it reads a value that can be neither compared nor lifted, or makes an
+            assignment that a program can't repeat.
         DataDependentError: it uses a tensor as a Python number or bool.
-        AtTheEdge, ToldApart: it is to be traced again.
+        AtTheEdge, ToldApart: it has to be traced again.
     """
     if not entered.inside:
         return leave_whole(capture, (request, instances), {})
@@ -110,7 +111,7 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
 
 
 def outline(request: TraceRequest) -> Any:
-    """What a function returns for inputs of fixed sizes, with fake tensors in place of tensors.
+    """Return the results of a function for inputs of fixed sizes, with fake tensors as tensors.
 
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
@@ -125,9 +126,9 @@ def outline(request: TraceRequest) -> Any:
 
 
 class _Trace:
-    """A function run once on traced tensors, and the program that is made of what it did."""
+    """A function run once on traced tensors, and the program made from the recorded operations."""
 
-    level: TraceLevel  # made by `run`, in the state that it is entered under
+    level: TraceLevel  # set by `run`, since it depends on the state at entry
 
     def __init__(self, request: TraceRequest, instances: Instances) -> None:
         self.request, self.instances = request, instances
@@ -159,7 +160,7 @@ class _Trace:
                 raise
 
     def _arguments(self) -> list[Any]:
-        """The flattened arguments, those that vary in their traced form."""
+        """Return the flattened arguments, with tracers and symbols for those that vary."""
         request, level, symbols = self.request, self.level, self.symbols
         tracers = [_input(level, spec, symbols) for spec in request.inputs]
         level.questions.attribute_of = self._attribute_of
@@ -185,7 +186,7 @@ class _Trace:
         return traced
 
     def _attribute_of(self, argument: Argument, name: str) -> Any:
-        """What an attribute of a tensor among the arguments is, that Python keeps for it."""
+        """Return the value of a Python attribute of a tensor among the arguments, and guard it."""
         held, way = self.instances.held, f"args[{argument.position}].{name}"
         text = f"{argument.name}.{name}"
         self._attributes.append(text)
@@ -201,13 +202,13 @@ class _Trace:
         if request.hide_any is not None:
             args, kwargs = request.hide_any(args, kwargs)
             traced, tree = pytrees.flatten((args, kwargs))
-        mode = torch.set_grad_enabled(torch.is_grad_enabled())  # what the function leaves is undone
+        mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
             with mode, Lifting(self.level, held.grad_of), self.instances, no_seeding(request.what):
                 out = request.func(*args, **kwargs)
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)
-            if not isinstance(error, TsfuncError):  # which are recorded where they are made
+            if not isinstance(error, TsfuncError):  # these are recorded where they are raised
                 rage.record(
                     "trace failed", what=request.what, at=place_of(error),
                     type=type(error).__name__, message=error,
@@ -218,7 +219,7 @@ class _Trace:
         return out
 
     def _told_apart(self) -> Groups:
-        """Holds later calls to which of their tensors are one: NOTE [one tensor twice]."""
+        """Guard the identities of the function's tensors: NOTE [one tensor twice]."""
         instances, inputs = self.instances, self.request.inputs
         if not instances.tells_apart and not self.level.questions.told_apart:
             return ()
@@ -232,7 +233,7 @@ class _Trace:
         return groups if len(inputs) > 1 else ()
 
     def fake_value(self, leaf: Any) -> Any:
-        """A tensor that the function returned, without data; anything else as it is."""
+        """Return a fake tensor for a returned tensor; other values are returned unchanged."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if isinstance(leaf, TraceTracer) and leaf.dispatch_level is self.level:
@@ -240,7 +241,7 @@ class _Trace:
         return self.level.lift(leaf).value
 
     def program(self, out: Any) -> Program:
-        """The program of what was recorded, which returns what the function returned."""
+        """Return the program of the recorded operations, which returns the function's results."""
         request, level, symbols = self.request, self.level, self.symbols
         updates = self.instances.finish()
         level.questions.refuse_assigned()
@@ -267,7 +268,7 @@ class _Trace:
         )  # fmt: skip
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
-        """The recorded graph simplified, and as Python."""
+        """Return the program of the simplified graph."""
         request, level, graph = self.request, self.level, self.level.graph
         # Tensors of the arguments' attributes are inputs, and come after the arguments.
         held = self.instances.held
@@ -285,7 +286,7 @@ class _Trace:
         }
         folded = simplify(request.name, graph, outside, burnt_in)
         read = {str(node.target) for node in every_node(graph) if node.op == "get_attr"}
-        # Those of which others were computed are no longer there.
+        # A constant that is only used by folded nodes is no longer in the graph.
         constants = {name: tensor for name, tensor in folded.items() if name in read}
         used = {node for node in graph.nodes if node.op == "get_attr"}
         lifted: dict[str, torch.Tensor] = dict(constants)
@@ -310,7 +311,7 @@ class _Trace:
 
 
 def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
-    """The traced tensor for an argument: its fixed sizes, and symbols for its named dims."""
+    """Return the traced tensor for an argument: fixed sizes, and symbols for named dims."""
     example = spec.example
     shape = spec.shape(symbols.sizes)
     like = level.fake_like(example, shape, _strides(example, shape))
@@ -318,14 +319,14 @@ def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:
 
 
 def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.Node:
-    """The input for a number."""
+    """Return the input node for a number."""
     node = _named(level.graph.placeholder(spec.name), spec.name)
     node.meta["number"] = symbols.scalars[spec.name]
     return node
 
 
 def _strides(example: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-    """The example's strides; of a shape with symbols, those of the same order of dims."""
+    """Return the example's strides; for symbolic sizes, dense strides in the same dim order."""
     strides = example.stride()
     if all(isinstance(size, int) for size in shape):
         return list(strides)
@@ -344,7 +345,7 @@ def _size_nodes(
     tracers: Sequence[TraceTracer],
     bounds: Mapping[str, Dim],
 ) -> dict[str, torch.fx.Node]:
-    """The node of each named dim: the size of the first input that has it, or worked out of one."""
+    """Return the node of each named dim: the size of an input, or a size computed from one."""
     nodes: dict[str, torch.fx.Node] = {}
     for spec, tracer in zip(inputs, tracers, strict=True):
         for i, dim in enumerate(spec.dims):
@@ -359,14 +360,14 @@ def _size_nodes(
 
 
 def _named(node: torch.fx.Node, name: str) -> torch.fx.Node:
-    """A node that is the size of a named dim."""
+    """Mark a node as the size of a named dim, or as a number, and return it."""
     node.meta["expr"] = name
     node.meta["value"] = operator.itemgetter(name)
     return node
 
 
 def _make_input(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Makes a tensor that was read from outside an input of the graph, after the others."""
+    """Turn a tensor that was read from outside into the last input of the graph."""
     after = next(each for each in graph.nodes if each.op != "placeholder")
     with graph.inserting_before(after):
         made = graph.placeholder(node.name)

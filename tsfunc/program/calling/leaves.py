@@ -1,4 +1,4 @@
-"""Where the flattened arguments of a call stand among its parameters, and what describes them."""
+"""Places of the flattened arguments of a call among its parameters, and their descriptors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def described(
     tree: optree.PyTreeSpec,
     parameters: inspect.Signature,
 ) -> dict[str, Any]:
-    """Descriptors by parameter name of flattened arguments, tensors as these inputs are."""
+    """Return descriptors of flattened arguments by parameter, with the inputs' tensor types."""
     flat = list(leaves)
     for spec in inputs:
         flat[spec.position] = MetaTensorType(
@@ -37,7 +37,7 @@ def described(
 def places_of(
     signature: inspect.Signature, count: int, tree: optree.PyTreeSpec
 ) -> dict[int, tuple[Any, ...]]:
-    """For each flattened argument its path from a parameter."""
+    """Return the path of each flattened argument from a parameter."""
     numbers = [_Place(i) for i in range(count)]
     args, kwargs = optree.tree_unflatten(tree, numbers)
     places: dict[int, tuple[Any, ...]] = {}
@@ -51,12 +51,12 @@ def places_of(
 
 
 def spelled(path: Sequence[Any]) -> str:
-    """The path of an argument as a user would write it."""
+    """Return the path of an argument in the user's spelling."""
     return str(path[0]) + "".join(f"[{entry!r}]" for entry in path[1:])
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a flattened argument while its path is looked for."""
+    """Stand-in for a flattened argument whose path is looked up."""
 
     index: int

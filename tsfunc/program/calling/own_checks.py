@@ -1,13 +1,13 @@
-"""Errors of the function's own checks of data, raised where its program finds that one fails.
+"""Errors of the function's own checks of data, raised if the check fails in its program.
 
 NOTE [own errors]
-A program checks in place of ``if (x < 0).any(): raise ValueError(...)``, and in place of
-``torch._check(x.nonzero().shape[0] > 2, lambda: "...")``; it has neither the exception nor the
-message (NOTE [checks of arguments] in ``dispatch/refusals.py``). Where such a check fails, the
-function itself is called with the arguments of the call. A test of a tensor raises the function's
-exception; a check of a size of data stays a `FailedCheckError`, with the function's message added.
-The function is not called if the program has written before the check, for example into an
-argument, since the function would write again.
+For ``if (x < 0).any(): raise ValueError(...)`` and for
+``torch._check(x.nonzero().shape[0] > 2, lambda: "...")`` a program has a check without the
+exception or the message (NOTE [checks of arguments] in ``dispatch/refusals.py``). If such a check
+fails, the function itself is called with the arguments of the call. A test of a tensor raises the
+function's exception; a check of a size of data stays a `FailedCheckError`, with the function's
+message added. The function is not called if the program has written before the check, for example
+into an argument, since the function would write again.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def raise_own(
     program: Program,
     error: RuntimeError,
 ) -> None:
-    """Raise the function's own error where one of its checks fails in its program.
+    """Raise the function's own error if one of its checks fails in its program.
 
     Args:
         func: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
         program: the program that has run.
-        error: the error of the program; an error of another kind is left alone.
+        error: the error of the program; an error of another kind is ignored.
 
     Raises:
-        FailedCheckError: a check of a size of data failed, and the function says why.
+        FailedCheckError: a check of a size of data failed, and the function gives the reason.
     """
     if current_levels() or not _is_own(program, str(error)):
         return
@@ -52,7 +52,7 @@ def raise_own(
 
 
 def _is_own(program: Program, message: str) -> bool:
-    """True if the message is that of a check of the function, and nothing is written before it."""
+    """Return True if a check of the function has the message, and nothing is written before it."""
     for node in program.graph.nodes:
         if writes(node):
             return False

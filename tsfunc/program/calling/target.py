@@ -1,4 +1,4 @@
-"""What a user has specialized: the function, and the contracts that its calls are held to."""
+"""The specialized function of a user, and the contracts that its calls must satisfy."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tsfunc.types.signatures import takes_any_keyword
 
 @dataclass(frozen=True)
 class Target:
-    """What is specialized.
+    """A function that is specialized.
 
     Attributes:
         func: the function.
-        name: how errors and programs call it.
+        name: its name in errors and programs.
         signature: its parameters.
-        contracts: the descriptors that a call may keep, narrower ones first.
-        closure: what becomes of what it reads and is no argument: NOTE [closures].
-        backend: what compiles its programs, None: they run as Python.
-        backend_name: what the user calls it.
+        contracts: the sets of descriptors that a call may satisfy, narrower ones first.
+        closure: the treatment of values that it reads beyond its arguments: NOTE [closures].
+        backend: compiles its programs; None: they run as Python.
+        backend_name: the user's name of the backend.
     """
 
     func: Callable[..., Any]
@@ -42,14 +42,14 @@ class Target:
 
     @functools.cached_property
     def sees_keywords(self) -> bool:
-        """Whether the function sees the order of its keyword arguments."""
+        """True if the function sees the order of its keyword arguments."""
         return takes_any_keyword(self.func)
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by parameter.
+        """Return the arguments of a call by parameter.
 
         Raises:
-            TypeError: there is no such call of the function.
+            TypeError: the function does not accept such a call.
         """
         try:
             return dict(self.signature.bind(*args, **kwargs).arguments)
@@ -59,15 +59,18 @@ class Target:
     def refused_by(
         self, contract: CompiledDescriptors | None, any_grad: bool = False
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
-        """Whether a program refuses a call that its guard accepts; None if it never does.
+        """Return a function that is True for calls that pass a guard, but have to be refused.
 
-        It refuses a call that keeps a narrower contract, and one that breaks all contracts. A guard
-        looks at types, sizes and attributes; a tensor or an object that a contract promises, and
-        the class of a tensor, are checked here.
+        A program refuses a call that satisfies a narrower contract, and a call that breaks all
+        contracts. The guard checks types, sizes and attributes; the function checks the rest: a
+        tensor or an object that a contract promises, and the class of a tensor.
 
         Args:
-            contract: the one that the program was made under; None for a program of a file.
-            any_grad: whether the guard accepts tensors that require grad and others alike.
+            contract: the contract that the program was made under; None for a program of a file.
+            any_grad: whether the guard accepts tensors with any ``requires_grad``.
+
+        Returns:
+            A function of args and kwargs; None if the program never refuses a call.
         """
         own = None if contract is None else Descriptors(contract.descriptors)
         narrower = [x for x in self.contracts if own and Descriptors(x.descriptors) < own]
@@ -84,8 +87,8 @@ class Target:
         return refuses if narrower or promised else None
 
     def _keeps(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a call keeps one of the contracts."""
-        if any(each.is_kept(arguments) for each in self.contracts):  # quickly, if it says yes
+        """Return True if a call satisfies one of the contracts."""
+        if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
             return True
         try:
             self.contract(arguments)
@@ -96,10 +99,10 @@ class Target:
     def contract(
         self, arguments: Mapping[str, Any]
     ) -> tuple[CompiledDescriptors | None, Bindings | None]:
-        """The first of the contracts that a call keeps.
+        """Return the first contract that a call satisfies, and its bindings; None without any.
 
         Raises:
-            DescriptorViolation: there are some, and it keeps none.
+            DescriptorViolation: there are contracts, and the call satisfies none.
         """
         errors = []
         for contract in self.contracts:
@@ -119,7 +122,7 @@ class Target:
 
 
 def promises_more(descriptor: Descriptor, any_grad: bool) -> bool:
-    """Whether a descriptor promises what the guard of a program does not look at."""
+    """Return True if a descriptor makes a promise that the guard of a program does not check."""
     match descriptor:
         case Value(value):
             return isinstance(value, torch.Tensor) or is_instance(value) or is_container(value)

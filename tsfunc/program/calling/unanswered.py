@@ -1,4 +1,4 @@
-"""Why none of the programs that there are answers a call, where no other can be made."""
+"""The error text for a call that no program answers, if no program can be made for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_LISTED = 12
 
 
 def why_unanswered(call: FirstCall, entries: Sequence[Entry]) -> str:
-    """In what a call differs from the nearest that there is a program for, and which there are."""
+    """Return the difference of a call from the nearest program's calls, and a list of programs."""
     inputs, _ = describe_inputs(call.flat, call.places, call.contract, call.bindings)
     facts = call.facts(inputs)
     forms = [entry.form for entry in entries]
@@ -44,7 +44,7 @@ def why_unanswered(call: FirstCall, entries: Sequence[Entry]) -> str:
 
 
 def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
-    """What a program that was read from a file takes for granted."""
+    """Return the guards of a program that was read from a file, for people."""
     places, arguments = _named(form, signature)
     return guard_texts(
         form.leaves, places, form.inputs, form.bounds, form.ambient, arguments, {},
@@ -53,12 +53,12 @@ def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
 
 
 def _facts(form: CallForm, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a program takes for granted; what may be anything is as in the call.
+    """Return the facts of a program's calls; a fact that may vary is taken from the call.
 
     Args:
-        form: the program's.
-        call: that.
-        facts: what is so in the call.
+        form: the form of the program's calls.
+        call: the call.
+        facts: the facts of the call.
     """
     places, arguments = _named(form, call.target.signature)
     args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
@@ -79,7 +79,7 @@ def _facts(form: CallForm, call: FirstCall, facts: Mapping[str, Any]) -> Mapping
 def _named(
     form: CallForm, signature: inspect.Signature
 ) -> tuple[Mapping[int, tuple[Any, ...]], Mapping[str, Any]]:
-    """The paths of a form's leaves, and the arguments by parameter."""
+    """Return the paths of a form's leaves, and the arguments by parameter."""
     args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
     places = places_of(signature, len(form.leaves), form.tree)
     return places, signature.bind(*args, **kwargs).arguments

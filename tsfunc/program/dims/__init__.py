@@ -1,1 +1,1 @@
-"""What a trace asked of named dims, and descriptors that promise it."""
+"""The facts about named dims that a trace relies on, and descriptors that promise them."""

@@ -1,4 +1,4 @@
-"""Descriptors that promise what a trace has asked of named dims."""
+"""Descriptors that promise the facts about named dims that a trace relies on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tsfunc.types.mending import as_python, with_dims
 
 
 def advice(mended: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -> str:
-    """The descriptors for which the facts hold, as Python; some dims are as they are mended."""
+    """Return the descriptors for which the facts hold, as Python code."""
     items = ", ".join(
         f"{parameter!r}: {as_python(with_dims(descriptor, mended))}"
         for parameter, descriptor in described.items()
@@ -42,12 +42,12 @@ def advice(mended: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -
 def mended_dims(
     needs: Sequence[Need], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> dict[str, DimSpec]:
-    """For each dim of which something was asked, one that promises it; None: an open one."""
+    """Return for each dim in the needs a dim that promises them; None: the dim is left open."""
     facts = sorted(dict.fromkeys(need.expr for need in needs), key=_rank)
     for with_new in (True, False):
         mending = _Mending(dims, sizes, with_new)
         for fact in [fact for fact in facts if not mending.take(fact)]:
-            mending.take_or_open(fact)  # more is known by now
+            mending.take_or_open(fact)  # more dims are known by now
         mending.open_beside_open(facts)
         if mending.can_be_said():
             break
@@ -55,9 +55,9 @@ def mended_dims(
 
 
 def _rank(fact: Any) -> int:
-    """Dims that are numbers come first, then those that are others.
+    """Return the order of a fact: dims that are numbers first, then equalities between dims.
 
-    Of what is left some are bounded, and then put in order.
+    Bounds of one dim come next, and inequalities between dims last.
     """
     from sympy import Eq
 
@@ -68,22 +68,22 @@ def _rank(fact: Any) -> int:
 
 
 class _Mending:
-    """What dims become so that facts hold, one fact after the other."""
+    """The changes of dims that make facts hold, one fact after the other."""
 
     def __init__(self, dims: Mapping[str, Dim], sizes: Mapping[str, int], with_new: bool) -> None:
-        self.given, self.with_new = dims, with_new  # whether there may be new names
+        self.given, self.with_new = dims, with_new  # with_new: whether new names are allowed
         self.dims, self.sizes = dict(dims), dict(sizes)
         self.bounded: dict[str, Dim] = {}
-        self.solved: dict[str, Any] = {}  # those that are said in terms of others, or fixed
+        self.solved: dict[str, Any] = {}  # dims that are expressions of others, or fixed
         self.opened: set[str] = set()
 
     def take_or_open(self, fact: Any) -> None:
-        """Has a fact hold, or leaves open what it speaks of."""
+        """Make a fact hold, or leave its dims open."""
         if not self.take(fact):
             self.opened.update(map(str, self._in_terms_of_others(fact).free_symbols))
 
     def open_beside_open(self, facts: Sequence[Any]) -> None:
-        """Opens what facts tie to open dims: each of their sizes says something else of it."""
+        """Open the dims that facts tie to open dims, since their relation differs for each size."""
         before = -1
         while len(self.opened) != before:
             before = len(self.opened)
@@ -97,7 +97,7 @@ class _Mending:
                     self.opened |= names
 
     def take(self, fact: Any) -> bool:
-        """Has a fact hold; returns whether that can be said."""
+        """Make a fact hold; return False if descriptors can't express it."""
         fact = self._in_terms_of_others(fact)
         names = sorted((str(symbol) for symbol in fact.free_symbols), key=list(self.dims).index)
         if not self.opened.isdisjoint(names) or holds(fact, self.dims):
@@ -114,7 +114,7 @@ class _Mending:
         return said is not None and self._take_solution(said)
 
     def _take_solution(self, said: Solution) -> bool:
-        """Has a dim be what it is of others, which promise from now on what it did."""
+        """Replace a dim by an expression of others; these have to keep its promises."""
         self._bound(*said.others)
         self.sizes.update(said.sizes)
         self._solve(said.name, said.value)
@@ -124,10 +124,11 @@ class _Mending:
         return True
 
     def _is_size(self, value: Any) -> list[Any]:
-        """That an expression is no negative number; where others are to be small, nor 0 or 1.
+        """Return the facts that make an expression a valid size.
 
-        Which programs are made for sizes at the edge (NOTE [sizes at the edge]) is told of those
-        that are small where others are.
+        The expression must not be negative. If raising the minima of its dims can't guarantee
+        this, its minimum is the size in the call, up to 2: NOTE [sizes at the edge] covers the
+        sizes 0 and 1.
         """
         from sympy import Ge
 
@@ -141,7 +142,7 @@ class _Mending:
         return [fact]
 
     def _take_above_call(self, fact: Any) -> bool:
-        """Has a fact hold by the sizes of the call, which no others are smaller than."""
+        """Make a fact hold by the sizes of the call as minima; return False if they do not."""
         fact = self._in_terms_of_others(fact)
         about = {str(symbol): self.dims[str(symbol)] for symbol in fact.free_symbols}
         raised = {
@@ -189,7 +190,7 @@ class _Mending:
         self.solved[name] = value
 
     def can_be_said(self) -> bool:
-        """Whether no name has bounds that is new, and so in no shape by itself."""
+        """Return True if no new name has bounds, since a new name is not a dim of any shape."""
         return not any(dim.is_bounded for name, dim in self.bounded.items()
                        if name not in self.given)  # fmt: skip
 

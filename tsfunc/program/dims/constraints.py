@@ -1,7 +1,7 @@
-"""What a trace asked of named dims, and what the descriptors promise of them.
+"""The facts about named dims that a trace relies on, checked against the descriptors.
 
-A fact that a trace has relied on must hold for every size that the descriptors allow. Where it
-does not, the error shows the user's line that asked, and the descriptors for which it would hold.
+A fact must hold for every size that the descriptors allow. If it does not, the error shows the
+user's line that relies on it, and the descriptors for which it would hold.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ def check_needs(
     described: Mapping[str, Descriptor],
     retraced: bool,
 ) -> dict[str, Dim]:
-    """Refuses a trace that has relied on more than the descriptors promise.
+    """Refuse a trace that relies on more than the descriptors promise.
 
     Args:
-        name: the function's.
-        needs: what was asked.
+        name: the name of the function.
+        needs: the facts that the trace relies on.
         dims: the named dims.
-        sizes: what each is in the call.
+        sizes: their sizes in the call.
         described: the descriptors, by parameter.
-        retraced: whether it was traced with other sizes than those of the call.
+        retraced: whether the function was traced with other sizes than those of the call.
 
     Returns:
-        The named dims that have another least size for this trace: NOTE [sizes at the edge].
+        The named dims with another minimum size for this trace: NOTE [sizes at the edge].
 
     Raises:
-        ConstraintViolation: it has.
-        AtTheEdge: that may be so for the sizes of the call alone.
+        ConstraintViolation: the trace relies on more than the descriptors promise.
+        AtTheEdge: the same, but it may apply to the sizes of the call alone.
     """
     unmet = [need for each in needs for need in _parts(each) if not holds(need.expr, dims)]
     if not unmet:
@@ -61,7 +61,7 @@ def check_needs(
 
 
 def _parts(need: Need) -> Sequence[Need]:
-    """A need as those that it is all of."""
+    """Return the needs whose conjunction a need is."""
     from sympy import And
 
     parts = sorted(And.make_args(need.expr), key=str)
@@ -71,7 +71,10 @@ def _parts(need: Need) -> Sequence[Need]:
 
 
 def _of_call(need: Need, sizes: Mapping[str, int]) -> Need:
-    """A need that is the number of what stood for a size of 0 or 1, as the call would have it."""
+    """Return a need that fixes a number, with the number of the call.
+
+    The trace has another size as a hint for a size of 0 or 1, so its number differs.
+    """
     from sympy import Eq
 
     names = {str(symbol): symbol for symbol in need.expr.free_symbols}

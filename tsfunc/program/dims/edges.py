@@ -1,12 +1,13 @@
-"""Sizes at the edge: those for which a size that is worked out of them is 0 or 1.
+"""Sizes at the edge: those for which a size computed from them is 0 or 1.
 
 NOTE [sizes at the edge]
-Operators treat the sizes 0 and 1 apart (NOTE [sizes 0 and 1] in ``equal``), also where such a size
-is worked out of named dims, as the ``h - 2`` that a convolution leaves of ``h``. torch asks whether
-it is, as it decides what broadcasts and what is empty. It is for few sizes, and no function means
-anything by it. So the program is made for the others: its named dims have a least size of their
-own. A call with a smaller one has a program in which that size is a number. What the function
-itself asks, in its own code, is a need of it all the same, and the descriptors must promise it.
+Operators treat the sizes 0 and 1 differently (NOTE [sizes 0 and 1] in ``equal``). This includes
+sizes that are computed from named dims, such as the size ``h - 2`` that a convolution leaves of
+``h``. torch tests for these sizes when it decides about broadcasting and empty tensors. Only few
+sizes of ``h`` lead to them, and user code rarely depends on it. The program is therefore made for
+the other sizes: its named dims have a minimum size of their own. A call with a smaller size has a
+program in which that size is a number. A test in the function's own code remains a fact that the
+descriptors must promise.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from tsfunc.types import Dim
 
 
 class AtTheEdge(Exception):
-    """A trace may have been made with sizes at the edge, which says nothing of others.
+    """A trace may have been made with sizes at the edge, and then is not valid for other sizes.
 
     Args:
         names: the named dims that may have them.
-        refusal: what there is to say if it fails with others too.
+        refusal: the error to raise if a trace with other sizes fails, too.
     """
 
     def __init__(self, names: frozenset[str], refusal: ConstraintViolation) -> None:
@@ -34,14 +35,14 @@ class AtTheEdge(Exception):
 
 
 def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str, Dim], list[Need]]:
-    """What some needs ask of named dims, if they ask for no more than not to be at the edge.
+    """Return larger minima for named dims that satisfy the needs about sizes at the edge.
 
     Args:
-        needs: what a trace has relied on, beyond what the dims promise.
+        needs: the facts that a trace relies on, beyond those that the dims promise.
         dims: the named dims.
 
     Returns:
-        The dims that have another least size for it, and the needs that are none of this.
+        The dims with a new minimum, and the needs that no minimum satisfies.
     """
     found: dict[str, Dim] = {}
     rest = []
@@ -59,13 +60,13 @@ def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str,
 
 
 def names_at_edge(needs: Sequence[Need]) -> frozenset[str]:
-    """The named dims of which torch, or this package, has asked for more than is promised."""
+    """Return the named dims for which torch, or this package, relies on an unpromised fact."""
     asked = [need.expr.free_symbols for need in needs if not need.by_user]
     return frozenset(str(symbol) for symbol in set().union(*asked))
 
 
 def _is_of_edges(fact: Any) -> bool:
-    """Whether a fact is about sizes that are 0 or 1, or others."""
+    """Return True if a fact compares a size with 0 or 1, or contains a maximum of sizes."""
     from sympy.core.relational import Relational
 
     if not isinstance(fact, Relational):

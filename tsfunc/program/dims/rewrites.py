@@ -1,4 +1,4 @@
-"""How a line that asks a named dim for its number can be written so that it asks for none."""
+"""Rewrites of lines that convert a named dim to a Python number, so that it stays symbolic."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _REWRITES = {
     "math.log2": "torch.tensor(n).log2() for math.log2(n)",
     "math.exp": "torch.tensor(n).exp() for math.exp(n)",
 }
-# Shapes are tuples, which Python holds against each other from the first size on, however long.
+# Python compares tuples item by item, even if their lengths differ.
 _SHAPES = re.compile(r"\.shape\s*[!=]=")
 _OF_SHAPES = "x.dim() == y.dim() and x.shape == y.shape where ranks may differ"
 
 
 def rewrites_of(lines: Iterable[str]) -> str:
-    """What to write in the place of calls in some lines that want a Python number.
+    """Return advice for the calls in some lines that need a Python number, or an empty text.
 
     Example:
         >>> print(rewrites_of(["y = x[: min(x.shape[0], 8)]"]))

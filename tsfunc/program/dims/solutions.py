@@ -1,4 +1,4 @@
-"""What is said of one named dim so that a fact holds: its bounds, or what it is of others."""
+"""Descriptions of one named dim for which a fact holds: bounds, or an expression of other dims."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tsfunc.errors import DescriptorError
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.dims import DimSpec
 
-_MANY = 4096  # sizes that are tried one by one
-_MOST = 1 << 40  # a size that stands for any, however large
+_MANY = 4096  # maximum number of sizes that are tried one by one
+_MOST = 1 << 40  # a size that stands for all larger ones
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A dim in terms of others.
+    """A dim as an expression of others.
 
     Attributes:
-        name: the dim's.
-        value: what it is, as an expression.
-        others: dims in the value of which more is known then, or that are new.
-        sizes: those of the new ones in the call.
+        name: the name of the dim.
+        value: the expression.
+        others: dims in the expression that have new bounds, or that are new.
+        sizes: the sizes of the new dims in the call.
     """
 
     name: str
@@ -42,7 +42,13 @@ class Solution:
 
 
 def bounded(fact: Any, dim: Dim, size: int) -> Dim | int | None:
-    """A dim of which a fact about it alone holds, with the size of the call among those allowed."""
+    """Return a dim for which a fact about it alone holds, and which admits the size of the call.
+
+    If the size of the call does not satisfy the fact, a size that does replaces it.
+
+    Returns:
+        The dim, or the size that the fact fixes it to; None if no description was found.
+    """
     from sympy import Eq, Ne
 
     if isinstance(fact, Eq) and not moduli(fact) and size < 2 and holds_at(fact, {dim.name: size}):
@@ -66,7 +72,7 @@ def bounded(fact: Any, dim: Dim, size: int) -> Dim | int | None:
 
 
 def _shown(fact: Any, dim: Dim, size: int) -> Dim:
-    """The dim, with as many sizes as can be tried if nothing else shows that the fact holds."""
+    """Return the dim; if its bounds do not imply the fact, bounded to sizes that can be tried."""
     if holds(fact, {dim.name: dim}):
         return dim
     few = dim.meet(Dim(dim.name, max=smallest(dim) + _MANY - 1))
@@ -74,7 +80,7 @@ def _shown(fact: Any, dim: Dim, size: int) -> Dim:
 
 
 def _seems_promised(fact: Any, dim: Dim) -> bool:
-    """Whether a fact holds for the sizes that a dim allows, as far as trying shows."""
+    """Return True if a fact holds for the sizes that a dim allows, as far as trials show."""
     if holds(fact, {dim.name: dim}):
         return True
     step = dim.multiple_of or 1
@@ -97,7 +103,7 @@ def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Di
         yield from [Dim(name, multiple_of=step) for step in _steps(fact) if size % step == 0]
     if isinstance(fact, eq) and not at(size + 1) and not at(size - 1) and not moduli(fact):
         yield size
-    if isinstance(fact, Or):  # broadcast, to a number: 1, or that number
+    if isinstance(fact, Or):  # a broadcast with a number: the size is 1 or the number
         numbers = [int(number) for number in fact.atoms(Integer) if number >= 0]
         yield Dim(name, one_of=tuple(n for n in {*numbers, size} if at(n)))
     low = _boundary(at, size, 2)
@@ -110,7 +116,7 @@ def _candidates(fact: Any, dim: Dim, size: int, eq: Any, ne: Any) -> Iterator[Di
 
 
 def _steps(fact: Any) -> list[int]:
-    """The numbers of which a fact may ask a size to be a multiple, the smallest first."""
+    """Return the numbers that a size may have to be a multiple of, the smallest first."""
     from sympy.core.relational import Relational
 
     period = period_of(fact.lhs - fact.rhs) if isinstance(fact, Relational) else None
@@ -122,7 +128,11 @@ def _steps(fact: Any) -> list[int]:
 def stepped(
     fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Sequence[Dim] | None:
-    """Several dims as multiples of what they are divided by: ``h`` and ``w`` in patches of 4."""
+    """Return several dims as multiples of their divisors: ``h`` and ``w`` in patches of 4.
+
+    Returns:
+        The dims; None if the fact does not hold for them, or they do not admit the call's sizes.
+    """
     found = {name: dims[name] for name in names}
     for name, step in divisions(fact):
         try:
@@ -134,13 +144,16 @@ def stepped(
 
 
 def leaving_remainder(fact: Any, dim: Dim, size: int, taken: Container[str]) -> Solution | None:
-    """A dim that leaves the remainder which it does in the call: ``2 * extra + 1``.
+    """Return a dim as an expression with its remainder in the call: ``2 * extra + 1``.
 
     Args:
-        fact: about it alone.
+        fact: a fact about this dim alone.
         dim: the dim.
         size: its size in the call.
-        taken: names of dims.
+        taken: the names of dims.
+
+    Returns:
+        The solution, or None if there is none.
     """
     from sympy import Symbol
 
@@ -154,10 +167,10 @@ def leaving_remainder(fact: Any, dim: Dim, size: int, taken: Container[str]) -> 
 
 
 def _boundary(holds: Callable[[int], bool], inside: int, limit: int) -> int:
-    """The last number on the way from one that holds towards a limit, up to which all hold."""
+    """Return the last number from ``inside`` towards a limit for which all numbers so far hold."""
     step = 1 if limit > inside else -1
     near = inside
-    for _ in range(256):  # holes are near, if there are any
+    for _ in range(256):  # any gaps are close to the start
         if near == limit or not holds(near + step):
             return near
         near += step
@@ -173,7 +186,7 @@ def _boundary(holds: Callable[[int], bool], inside: int, limit: int) -> int:
 def equated(
     fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Solution | None:
-    """One of several dims in terms of the others, where an equality says what it is."""
+    """Return one of several dims as an expression of the others, if an equality implies it."""
     from sympy import Eq, Symbol
 
     for case in choices(fact) if isinstance(fact, Eq) else ():
@@ -197,7 +210,7 @@ def equated(
 def ordered(
     fact: Any, names: Sequence[str], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Solution | None:
-    """One of several dims as what it is not below, and one more: ``b + extra`` for ``a >= b``."""
+    """Return one of several dims as a lower bound plus a new dim: ``b + extra`` for ``a >= b``."""
     from sympy import Symbol
 
     surplus = _surplus(fact, sizes)
@@ -220,9 +233,10 @@ def ordered(
 def _kept(
     least: Any, dim: Dim, dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Iterable[Dim] | None:
-    """Those of some dims that are to be larger, so that what another is not below is not too small.
+    """Return dims with larger minima, so that the lower bound of another meets its minimum.
 
-    None where they can't, or not in the call.
+    Returns:
+        The dims; None if this is not possible, or if they do not admit the sizes of the call.
     """
     if dim.max is not None or dim.multiple_of is not None or dim.one_of is not None:
         return None
@@ -234,7 +248,7 @@ def _kept(
 
 
 def _surplus(fact: Any, sizes: Mapping[str, int]) -> Any:
-    """A polynomial that is not negative where a fact holds; None for facts of other kinds."""
+    """Return a polynomial that is not negative if a fact holds; None for facts of other kinds."""
     from sympy import Ge, Gt, Le, Lt, Ne, expand
 
     if not isinstance(fact, Ge | Gt | Le | Lt | Ne):
@@ -252,7 +266,7 @@ def _extra_names() -> Iterator[str]:
 
 
 def _solved_for(fact: Any, name: str) -> Any:
-    """What an equality says that a dim is; None where a descriptor can't say that."""
+    """Return the value of a dim from an equality; None if a descriptor can't express it."""
     from sympy import Symbol, solve
 
     symbols = {str(symbol): symbol for symbol in fact.free_symbols}
@@ -265,7 +279,7 @@ def _solved_for(fact: Any, name: str) -> Any:
 
 
 def spelled(value: Any) -> DimSpec:
-    """An expression as a descriptor has it; None where it can't have it."""
+    """Return an expression in the syntax of descriptors; None if they can't express it."""
     if value.is_Integer:
         return int(value) if value >= 0 else None
     try:

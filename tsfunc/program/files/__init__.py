@@ -1,6 +1,7 @@
-"""Files of programs: what ``save`` writes and ``load`` reads. The format is in docs/files.md.
+"""Files of programs: the output of ``save`` and input of ``load``; docs/files.md has the format.
 
-In the order in which a file is taken in: ``archive`` is the container, ``fields`` asks JSON for
-what it must be, ``tensors``, ``values`` and ``trees`` are what programs are made of, ``operators``
-holds calls to their schemas, ``graphs`` and ``control`` are the code, ``programs`` the whole.
+The modules, in the order in which a file is read: ``archive`` is the container, ``fields`` checks
+JSON values, ``tensors``, ``values`` and ``trees`` are the building blocks of programs,
+``operators`` checks calls against their schemas, ``graphs`` and ``control`` are the code, and
+``programs`` are complete programs.
 """

@@ -1,12 +1,13 @@
-"""The container of a file: a zip of named entries, none of them compressed, each with a checksum.
+"""The container of a file: a zip of named, uncompressed entries, each with a checksum.
 
-Nothing in a file is believed before it is checked: names, sizes and checksums of all entries
-first. As nothing is compressed, what is read takes no more memory than the file has bytes.
+The names, sizes and checksums of all entries are checked before their content is used. The entries
+are not compressed, so reading takes no more memory than the file has bytes.
 
 NOTE [one reading]
-A zip says of each entry twice what it is: before its data, and in the directory at the end. Who
-trusts the one sees another file than who trusts the other; so it is where something stands before,
-between or after the entries. So both have to agree, and entries and directory are all there is.
+A zip describes each entry twice: before its data, and in the directory at the end. If the two
+differ, two readers may see different files. The same holds for bytes before, between or after the
+entries. Both descriptions therefore have to agree, and the file may contain nothing but entries
+and directory.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from tsfunc.program.files.fields import Field
 MANIFEST = "format.json"
 _NAME = re.compile(r"[a-z_0-9]{1,40}(?:/[a-z_0-9]{1,40}){0,2}\.(?:json|safetensors|py)")
 _DATE = (1980, 1, 1, 0, 0, 0)  # the same program makes the same file
-# What stands before an entry's data: a mark, version, flags, method, time, date, CRC-32, the size
-# twice, and how long the name and the extra fields are, where the size is if it is too large.
+# The local header of an entry: signature, version, flags, method, time, date, CRC-32, compressed
+# and uncompressed size, and the lengths of name and extra field. Too large a size is in the extra
+# field.
 _HEADER = struct.Struct("<4s5H3I2H")
 _IN_EXTRA, _LARGE = 0xFFFFFFFF, b"\1\0\x10\0"
-# What ends the file: a mark, numbers of disks, how many entries there are on this one and in all,
-# size and place of the directory, and how long the comment is.
+# The end record: signature, disk numbers, the number of entries on this disk and in all, size and
+# offset of the directory, and the length of the comment.
 _LAST = struct.Struct("<4s4H2IH")
-_MANY = 0xFFFF  # entries: the number is elsewhere
+_MANY = 0xFFFF  # a larger number of entries is stored elsewhere
 
-# What zipfile raises for archives that are none, or are damaged.
+# The errors of zipfile for damaged archives, and for files that are not archives.
 _ZIP_ERRORS = (
     zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, NotImplementedError,
     RuntimeError, EOFError, OSError, ValueError, OverflowError, KeyError, IndexError,
@@ -45,7 +47,7 @@ _ZIP_ERRORS = (
 
 
 def write_archive(head: Mapping[str, Any], entries: Mapping[str, bytes]) -> bytes:
-    """The bytes of a file: the entries, and a manifest with a head."""
+    """Return the bytes of a file: the entries, and a manifest with a head."""
     listed = {
         name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in entries.items()
@@ -59,16 +61,16 @@ def write_archive(head: Mapping[str, Any], entries: Mapping[str, bytes]) -> byte
 
 
 def json_bytes(value: Any) -> bytes:
-    """A value as the JSON of a file: one line for each item of the outer containers."""
+    """Return a value as compact JSON on one line."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Archive:
-    """A file that is open for reading, its container checked.
+    """A file that is open for reading, with its container checked.
 
     Args:
-        file: where to read; its position is moved.
-        what: what errors call the file.
+        file: the file; its position is moved.
+        what: the name of the file in errors.
 
     Attributes:
         head: the manifest.
@@ -89,7 +91,7 @@ class Archive:
         self.head = Field.parse(self._bytes(MANIFEST), f"{what}: {MANIFEST}")
 
     def require_entries(self, listed: Field) -> None:
-        """Checks that the entries are those that the manifest lists, with their sizes."""
+        """Check that the entries and their sizes are those that the manifest lists."""
         self._sums = {}
         for name, each in listed.mapping().items():
             size, digest = each.record("bytes", "sha256")
@@ -104,11 +106,11 @@ class Archive:
                 raise self._error(name, f"is not listed in {MANIFEST}")
 
     def names(self) -> list[str]:
-        """The names of all entries."""
+        """Return the names of all entries."""
         return list(self._infos)
 
     def read(self, name: str) -> bytes:
-        """An entry, its checksum compared."""
+        """Return the bytes of an entry, with its checksum verified."""
         if name not in self._sums:
             raise FileFormatError(f"{self.what}: {name}: the entry is missing.")
         data = self._bytes(name)
@@ -117,11 +119,11 @@ class Archive:
         return data
 
     def json(self, name: str) -> Field:
-        """An entry that is JSON."""
+        """Return an entry that is JSON."""
         return Field.parse(self.read(name), f"{self.what}: {name}")
 
     def _require_end(self, file: BinaryIO) -> None:
-        """Checks that the file ends where the archive does.
+        """Check that the file ends where the archive does.
 
         Raises:
             zipfile.BadZipFile: it does not.
@@ -137,7 +139,7 @@ class Archive:
             raise zipfile.BadZipFile(f"{listed} entries are listed, and said to be {count}")
 
     def _checked(self, file: BinaryIO, infos: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
-        """The entries by name; see NOTE [one reading]."""
+        """Return the entries by name; see NOTE [one reading]."""
         found: dict[str, zipfile.ZipInfo] = {}
         end = 0
         for info in sorted(infos, key=lambda info: info.header_offset):
@@ -148,7 +150,7 @@ class Archive:
                 raise self._error(name, "is there twice")
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise self._error(name, "is compressed, which entries never are")
-            if info.flag_bits & ~0x800:  # all but that names are UTF-8
+            if info.flag_bits & ~0x800:  # all flags except the one for UTF-8 names
                 raise self._error(name, "is encrypted, or of a kind that entries never are")
             if info.header_offset < end:
                 raise self._error(name, "overlaps another entry")
@@ -165,7 +167,7 @@ class Archive:
         return found
 
     def _end(self, file: BinaryIO, info: zipfile.ZipInfo) -> int:
-        """Where an entry ends; what stands before its data has to agree with the directory."""
+        """Return the end of an entry; check that its header agrees with the directory."""
         file.seek(info.header_offset)
         header = file.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(b"PK\3\4"):
@@ -197,7 +199,7 @@ class Archive:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Writes a file; what was there stays whole until the new one is."""
+    """Write a file; an existing file stays intact until the new one is complete."""
     beside = path.with_name(f".{path.name}.part")
     try:
         beside.write_bytes(data)

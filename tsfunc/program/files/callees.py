@@ -1,11 +1,11 @@
-"""Functions with rules of the user's in files: what they and their rules do, as graphs.
+"""Functions with rules of the user's in files: the graphs of the functions and their rules.
 
-A program calls an ``autograd.Function``, or a function with a rule, as one node. In a file such a
-function is made of *parts*, graphs of flat values: what it returns, how its derivative goes, and
-how a batch of it does. A rule may call the function that it belongs to, so functions stand in a
-list of the program and calls say the number of theirs.
+A program calls an ``autograd.Function``, or a function with a rule, as one node. A file stores
+such a function as *parts*, graphs of flat values: its results, its derivative and its batching
+rule. A rule may call the function that it belongs to, so the functions are a list in the program,
+and a call names a function by its index.
 
-The room of transforms has the kinds of functions; it registers each here.
+``transforms`` defines the kinds of functions and registers each of them here.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from tsfunc.program.files.values import NoFileForm, printable
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.types import Dim
 
-_DEEPEST = 32  # functions that are called in each other
+_DEEPEST = 32  # the maximum depth of calls of functions by functions
 _MOST = 1000
 _MOST_OPERANDS = 1 << 16
 
 
 @dataclass(eq=False)
 class Part:
-    """One of the graphs that a function is made of.
+    """One of the graphs of a function.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         graph: its operators.
-        inputs: for each of the graph's inputs which of the values it is that the part is called
-            with.
+        inputs: for each input of the graph, the index of a value that the part is called with.
         lifted: the tensors from outside that it reads.
-        dims: the named dims of its inputs, where it was traced.
-        run: the graph as Python.
+        dims: the named dims of its inputs in its trace.
+        run: the graph as a Python function; None until `make` is called.
     """
 
     name: str
@@ -55,13 +54,13 @@ class Part:
 
     @property
     def results(self) -> Sequence[Any]:
-        """What its graph returns: nodes, and None for what is zero."""
+        """The results of its graph: nodes, and None for a zero result."""
         *_, last = self.graph.nodes
         found: Sequence[Any] = last.args[0]
         return found
 
     def make(self) -> None:
-        """Makes the graph run as Python."""
+        """Generate the Python function of the graph."""
         if self.run is None:
             _, self.run = generate(self.name, self.graph, self.inputs, self.lifted)
 
@@ -70,11 +69,11 @@ class TracedCallee:
     """A function that is made of parts.
 
     Attributes:
-        name: what it is called.
-        tensors: how many tensors it takes.
-        numbers: how many numbers it takes after these.
-        results: how many tensors it returns.
-        parts: its graphs; the first is what the function does.
+        name: its name.
+        tensors: the number of tensors that it takes.
+        numbers: the number of numbers that it takes after the tensors.
+        results: the number of tensors that it returns.
+        parts: its graphs; the first computes the function itself.
     """
 
     def __init__(self, name: str, tensors: int, numbers: int, results: int) -> None:
@@ -88,7 +87,7 @@ class TracedCallee:
         raise NotImplementedError
 
 
-# Reads a part that is called with values of these kinds.
+# Reads a part that is called with values of the given kinds.
 DecodePart = Callable[[Field, Sequence[Any]], Part]
 
 
@@ -97,10 +96,10 @@ class CalleeKind:
     """A kind of functions.
 
     Attributes:
-        name: what files call it.
+        name: its name in files.
         cls: its class.
-        encode: what a file says of one beside how many operands it has.
-        decode: gives one its parts, of what `encode` wrote.
+        encode: returns the JSON of a function, apart from the fields that all kinds have.
+        decode: sets the parts of a function from the JSON that `encode` returned.
     """
 
     name: str
@@ -113,7 +112,7 @@ _by_name: dict[str, CalleeKind] = {}
 
 
 def register_callee(kind: CalleeKind) -> None:
-    """Makes a kind of functions known to files."""
+    """Make a kind of functions known to files."""
     _by_name[kind.name] = kind
 
 
@@ -126,14 +125,14 @@ class CalleeWriter:
     Args:
         bounds: the named dims.
         encode: writes a part.
-        sizes: of the named dims, in the call that was traced.
+        sizes: the sizes of the named dims in the call that was traced.
         described: the descriptors of the program, by parameter, for errors.
 
     Attributes:
         bounds: the named dims of the graph that is being written.
-        entries: what the file says of each function.
-        batched: whether the rule of a batch is being written. The functions that it calls have no
-            such rules of their own: there would be no end to batches of batches.
+        entries: the JSON of each function.
+        batched: whether a batching rule is being written. The functions that it calls get no
+            batching rules of their own, since the nesting of batches would be infinite.
     """
 
     def __init__(
@@ -153,12 +152,12 @@ class CalleeWriter:
         self._depth = 0
 
     def number(self, key: Any, kept: Any, make: Callable[[], TracedCallee]) -> int:
-        """The number of a function.
+        """Return the index of a function in the list.
 
         Args:
-            key: what tells it from others.
-            kept: is to live as long as the ids in the key.
-            make: the function, if it is new.
+            key: identifies the function.
+            kept: an object that has to live as long as the ids in the key.
+            make: makes the function if it is new.
 
         Raises:
             NoFileForm: a file can't hold it.
@@ -193,7 +192,7 @@ class CalleeWriter:
         }
 
     def part(self, part: Part) -> Any:
-        """What the file says of a part."""
+        """Return the JSON of a part."""
         before, self.bounds = self.bounds, part.dims
         try:
             return self._encode(part)
@@ -201,7 +200,7 @@ class CalleeWriter:
             self.bounds = before
 
     def of_batch(self, part: Part) -> Any:
-        """What the file says of a part that is a rule for a batch."""
+        """Return the JSON of a part that is a batching rule."""
         before, self.batched = self.batched, True
         try:
             return self.part(part)
@@ -218,11 +217,11 @@ HEAD = ("kind", "name", "tensors", "numbers", "results")
 class CalleeReader:
     """The functions that a program of a file calls.
 
-    A rule may call any of them, the function that it belongs to among them. What a function
-    returns must come to an end: its first part may not lead back to it.
+    A rule may call any of the functions, the function that it belongs to included. The first part
+    of a function may not call the function itself, directly or indirectly.
 
     Args:
-        field: the list, if there is one.
+        field: the JSON list, if the file has one.
         decode: reads a part, for a function of this reader.
     """
 
@@ -239,11 +238,11 @@ class CalleeReader:
         return kind.cls(name, *counts)
 
     def at(self, field: Field) -> TracedCallee:
-        """The function of a number."""
+        """Return the function of an index."""
         return self._made[field.integer(0, len(self._made) - 1)]
 
     def finish(self) -> None:
-        """Reads the parts of all functions."""
+        """Read the parts of all functions."""
         for each, callee in zip(self._fields, self._made, strict=True):
             _by_name[each.at("kind").text()].decode(callee, each, self._decode)
         depths: dict[TracedCallee, int] = {}
@@ -259,15 +258,15 @@ class CalleeReader:
 
 
 def _depth(callee: TracedCallee, known: dict[TracedCallee, int], around: int = 0) -> int:
-    """How deeply the first parts of functions call each other, from one on.
+    """Return the depth of the calls of functions by the first parts of functions.
 
     Args:
-        callee: the function.
-        known: those that have been looked at.
-        around: in how many others it was met; beyond too many nothing is looked at.
+        callee: the outermost function.
+        known: the depths of functions that have been computed.
+        around: the number of functions around this one; beyond the limit it is not examined.
     """
     if callee not in known:
-        known[callee] = _DEEPEST + 1  # where it is met again meanwhile, there is no end
+        known[callee] = _DEEPEST + 1  # the depth of a function that calls itself
         if around <= _DEEPEST:
             targets = (node.target for node in every_node(callee.parts[0].graph))
             called = [found for x in targets if (found := getattr(x, "callee", None)) is not None]

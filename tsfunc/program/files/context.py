@@ -1,4 +1,4 @@
-"""What reading a file needs beside its entries."""
+"""The context in which the entries of a file are read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tsfunc.program.files.tensors import TensorReader
 
 @dataclass(frozen=True)
 class Context:
-    """What reading a file needs beside its entries.
+    """The context in which the entries of a file are read.
 
     Attributes:
-        tensors: the file's.
-        classes: what names of classes stand for.
-        device: takes the place of every device, if it is given.
+        tensors: the tensors of the file.
+        classes: the classes of the file, by name.
+        device: replaces every device of the file, if it is given.
         made_with: the torch version that the file was made with.
-        state: what programs assign to.
-        version: of the format.
+        state: the state that programs assign to.
+        version: the version of the format.
     """
 
     tensors: TensorReader

@@ -1,6 +1,6 @@
-"""Control flow in files: which kinds there are, and what a file says of each.
+"""Control flow in files: the kinds of control flow, and the JSON of each.
 
-The room of transforms has the operators; it registers each kind here.
+``transforms`` defines the operators and registers each kind here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 @dataclass(frozen=True)
 class EncodeGraph:
-    """Writes what control flow is made of.
+    """Writes the parts of control flow.
 
     Attributes:
         graph: writes the graph of a body.
@@ -38,12 +38,12 @@ class EncodeGraph:
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """Reads what control flow is made of.
+    """Reads the parts of control flow.
 
     Attributes:
         graph: reads the graph of a body.
         device: reads a device.
-        version: of the format that the file is of.
+        version: the version of the file's format.
         made_with: the torch version of the file, for errors.
         callees: the functions that the program calls.
     """
@@ -63,12 +63,12 @@ class ControlKind:
     """A kind of control flow.
 
     Attributes:
-        name: what files call it.
+        name: its name in files.
         cls: the class of its operators.
-        encode: what a file says of one beside its bodies: names to what JSON has.
-        decode: makes one of what a file says, its name, what reads the graphs of bodies, and the
-            kinds of what it is called with; refuses by `Field.fail` what does not go together.
-        since: the version of the format that has it first.
+        encode: returns the JSON fields of an operator, its bodies included.
+        decode: makes an operator from its JSON, its name, a reader of the graphs of bodies, and
+            the kinds of its operands; reports inconsistent JSON with `Field.fail`.
+        since: the first version of the format that has it.
     """
 
     name: str
@@ -82,15 +82,15 @@ _by_name: dict[str, ControlKind] = {}
 
 
 def register_control(kind: ControlKind) -> None:
-    """Makes a kind of control flow known to files."""
+    """Make a kind of control flow known to files."""
     _by_name[kind.name] = kind
 
 
 def encode_control(op: ControlFlow, graph: EncodeGraph) -> dict[str, Any]:
-    """An operator of control flow as JSON.
+    """Return a control-flow operator as JSON.
 
     Raises:
-        NoFileForm: it is of no kind that files have.
+        NoFileForm: files do not have this kind of control flow.
     """
     for kind in _by_name.values():
         if type(op) is kind.cls:
@@ -99,7 +99,7 @@ def encode_control(op: ControlFlow, graph: EncodeGraph) -> dict[str, Any]:
 
 
 def version_of(graph: torch.fx.Graph) -> int:
-    """The first version of the format that has all control flow of a graph."""
+    """Return the first version of the format that has all control flow of a graph."""
     ops = [node.target for node in graph.nodes if isinstance(node.target, ControlFlow)]
     return max(map(_version_of, ops), default=1)
 
@@ -114,7 +114,7 @@ def _version_of(op: ControlFlow) -> int:
 
 
 def encode_bodies(op: ControlFlow, graph: EncodeGraph) -> list[Any]:
-    """The bodies of an operator."""
+    """Return the bodies of an operator as JSON."""
     return [
         {"name": body.name, "graph": graph(body.graph), "inputs": list(body.inputs)}
         for body in op.bodies
@@ -122,12 +122,12 @@ def encode_bodies(op: ControlFlow, graph: EncodeGraph) -> list[Any]:
 
 
 def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> ControlFlow:
-    """The operator that `encode_control` wrote.
+    """Return the operator that `encode_control` wrote.
 
     Args:
-        field: what the file says of it.
+        field: the JSON of the operator.
         graph: reads the graph of a body.
-        kinds: what the operator is called with.
+        kinds: the kinds of the operands.
     """
     known = {name: each for name, each in _by_name.items() if each.since <= graph.version}
     kind = field.at("kind").one_of(known, "a kind of control flow")
@@ -137,7 +137,7 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
 
 
 def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> list[Body]:
-    """The bodies that `encode_bodies` wrote, for an operator that is called with these kinds."""
+    """Return the bodies that `encode_bodies` wrote, for operands of these kinds."""
     bodies = []
     for each in field.items():
         name, inner, inputs_field = each.record("name", "graph", "inputs")
@@ -154,6 +154,6 @@ def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> lis
 
 
 def results_of(body: Body) -> int:
-    """How many results a body has."""
+    """Return the number of results of a body."""
     (*_, last) = body.graph.nodes
     return len(last.args[0])

@@ -1,4 +1,4 @@
-"""Values of a JSON document, each asked for as what it must be, with its place in the document."""
+"""Values of a JSON document, each checked against the expected type, with its place."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, NoReturn
 from tsfunc.errors import FileFormatError
 
 LONGEST_INT = 1 << 63
-DEEPEST = 200  # containers inside of each other; Python's own limit is near 1000
+DEEPEST = 200  # the maximum depth of nested containers; Python's own limit is near 1000
 
 
 class Field:
-    """A value, and where it stands.
+    """A value, and its place in the document.
 
     Args:
-        value: what JSON has there.
-        parent: the container that it stands in, or how errors call the document.
-        key: where in that container.
+        value: the JSON value.
+        parent: the container of the value, or the name of the document in errors.
+        key: the key or index in that container.
     """
 
     __slots__ = ("depth", "key", "parent", "value")
@@ -36,14 +36,14 @@ class Field:
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Field:
-        """The document that some bytes are."""
+        """Parse a JSON document."""
         try:
             value = json.loads(
                 data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant
             )
         except RecursionError:
             raise FileFormatError(f"{where}: nested too deeply.") from None
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are such
+        except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
             raise FileFormatError(f"{where}: this is no JSON of a program: {error}") from None
         return cls(value, where)
 
@@ -62,17 +62,17 @@ class Field:
         return f"{field}: {path}" if path else field
 
     def fail(self, what: str) -> NoReturn:
-        """Refuses the value."""
+        """Raise a ``FileFormatError`` about the value."""
         raise FileFormatError(f"{self.where}: {what}.")
 
     def expected(self, what: str) -> NoReturn:
-        """Refuses the value: something else is expected."""
+        """Raise a ``FileFormatError`` that names the expected value and the value found."""
         text = repr(self.value)
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         self.fail(f"expected {what}, got {shown}")
 
     def integer(self, least: int = -LONGEST_INT, most: int = LONGEST_INT - 1) -> int:
-        """An int, no bool, in a range."""
+        """Return an int in a range; a bool is refused."""
         if type(self.value) is not int or not least <= self.value <= most:
             limits = "" if (least, most) == (-LONGEST_INT, LONGEST_INT - 1) else f" from {least}"
             self.expected(f"an integer{limits}")
@@ -89,31 +89,31 @@ class Field:
         return str(self.value)
 
     def line(self) -> str:
-        """A text for people: of characters that can be printed, and thereby of one line."""
+        """Return a text for people: a single line of printable characters."""
         if type(self.value) is not str or not self.value.isprintable():
             self.expected("a line of text")
         return str(self.value)
 
     def one_of(self, choices: Mapping[str, Any], what: str) -> Any:
-        """What a text stands for."""
+        """Return the value of a text among some choices."""
         if type(self.value) is not str or self.value not in choices:
             self.expected(what)
         return choices[self.value]
 
     def items(self, count: int | None = None) -> list[Field]:
-        """The items of a list."""
+        """Return the items of a list."""
         if type(self.value) is not list or (count is not None and len(self.value) != count):
             self.expected("a list" if count is None else f"a list of {count}")
         return [Field(item, self, i) for i, item in enumerate(self.value)]
 
     def mapping(self) -> dict[str, Field]:
-        """An object with any keys."""
+        """Return the fields of an object with any keys."""
         if type(self.value) is not dict:
             self.expected("an object")
         return {key: Field(item, self, key) for key, item in self.value.items()}
 
     def record(self, *keys: str) -> Sequence[Field]:
-        """The values of an object that has just these keys."""
+        """Return the values of an object that has exactly these keys."""
         if type(self.value) is not dict:
             self.expected(f"an object with {', '.join(keys)}")
         for key in keys:
@@ -125,18 +125,18 @@ class Field:
         return [Field(self.value[key], self, key) for key in keys]
 
     def at(self, key: str) -> Field:
-        """The value of a key of an object, which has it."""
+        """Return the value of a required key of an object."""
         found = self.get(key)
         return self.fail(f"{key} is missing") if found is None else found
 
     def get(self, key: str) -> Field | None:
-        """The value of a key of an object, if it is there."""
+        """Return the value of a key of an object; None if the key is missing."""
         if type(self.value) is not dict:
             self.expected("an object")
         return Field(self.value[key], self, key) if key in self.value else None
 
     def require_keys(self, required: Sequence[str], optional: Sequence[str] = ()) -> None:
-        """Checks that an object has some keys, and none but these and some others."""
+        """Check that an object has the required keys, and no others except the optional ones."""
         if type(self.value) is not dict:
             self.expected(f"an object with {', '.join(required)}")
         for key in required:

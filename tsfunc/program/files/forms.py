@@ -1,7 +1,7 @@
-"""The calls that programs answer, as a file has them.
+"""The kinds of calls that programs answer, as JSON and back.
 
-``function.json`` has for each kind of call what is taken for granted of it, and the number of its
-program; a guard is generated anew from that.
+For each kind of call, ``function.json`` has the assumptions about it, and the number of its
+program. The guard of the program is generated anew from the assumptions.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tsfunc.types.facts import fact_code
 
 
 def encode_form(form: CallForm, where: Callable[[int], str]) -> Any:
-    """What is taken for granted of a kind of call, as JSON.
+    """Return the assumptions about a kind of call as JSON.
 
     Args:
-        form: that.
-        where: how errors call an argument, by its place.
+        form: the kind of call.
+        where: returns the name of an argument in errors, by its index.
 
     Raises:
-        NoFileForm: an argument is of a kind that files can't hold.
+        NoFileForm: a file can't hold an argument.
     """
     specs = {spec.position: spec for spec in form.inputs}
     numbers = {spec.position: spec.name for spec in form.scalars}
@@ -75,12 +75,15 @@ def _encode_asked(asked: Asked) -> Any:
 
 
 def facts_of(form: CallForm) -> list[str]:
-    """What a form asks of named dims, and of the numbers that may be any one."""
+    """Return the conditions of a form on named dims and on numbers that may vary."""
     return [condition.fact for condition in form.conditions]
 
 
 def storable(form: CallForm) -> CallForm:
-    """A form that a file can hold: numbers are those of the call where a condition is too odd."""
+    """Return a form that a file can hold.
+
+    If a condition of the form can't be written, the numbers are fixed to those of the call.
+    """
     names = {name: name for name in (*form.bounds, *(spec.name for spec in form.scalars))}
     try:
         for condition in form.conditions:
@@ -119,16 +122,16 @@ def dim_text(dim: Dim) -> str:
     return str(MetaTensorType([dim]))
 
 
-_SINCE_ANY_GRAD = 5  # the version of the format in which tensors may require grad or not
+_SINCE_ANY_GRAD = 5  # the first version of the format with tensors that may require grad or not
 _NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _SETTINGS = frozenset(setting.name for setting in SETTINGS)
 
 
 class FormReader:
-    """Reads what is taken for granted of calls.
+    """Reads the forms of calls.
 
     Args:
-        context: of the file.
+        context: the context of the file.
         of_keywords: whether the function sees the order of its keyword arguments.
     """
 
@@ -139,7 +142,7 @@ class FormReader:
         self._fake = Symbols({}).fake
 
     def decode(self, field: Field) -> CallForm:
-        """The form that `encode_form` wrote."""
+        """Return the form that `encode_form` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
         since = {"conditions": 3, "asked": 4, "one": 4}
         field.require_keys(keys, [key for key in since if self._version >= since[key]])
@@ -175,7 +178,7 @@ class FormReader:
         )  # fmt: skip
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
-        """torch's settings; of one that the file does not know, any value will do."""
+        """Return torch's settings; a setting that is missing in the file gets its current value."""
         given = field.mapping()
         for name, value in given.items():
             if name not in _SETTINGS:
@@ -204,7 +207,7 @@ class FormReader:
 
 
 def _require_sizes(field: Field, inputs: Sequence[InputSpec], bounds: Collection[str]) -> None:
-    """Checks that the sizes of the tensors tell those of the named dims."""
+    """Check that the sizes of the tensors determine those of the named dims."""
     try:
         known = sizes_of_call(inputs)
     except (AssertionError, ArithmeticError):
@@ -226,7 +229,7 @@ def _condition(field: Field, bounds: Mapping[str, Dim], scalars: Sequence[Scalar
 
 
 def read_scalar(field: Field, position: int, value: Any, taken: Collection[str]) -> ScalarSpec:
-    """A number among the arguments that may be any one of its type."""
+    """Return a number among the arguments that may vary within its type."""
     name = field.text(_NAME_OF_NUMBER, "the name of a number")
     found = ScalarSpec(position, name, value)
     if type(value) not in (int, float) or not found.admits(value):
@@ -237,7 +240,7 @@ def read_scalar(field: Field, position: int, value: Any, taken: Collection[str])
 
 
 def _items(field: Field | None) -> Sequence[Field]:
-    """The items of a list that need not be there."""
+    """Return the items of an optional list."""
     return () if field is None else field.items()
 
 

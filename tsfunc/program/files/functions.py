@@ -1,13 +1,13 @@
 """A specialized function as a file: its programs, and the calls that each of them answers.
 
-    format.json           what the file is, and the size and checksum of each other entry
+    format.json           the kind of file, and the size and checksum of each other entry
     function.json         the function: its parameters, its descriptors, the calls it answers
     programs/0.json       a program: its graph
-    programs/0.py         the Python that it ran as, for people: it is never read
-    tensors.json          what tensors the programs have
+    programs/0.py         the Python of the program, for people; it is never read
+    tensors.json          the tensors of the programs
     tensors.safetensors   their memory
 
-See docs/files.md, which says all of it.
+docs/files.md specifies the format.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class SavedFunction:
-    """What a file has of a function.
+    """The parts of a function that a file has.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         signature: its parameters.
         descriptors: its sets of descriptors.
-        limit: how many programs it keeps.
-        answers: its programs, and the calls that they answer, the last used first.
+        limit: the maximum number of programs.
+        answers: its programs and the calls that they answer, the last used first.
         made_with: the torch version that it was made with.
-        state: what its programs assign to, where it was read from a file.
+        state: the state that its programs assign to, if it was read from a file.
     """
 
     name: str
@@ -86,17 +86,17 @@ class SavedFunction:
 
 
 class Unsaved(ValueError):
-    """A function has something that a file can't hold; the message says what and what to do."""
+    """A function has a value that a file can't hold; the message names the value and a way out."""
 
 
 # --- writing
 
 
 def function_bytes(function: SavedFunction) -> bytes:
-    """The bytes of a file.
+    """Return the bytes of a file.
 
     Raises:
-        Unsaved: it has something that a file can't hold.
+        Unsaved: the function has a value that a file can't hold.
     """
     tensors = TensorWriter()
     entries: dict[str, bytes] = {}
@@ -146,10 +146,11 @@ def _write_programs(
     state: StateWriter,
     entries: dict[str, bytes],
 ) -> tuple[dict[Program, int], bool]:
-    """Writes the programs, those that do the same once.
+    """Write the programs; equal programs are written once.
 
     Returns:
-        The number of each, and whether they tell people what is not in the types of values.
+        The number of each program, and whether one has display properties ("told") in addition to
+        types.
     """
     numbers: dict[Program, int] = {}
     written: dict[bytes, int] = {}
@@ -167,7 +168,7 @@ def _write_programs(
 
 
 def _version_of(function: SavedFunction, has_state: bool) -> int:
-    """The first version of the format that has what is written."""
+    """Return the first version of the format that supports the function."""
     forms = [answer.form for answer in function.answers]
     nodes = (node for answer in function.answers for node in answer.program.graph.nodes)
     fifth = any(spec.any_grad for form in forms for spec in form.inputs)
@@ -185,7 +186,7 @@ def _version() -> str:
 
 
 def _places(form: CallForm) -> Callable[[int], str]:
-    """What errors call an argument, by its place among the flattened ones."""
+    """Return a function from the index of a flattened argument to its name in errors."""
     paths = form.tree.paths()
 
     def place(i: int) -> str:
@@ -222,16 +223,16 @@ def _encode_parameter(parameter: inspect.Parameter) -> dict[str, Any]:
 def read_function(
     file: BinaryIO, what: str, classes: Mapping[str, type], device: torch.device | None
 ) -> SavedFunction:
-    """The function that a file has.
+    """Return the function of a file.
 
     Args:
-        file: where to read.
-        what: what errors call it.
-        classes: what names of classes stand for, beside those that are imported.
-        device: takes the place of every device in the file, if it is given.
+        file: the file.
+        what: its name in errors.
+        classes: classes by name, in addition to those that are imported.
+        device: replaces every device in the file, if it is given.
 
     Raises:
-        FileFormatError: it is no such file, or it is damaged.
+        FileFormatError: the file has another format, or it is damaged.
     """
     archive = Archive(file, what)
     made_with, version = _read_head(archive)
@@ -262,7 +263,7 @@ def read_function(
 
 
 def _read_head(archive: Archive) -> tuple[str, int]:
-    """Checks what a file says of itself; the torch version it was made with, and the format's."""
+    """Check the manifest of a file; return the torch version it was made with, and the format's."""
     head = archive.head
     kind = head.get("format")
     if kind is None or kind.value != KIND:
@@ -298,7 +299,7 @@ def _read_calls(field: Field, count: int, forms: FormReader) -> list[_Call]:
 
 
 def _count_of_programs(archive: Archive) -> int:
-    """How many programs there are; checks that there is nothing else."""
+    """Return the number of programs; check that there are no unknown entries."""
     known = {"format.json", "function.json", "tensors.json", "tensors.safetensors"}
     count = (len(archive.names()) - len(known)) // 2
     expected = known | {f"programs/{i}.{end}" for i in range(count) for end in ("json", "py")}
@@ -311,14 +312,15 @@ def _count_of_programs(archive: Archive) -> int:
 def _read_answers(
     archive: Archive, calls: Field, context: Context, signature: inspect.Signature
 ) -> tuple[Answer, ...]:
-    """The programs, each with the calls that it answers."""
+    """Return the programs with the calls that they answer."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     forms = FormReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
     count = _count_of_programs(archive)
     found = _read_calls(calls, count, forms)
     made_for: dict[int, _Call] = {}
     for call in found:
-        # A program was made for the call that leaves most sizes open; others are special cases.
+        # A program was made for its call with the most named dims; its other calls are special
+        # cases.
         own = made_for.setdefault(call.program, call)
         if len(call.form.bounds) > len(own.form.bounds):
             made_for[call.program] = call
@@ -326,7 +328,7 @@ def _read_answers(
         calls.fail("there are programs that answer no call")
     programs = []
     for i in range(count):
-        archive.read(f"programs/{i}.py")  # its checksum; nothing is made of it
+        archive.read(f"programs/{i}.py")  # checks the checksum; the entry is not used
         own = made_for[i]
         program = decode_program(archive.json(f"programs/{i}.json"), context, own.form)
         programs.append(_of_form(own.field, program, own.form, signature))
@@ -353,7 +355,7 @@ def _of_form(
 
 
 def _open(form: CallForm) -> list[Any]:
-    """The leaves of a form, with the types of numbers that may be any one."""
+    """Return the leaves of a form, with types in the places of the numbers that may vary."""
     leaves = list(form.leaves)
     for spec in form.scalars:
         leaves[spec.position] = type(spec.value)
@@ -370,7 +372,7 @@ def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answ
     tensors = {spec.position for spec in form.inputs}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     for node, at in zip(placeholders, given, strict=False):
-        # A number is an input where its descriptor is its type; the call is held to its value.
+        # A number is an input if its descriptor is its type; the call is guarded on its value.
         number = node.meta.get("kind") == NUMBER and type(form.leaves[at]) in (int, float)
         if at not in tensors and not number:
             field.fail("its program has inputs that are no such values in the call")
@@ -378,7 +380,7 @@ def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answ
 
 
 def _reads(program: Program) -> int:
-    """How many of a program's inputs are what it reads of its state."""
+    """Return the number of a program's inputs that it reads from its state."""
     return len(program.facts.values) - bool(program.updates) if program.facts is not None else 0
 
 
@@ -401,7 +403,7 @@ def _read_signature(field: Field) -> inspect.Signature:
 
 
 class _UnknownDefault:
-    """Stands for a default value that a file can't hold."""
+    """Stand-in for a default value that a file can't hold."""
 
 
 def _default(field: Field | None) -> Any:

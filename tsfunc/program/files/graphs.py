@@ -1,4 +1,4 @@
-"""Graphs as JSON, and back: a list of nodes, each with what it calls and what is known of it.
+"""Graphs as JSON, and back: a list of nodes, each with its call and its metadata.
 
     {"name": "x", "input": "tensor"}                        or "number"
     {"name": "w", "lifted": "t0"}                           a tensor of the file
@@ -7,8 +7,8 @@
     {"name": "c", "item": 0, "of": "pair"}
     {"name": "z", "control": CONTROL, "args": [...], "kwargs": {}}
 
-and beside that ``type`` (what a tensor is), ``number`` (the size that a number is), ``quiet``
-(autograd is not to record it), ``requires_grad`` (it records it), ``line`` (of the user's code).
+A node may also have ``type`` (of a tensor), ``number`` (the size that a number is), ``quiet``
+(autograd does not record it), ``requires_grad`` (autograd records it), ``line`` (the user's).
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.graphs.printing import line_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
-# What generated code calls the list that it is called with.
+# The list of values that generated code is called with.
 _RESERVED = frozenset({"args"})
-# What a file has for the checks of sizes that depend on data.
+# The operator in a file that checks a size that depends on data.
 _ASSERTION = "aten::_assert_scalar"
 _FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
-_SINCE_GENERATORS, _SINCE_TOLD = 4, 5  # the versions of the format that have them
+_SINCE_GENERATORS, _SINCE_TOLD = 4, 5  # the first versions of the format that have them
 _OPTIONAL = ("type", "number", "line", *_FLAGS)
 
 
 @dataclass(frozen=True)
 class Outside:
-    """What a graph has from outside, as the file calls it.
+    """The values that a graph has from outside, by their names in the file.
 
     Attributes:
-        tensor: the name of the tensor of a ``get_attr`` node.
-        generator: that of the state of a generator of random numbers.
-        container: a list or dict that the program returns as it is in each call.
+        tensor: returns the name of the tensor of a ``get_attr`` node.
+        generator: returns the name of the state of a generator of random numbers.
+        container: encodes a list or dict that the program returns unchanged in each call.
     """
 
     tensor: Callable[[str], str]
@@ -79,11 +79,11 @@ class Outside:
     container: Callable[[Any], Any] | None = None
 
     def of_body(self) -> Outside:
-        """The same for the body of control flow, which takes its tensors as arguments."""
+        """Return the same for a control-flow body, which takes its tensors as arguments."""
         return Outside(_none, self.generator)
 
     def encode(self, value: Any) -> Any:
-        """An argument of a node as JSON."""
+        """Return an argument of a node as JSON."""
         return encode(value, str, self._other)
 
     def _other(self, value: Any) -> Any:
@@ -99,17 +99,17 @@ def encode_graph(
     callees: CalleeWriter,
     state: Sequence[torch.fx.Node] = (),
 ) -> Any:
-    """A graph as JSON.
+    """Return a graph as JSON.
 
     Args:
-        graph: what is written.
-        outside: what it has from outside.
-        names: what the symbols of sizes are called; None: the types of values are left out.
+        graph: the graph.
+        outside: the values that it has from outside.
+        names: the names of the symbols of sizes; None: the types of values are left out.
         callees: the functions that the program calls.
-        state: ``get_attr`` nodes that are inputs in the file, and come after the others.
+        state: ``get_attr`` nodes that are inputs in the file, after the other inputs.
 
     Raises:
-        NoFileForm: it has something that a file can't hold.
+        NoFileForm: a file can't hold one of its nodes.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     nodes = [
@@ -131,13 +131,13 @@ def encode_graph(
 
 
 def _where(node: torch.fx.Node) -> str:
-    """The user's line that a node is of."""
+    """Return the user's line of a node, for errors."""
     place = node.meta.get("place")
     return f" (at {place}{source_of(place, ': ')})" if place is not None else f" ({node.name})"
 
 
 def _facts(node: torch.fx.Node, names: Mapping[Any, Any] | None) -> dict[str, Any]:
-    """What is known of a node's value."""
+    """Return the JSON of a node's metadata."""
     facts: dict[str, Any] = {} if names is None else _type_facts(node, names)
     for key, name in _FLAGS.items():
         if node.meta.get(name):
@@ -162,7 +162,7 @@ def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]
 
 
 def _kind_of_input(node: torch.fx.Node) -> str:
-    known = node.meta.get("kind")  # of one that was read from a file
+    known = node.meta.get("kind")  # the metadata of a node that was read from a file
     if known is None:
         known = TENSOR if isinstance(node.meta.get("val"), torch.Tensor) else NUMBER
     return str(known)
@@ -214,11 +214,12 @@ class GraphReader:
 
     Args:
         tensors: the tensors of the file.
-        device: takes the place of every device, if it is given.
-        types: reads what is known of values.
+        device: replaces every device of the file, if it is given.
+        types: reads the types of values.
         made_with: the torch version of the file, for errors.
-        version: of the format.
+        version: the version of the format.
         callees: the functions that the program calls.
+        is_body: whether the graph is a body of control flow.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class GraphReader:
         self.lifted: dict[str, torch.Tensor] = {}
 
     def read(self, field: Field) -> torch.fx.Graph:
-        """The graph that `encode_graph` wrote."""
+        """Return the graph that `encode_graph` wrote."""
         nodes, outputs = field.record("nodes", "outputs")
         for each in nodes.items():
             self._node(each)
@@ -258,7 +259,7 @@ class GraphReader:
     def _result(self, field: Field) -> Any:
         value = self._values.decode(field)
         found: list[torch.fx.Node] = []
-        if isinstance(value, list | dict):  # a constant, as long as no node is in it
+        if isinstance(value, list | dict):  # a constant, which contains no node
             torch.fx.map_arg(value, found.append)
         if found or type(value) is tuple:
             field.expected("the value of a leaf")

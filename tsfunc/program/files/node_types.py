@@ -1,4 +1,4 @@
-"""What is known of the tensors in a graph, as JSON and back: types, sizes, strides, devices."""
+"""Types of the tensors in a graph, as JSON and back: dtypes, sizes, strides, devices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tsfunc.program.files.fields import Field
 from tsfunc.program.files.values import Values, dtype_of, printable
 from tsfunc.program.graphs.properties import Properties, properties_of_node
 
-_MOST_PARTS = 1000  # operators and operands of one size
+_MOST_PARTS = 1000  # the maximum number of operators and operands of one size
 
 
 def encode_type(value: torch.Tensor, names: Mapping[Any, Any]) -> Any | None:
-    """A fake tensor as JSON; None where its sizes are not those of named dims."""
+    """Return a fake tensor as JSON; None if its sizes are not expressions of named dims."""
     if value.layout is not torch.strided:
         return None
     shape = [form_of_size(size, names) for size in value.shape]
@@ -40,7 +40,7 @@ _KINDS_OF_NUMBERS = {"int": int, "float": float}
 
 
 def encode_told(node: torch.fx.Node) -> Any | None:
-    """What people are told of a value as JSON, where its sizes are not those of named dims."""
+    """Return the displayed properties of a value as JSON, if `encode_type` can't write it."""
     known = properties_of_node(node)
     if known is None:
         return None
@@ -56,7 +56,7 @@ def encode_told(node: torch.fx.Node) -> Any | None:
 
 
 class NodeTypes:
-    """Reads types, and gives nodes the fake tensors that they describe.
+    """Reads types, and sets the fake tensors of nodes from them.
 
     Args:
         symbols: has the named dims.
@@ -71,9 +71,9 @@ class NodeTypes:
         self._types: dict[str, torch.Tensor] = {}
 
     def read(self, field: Field, node: torch.fx.Node) -> None:
-        """Gives a node what is known of its value; nodes with the same type share what says so.
+        """Set the type of a node; nodes of the same type share a fake tensor.
 
-        Inputs have one each, for those who call the graph with it.
+        Each input has its own fake tensor, so that the graph can be called with them.
         """
         key = json.dumps(field.value)
         if node.op == "placeholder" or key not in self._types:
@@ -82,7 +82,7 @@ class NodeTypes:
         node.meta["dims"] = tuple(map(self._symbols.spell_size, self._types[key].shape))
 
     def _tensor(self, field: Field) -> torch.Tensor:
-        """The fake tensor of a type."""
+        """Return a fake tensor of a type."""
         dtype, shape_field, stride_field, device = field.record(
             "dtype", "shape", "strides", "device"
         )
@@ -97,7 +97,7 @@ class NodeTypes:
                 field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
 
     def read_told(self, field: Field, node: torch.fx.Node) -> None:
-        """Gives a node what `encode_told` wrote; nothing is worked out of that."""
+        """Set the properties that `encode_told` wrote on a node; they are for display only."""
         if field.get("number") is not None:
             number, text = field.record("number", "text")
             kind = number.one_of(_KINDS_OF_NUMBERS, "int or float")
@@ -112,7 +112,7 @@ class NodeTypes:
         )
 
     def read_number(self, field: Field, node: torch.fx.Node) -> None:
-        """Gives a node that is a number what is known of it."""
+        """Set the size of a node that is a number."""
         size = self._size(field)
         node.meta["number"] = size
         node.meta["expr"] = self._symbols.spell_size(size)
@@ -132,7 +132,7 @@ class NodeTypes:
         return self._sizes[key]
 
     def _count(self, field: Field, left: int) -> int:
-        """How many more parts a size may have; checks that it is made of numbers and names."""
+        """Check the parts of a size; return the number of parts that are still allowed."""
         if type(field.value) is list:
             for part in field.items():
                 left = self._count(part, left)

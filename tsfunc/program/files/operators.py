@@ -1,8 +1,8 @@
-"""Operators of a file: found by their names, their arguments held to their schemas.
+"""Operators of a file: looked up by name, with their arguments checked against their schemas.
 
-A program of a file runs torch's operators on what it is given, so that each call is looked at
-before it is taken in: that there is such an operator, that it has such arguments, and that their
-kinds are those of its schema. Nothing is called for it.
+A program of a file runs torch's operators, so each call is checked before it is accepted: the
+operator exists, it has these arguments, and their kinds match the schema. The check does not call
+the operator.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tsfunc.bridge.tracers.schemas import signature_of
 from tsfunc.ops.catalogue.signature import Signature
 from tsfunc.program.files.fields import LONGEST_INT, Field
 
-# The kinds of values in a graph: a tensor, a number, or several values by their kinds.
+# The kinds of values in a graph: a tensor, a number, or a list or tuple of the kinds of items.
 TENSOR, NUMBER, NOTHING = "tensor", "number", "nothing"
 Kind = Any
 
 _NAME = re.compile(r"\w{1,80}::\w{1,120}(?:\.\w{1,80})?", re.ASCII)
-# They read or write files, or draw in other processes: no program is traced to these.
+# These read or write files, or communicate with other processes: no traced program has them.
 _REACH_OUT = re.compile(r"aten::from_file|debugprims::|c10d::|symm_mem::|profiler::")
 
-# What a program calls beside operators: arithmetic of sizes. ``getitem`` is apart.
+# The functions that a program calls besides operators: arithmetic on sizes. ``getitem`` is apart.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
         name: getattr(operator, name)
@@ -59,7 +59,7 @@ def _signature(name: str) -> Signature | None:
 
 
 def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, Signature]:
-    """The operator that a text names, and its schema."""
+    """Return the operator of a name, and its schema."""
     name = field.text()
     signature = _signature(name)
     if signature is None:
@@ -74,13 +74,13 @@ def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, Signatu
 
 
 def function_named(field: Field) -> Callable[..., Any]:
-    """The Python function on numbers that a text names."""
+    """Return the Python function on numbers of a name."""
     found: Callable[..., Any] = field.one_of(FUNCTIONS, "a function on sizes")
     return found
 
 
 def kind_of_results(signature: Signature) -> Kind:
-    """The kind of what an operator returns."""
+    """Return the kind of an operator's results."""
     kinds = [_kind_of(type_) for type_ in signature.returns]
     if not kinds:
         return NOTHING
@@ -94,7 +94,7 @@ def _kind_of(type_: str) -> Kind:
 
 
 def kind_of_item(kind: Kind, index: int) -> Kind | None:
-    """The kind of one of several values; None where there is none of this index."""
+    """Return the kind of an item of several values; None if there is no item of this index."""
     if isinstance(kind, list):
         return kind[0] if index >= 0 else None
     return kind[index] if isinstance(kind, tuple) and 0 <= index < len(kind) else None
@@ -106,7 +106,7 @@ def misfit(
     kwargs: Mapping[str, Any],
     kind_of: Callable[[torch.fx.Node], Kind],
 ) -> str | None:
-    """What in a call does not go with an operator's schema; None if all does."""
+    """Return the mismatch between a call and an operator's schema; None if they match."""
     positional = [a for a in signature.arguments if not a.keyword]
     if len(args) > len(positional):
         return f"{signature.name} takes {len(positional)} arguments, not {len(args)}"
@@ -153,7 +153,7 @@ def _fits(value: Any, type_: str, kind_of: Callable[[torch.fx.Node], Kind]) -> b
 
 _NUMBERS = (int, float, bool, complex)
 _PYTHON: dict[str, tuple[type, ...]] = {
-    "Tensor": _NUMBERS,  # torch makes a tensor of a number
+    "Tensor": _NUMBERS,  # torch converts a number to a tensor
     "number": _NUMBERS,
     "Scalar": _NUMBERS,
     "complex": _NUMBERS,

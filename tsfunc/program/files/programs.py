@@ -1,7 +1,7 @@
 """Programs as entries of a file.
 
-``programs/0.json`` is a program: its graph, where its inputs stand among the flattened arguments,
-and the structure of its results.
+``programs/0.json`` is a program: its graph, the indices of its inputs among the flattened
+arguments, and the structure of its results.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def encode_program(
     state: StateWriter,
     described: Mapping[str, Descriptor] | None,
 ) -> Any:
-    """A program as JSON.
+    """Return a program as JSON.
 
     Args:
-        program: what is written; it was made for calls.
-        tensors: takes the tensors that it has from outside.
-        state: takes what it assigns to.
+        program: the program; it was made for calls.
+        tensors: receives the tensors that it has from outside.
+        state: has the cells of the programs' state.
         described: the descriptors of the function, for errors; None: those of the program.
 
     Raises:
-        NoFileForm: it has something that a file can't hold.
+        NoFileForm: a file can't hold a part of it.
     """
 
     def lifted(name: str) -> str:
@@ -64,7 +64,7 @@ def encode_program(
         if node.op == "get_attr" and state.holds(program.tensor(node))
     ]
     names = _names_of_symbols(program.graph)
-    # A number that has turned out to be the size of an input has that one's name.
+    # A number that equals the size of an input has the name of that size.
     numbers = [each for each in _numbers_of(program.graph) if each[0] not in names]
     form = program.form
     assert form is not None
@@ -96,7 +96,7 @@ def encode_program(
 
 
 def _require_settings(form: CallForm) -> None:
-    """Refuses to trace functions under other settings than those of their calls."""
+    """Refuse to trace functions with rules under settings that differ from those of their calls."""
     for setting, then, now in zip(SETTINGS[1:], form.ambient[1:], settings()[1:], strict=True):
         if then != now:
             raise NoFileForm(
@@ -108,7 +108,7 @@ def _require_settings(form: CallForm) -> None:
 def _encode_part(
     part: Part, tensors: TensorWriter, state: StateWriter, callees: CalleeWriter
 ) -> Any:
-    """One of the graphs of a function with rules, as JSON."""
+    """Return one of the graphs of a function with rules as JSON."""
 
     def lifted(name: str) -> str:
         tensor = part.lifted[name]
@@ -124,7 +124,7 @@ def _encode_part(
 
 
 def what_it_does(encoded: Any) -> Any:
-    """A program's JSON without what is only known of its values."""
+    """Return a program's JSON without the metadata that does not change its results."""
     if isinstance(encoded, dict):
         return {
             key: what_it_does(value)
@@ -135,16 +135,16 @@ def what_it_does(encoded: Any) -> Any:
 
 
 def has_key(encoded: Any, key: str) -> bool:
-    """Whether any object of some JSON has a key."""
+    """Return True if any object in some JSON has a key."""
     if isinstance(encoded, dict):
         return key in encoded or any(has_key(value, key) for value in encoded.values())
     return isinstance(encoded, list) and any(has_key(item, key) for item in encoded)
 
 
 def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, Any]:
-    """What the symbols in the sizes of a graph's inputs are, as forms of sizes.
+    """Return the symbols in the sizes of a graph's inputs, with their forms of sizes.
 
-    That of a dim which is a multiple of something counts its steps.
+    The symbol of a dim that is a multiple of a number counts the multiples.
     """
     names: dict[Any, Any] = {}
     for node in graph.nodes:
@@ -167,12 +167,12 @@ def _dims_in(names: Mapping[Any, Any]) -> list[str]:
 
 
 def decode_program(field: Field, context: Context, form: CallForm) -> Program:
-    """The program that `encode_program` wrote; its code is generated from the graph.
+    """Return the program that `encode_program` wrote; its code is generated from the graph.
 
     Args:
-        field: what the file has of it.
-        context: of the file.
-        form: of the calls that it was made for.
+        field: the JSON of the program.
+        context: the context of the file.
+        form: the form of the calls that it was made for.
     """
     keys = ("name", "dims", "inputs", "constants", "graph", "results")
     since = {"state": 2, "functions": 4, "numbers": 4}
@@ -219,7 +219,7 @@ def decode_program(field: Field, context: Context, form: CallForm) -> Program:
 def _decode_part(
     field: Field, kinds: Sequence[Any], types: NodeTypes, context: Context, callees: CalleeReader
 ) -> Part:
-    """The graph that `_encode_part` wrote, of a part that is called with such values."""
+    """Return the graph that `_encode_part` wrote, for a part called with values of these kinds."""
     name, inputs_field, graph_field = field.record("name", "inputs", "graph")
     reader = GraphReader(
         context.tensors, context.device, types, context.made_with, context.version, callees
@@ -233,7 +233,7 @@ def _decode_part(
 
 
 def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
-    """The numbers among a graph's inputs: their symbols, names, and what they were in the trace."""
+    """Return the numbers among a graph's inputs: their symbols, names, and values in the trace."""
     found = []
     for node in graph.nodes:
         symbol = symbol_of(node.meta.get("number"))
@@ -244,7 +244,7 @@ def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
 
 
 def _symbols(field: Field, numbers: Field | None, form: CallForm) -> Symbols:
-    """The symbols of a program, with the sizes of its own call."""
+    """Return the symbols of a program, with the sizes of its own call as hints."""
     dims = {name: read_dim(text, name) for name, text in field.mapping().items()}
     called = sizes_of_call(form.inputs)
     sizes = {

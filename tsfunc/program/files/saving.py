@@ -1,4 +1,4 @@
-"""What of a specialized function goes into a file, and the writing of it."""
+"""Selection of the parts of a specialized function that go into a file, and the writing of it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from tsfunc.types.class_names import class_name
 def function_to_save(
     target: Target, cache: Cache, programs: Sequence[Program], exact: bool = False
 ) -> SavedFunction:
-    """A specialized function as files have it.
+    """Return the parts of a specialized function that go into a file.
 
     Args:
         target: the function.
         cache: its programs.
-        programs: which of them; without any, all.
-        exact: whether only calls like those that were made are to be answered.
+        programs: the programs to save; an empty sequence selects all.
+        exact: whether the file answers only calls like those that were made.
 
     Raises:
         RuntimeError: there is no program.
-        ValueError: one of the programs is none of the function's.
+        ValueError: one of the programs does not belong to the function, or a guard on a value from
+            outside fails for all of them.
     """
     if not cache.entries:
         raise RuntimeError(
@@ -62,10 +63,10 @@ def function_to_save(
 
 
 def program_to_save(program: Program) -> SavedFunction:
-    """A single program as files have it: a function of any arguments.
+    """Return a single program in the form of a file: a function of any arguments.
 
     Raises:
-        ValueError: it was made for a graph, and not for calls.
+        ValueError: the program was made from a graph, and not for calls.
     """
     if program.form is None:
         raise ValueError(
@@ -89,12 +90,12 @@ def _refuse_attributes(name: str, programs: Sequence[Program]) -> None:
 
 
 def write(path: Path, function: SavedFunction) -> None:
-    """Writes a file."""
+    """Write a file."""
     replace(path, function_bytes(function))
 
 
 def pickled(function: SavedFunction) -> tuple[bytes, dict[str, type]]:
-    """The bytes of a file, and the classes that it names."""
+    """Return the bytes of a file, and the classes that it names."""
     trees = [answer.program.out_tree for answer in function.answers]
     trees += [answer.form.tree for answer in function.answers]
     classes = {class_name(cls): cls for tree in trees for cls in _classes_of(tree)}
@@ -102,7 +103,7 @@ def pickled(function: SavedFunction) -> tuple[bytes, dict[str, type]]:
 
 
 def unpickled(data: bytes, classes: Mapping[str, type]) -> Program:
-    """The one program that a file has."""
+    """Return the program of a file with one program."""
     (answer,) = read_function(io.BytesIO(data), "pickle", classes, None).answers
     return answer.program
 

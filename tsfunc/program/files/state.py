@@ -1,12 +1,12 @@
-"""State in files: what programs assign to, which a loaded function has for itself.
+"""State in files: the values that programs assign to, of which each loaded function has its own.
 
 NOTE [state of loaded functions]
 A program may end with assignments to attributes, variables and elements of containers (NOTE
-[updates] in ``updates.py``). The objects that these belong to are not in a file, but what is
-assigned to is: a *cell* for each, with its value when it was saved. A loaded function's programs
-read the tensors in the cells, and assign to these. What is no tensor can only have been assigned,
-and not read: that would have made another program for each value, and a file has no surroundings to
-look at.
+[updates] in ``updates.py``). A file does not contain the owners of these targets. It contains a
+*cell* for each target, with the value that the target had when it was saved. The programs of a
+loaded function read the tensors in the cells, and assign to the cells. A value that is not a
+tensor can only have been assigned, and not read: a read would have made a program for each value,
+and a loaded function has no surroundings to guard.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _MOST_CELLS = 1 << 20
 
 
 def reached(program: Program) -> tuple[Any, ...] | None:
-    """What a program reads, and assigns to, beside its arguments as it is now.
+    """Return the current values that a program reads and assigns to beyond its arguments.
 
-    None where something is not as it was when the program was made.
+    Returns:
+        The values; None if a guard on one of them fails.
     """
     if program.facts is None or program.form is None:
         return ()
@@ -41,7 +42,7 @@ def reached(program: Program) -> tuple[Any, ...] | None:
 
 
 def is_current(program: Program) -> bool:
-    """Whether what a program read from outside is as it was."""
+    """Return True if the guards on the values that a program read from outside still hold."""
     form = program.form
     of_objects = form is not None and any(isinstance(leaf, Watched) for leaf in form.leaves)
     return of_objects or reached(program) is not None
@@ -52,7 +53,7 @@ class StateWriter:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._cells: dict[tuple[int, str], int] = {}
-        self._owners: list[Any] = []  # kept alive, so that ids stay theirs
+        self._owners: list[Any] = []  # keeps the owners alive, so that ids stay unique
         self._values: list[tuple[str, Any]] = []
         self._places: dict[int, tuple[int, Path]] = {}
         for program in programs:
@@ -84,10 +85,10 @@ class StateWriter:
                 self._values.append((update.text, update.current(owner)))
 
     def cells(self, tensors: TensorWriter) -> list[Any]:
-        """The cells as JSON.
+        """Return the cells as JSON.
 
         Raises:
-            NoFileForm: one has something that a file can't hold.
+            NoFileForm: a file can't hold the value of a cell.
         """
         found = []
         for text, value in self._values:
@@ -99,15 +100,18 @@ class StateWriter:
         return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in a cell."""
+        """Return True if a tensor is in a cell."""
         return id(tensor) in self._places
 
     def of_program(self, program: Program, lifted: Sequence[torch.fx.Node]) -> dict[str, Any]:
-        """What a program reads of the cells, and assigns to them, as JSON; empty without any.
+        """Return a program's reads of the cells and assignments to them, as JSON.
 
         Args:
             program: the program.
-            lifted: those of its nodes that are tensors in cells.
+            lifted: the nodes of the program that are tensors in cells.
+
+        Returns:
+            An object with the key "state"; an empty object if the program uses no cell.
         """
         count = _count(program)
         read = [at - count for at in program.inputs if at >= count]
@@ -130,7 +134,7 @@ class StateWriter:
 
 
 def _count(program: Program) -> int:
-    """How many flattened arguments a program is called with."""
+    """Return the number of flattened arguments of a program."""
     return len(program.form.leaves) if program.form is not None else 0
 
 
@@ -143,7 +147,7 @@ def _slot(value: Any) -> Any:
 
 
 def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """The tensors in a value, and the way to each."""
+    """Yield the tensors in a value, each with the keys that lead to it."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
@@ -158,8 +162,8 @@ class State:
     """The cells of a loaded function.
 
     Attributes:
-        names: what the user's code calls what each stands for.
-        values: what is in them now.
+        names: the user's spelling of the target that each cell replaces.
+        values: their current values.
     """
 
     def __init__(self, names: Sequence[str] = (), values: Sequence[Any] = ()) -> None:
@@ -169,12 +173,12 @@ class State:
         return len(self.values)
 
     def as_dict(self) -> dict[str, Any]:
-        """The values by name."""
+        """Return the values by name."""
         return dict(zip(self.names, self.values, strict=True))
 
 
 def read_state(field: Field | None, tensors: TensorReader, values: Values) -> State:
-    """The cells that a file has."""
+    """Return the cells of a file."""
     names, found = [], []
     reader = values.with_other({"tensor": tensors.tensor})
     for each in field.items() if field is not None else ():
@@ -185,18 +189,18 @@ def read_state(field: Field | None, tensors: TensorReader, values: Values) -> St
 
 
 class ProgramState:
-    """What one program reads of the cells and assigns to them.
+    """The reads of cells and assignments to cells of one program.
 
     Args:
-        field: what the file says of it, if it does.
+        field: the JSON of the program's state, if it has any.
         state: the cells.
-        results: how many results the graph has beside those of the function.
+        results: the number of results of the graph beyond those of the function.
 
     Attributes:
-        facts: what calls are held to of the cells; gives what the program reads.
-        inputs: where that stands in the list that the program is called with.
-        updates: its assignments.
-        arguments: how many flattened arguments it is called with, None: any number.
+        facts: the guards on the cells; their results are the values that the program reads.
+        inputs: the indices of these values in the list that the program is called with.
+        updates: the assignments of the program.
+        arguments: the number of flattened arguments; None if any number is possible.
     """
 
     def __init__(self, field: Field | None, state: State, results: int, values: Values) -> None:

@@ -1,9 +1,9 @@
 """The tensors of a file: the weights and the state of its programs.
 
-A tensor that shares its memory with no other is a tensor of the safetensors entry, in its own
-type and shape. Where several share memory (tied weights, a buffer and a view of it) that memory is
-there once, as bytes, and each of them is a view of it: what is written into one is seen in the
-others, as it was before. Types that safetensors does not have are bytes too.
+A tensor that does not share its memory is a tensor of the safetensors entry, with its own dtype
+and shape. If several tensors share memory (tied weights, a buffer and a view of it), the file
+holds the memory once, as bytes, and each tensor is a view of it, so a write to one remains visible
+in the others. Tensors of dtypes that safetensors does not have are bytes too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tsfunc.errors import FileFormatError
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.values import NoFileForm, Values, dtype_of
 
-# Those that every version of safetensors has.
+# The dtypes that every version of safetensors has.
 _NATIVE = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -31,10 +31,10 @@ _MOST = 1 << 62
 
 @dataclass
 class _Stored:
-    """Memory, and the tensors that lie in it."""
+    """A range of memory, and the tensors that lie in it."""
 
     tensors: list[str]
-    first: int  # byte of the storage
+    first: int  # byte offset in the storage
     last: int
 
 
@@ -47,10 +47,10 @@ class TensorWriter:
         self._states: dict[int, torch.Tensor] = {}
 
     def name(self, tensor: torch.Tensor) -> str:
-        """What the file calls a tensor.
+        """Return the name of a tensor in the file.
 
         Raises:
-            NoFileForm: it is of a kind that a file can't hold.
+            NoFileForm: a file can't hold a tensor of this type or layout.
         """
         known = self._names.get(id(tensor))
         if known is None:
@@ -60,7 +60,7 @@ class TensorWriter:
         return known
 
     def generator(self, generator: torch.Generator) -> str:
-        """What the file calls the state that a generator is in."""
+        """Return the name of the tensor with the current state of a generator."""
         state = self._states.setdefault(id(generator), generator.get_state())
         return self.name(state)
 
@@ -69,7 +69,7 @@ class TensorWriter:
         return bool(self._states)
 
     def written(self) -> tuple[dict[str, Any], bytes]:
-        """What the tensors are, by name, and their memory as safetensors."""
+        """Return the records of the tensors by name, and their memory as safetensors."""
         stored: dict[tuple[Any, int], _Stored] = {}
         for name, tensor in self._tensors.items():
             key, first, last = _span(name, tensor)
@@ -128,12 +128,12 @@ def _facts(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _is_resolved_first(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory does not have its values: it is their conjugates or negatives."""
+    """Return True for a lazy conjugate or negative, and for a tensor without elements."""
     return tensor.is_conj() or tensor.is_neg() or not tensor.numel()
 
 
 def _span(name: str, tensor: torch.Tensor) -> tuple[tuple[Any, int], int, int]:
-    """The memory that a tensor lies in, and its first and last byte there."""
+    """Return the memory that a tensor lies in, and its first and last byte there."""
     if _is_resolved_first(tensor):
         return (name, 0), 0, 0
     storage, size = tensor.untyped_storage(), tensor.element_size()
@@ -143,7 +143,7 @@ def _span(name: str, tensor: torch.Tensor) -> tuple[tuple[Any, int], int, int]:
 
 
 def _extent(shape: Sequence[Any], strides: Sequence[Any]) -> int:
-    """How many elements there are from the first to the last of a tensor."""
+    """Return the number of elements of memory from the first to the last element of a tensor."""
     return 1 + int(sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
 
 
@@ -157,9 +157,9 @@ class TensorReader:
     """Makes the tensors of a file, each once.
 
     Args:
-        records: what the tensors are.
+        records: the records of the tensors.
         data: the safetensors entry.
-        where: what errors call it.
+        where: the name of the entry in errors.
         values: reads devices.
     """
 
@@ -169,7 +169,7 @@ class TensorReader:
         self._values = values
         try:
             self._memory = load(data) if data else {}
-        except Exception as error:  # SafetensorError, and what torch raises for odd shapes
+        except Exception as error:  # SafetensorError, and torch's errors for invalid shapes
             raise FileFormatError(f"{where}: this is no safetensors: {error}") from None
         self._made: dict[str, torch.Tensor] = {}
         self._generators: dict[tuple[str, torch.device], torch.Generator] = {}
@@ -179,7 +179,7 @@ class TensorReader:
             raise FileFormatError(f"{where}: its tensors are not those that the programs have.")
 
     def tensor(self, field: Field) -> torch.Tensor:
-        """The tensor of a name."""
+        """Return the tensor of a name."""
         name = field.text()
         if name not in self._made:
             if name not in self._records:
@@ -188,7 +188,7 @@ class TensorReader:
         return self._made[name]
 
     def generator(self, field: Field, device: torch.device) -> torch.Generator:
-        """The generator that is in a state, of a name; the same for all that have it."""
+        """Return the generator with a named state on a device; each name and device has one."""
         key = field.text(), device
         if key not in self._generators:
             try:
@@ -225,7 +225,7 @@ class TensorReader:
     def _view(
         self, record: Field, memory: torch.Tensor, dtype: torch.dtype, shape: list[int]
     ) -> torch.Tensor:
-        """A tensor that is a view of bytes which it may share with others."""
+        """Return a tensor that is a view of bytes, which other tensors may share."""
         if memory.dtype is not torch.uint8 or memory.dim() != 1:
             record.at("memory").fail("the memory of views is bytes")
         strides = [step.integer(0) for step in record.at("strides").items(len(shape))]
@@ -243,7 +243,7 @@ class TensorReader:
             record.fail(str(error))
 
     def _placed(self, name: str, device_field: Field) -> torch.Tensor:
-        """Some memory on a device; the same for all tensors that lie in it."""
+        """Return memory on a device; all tensors that share the memory get the same."""
         device = self._values.device(device_field)
         key = name, device
         if key not in self._on_devices:

@@ -3,10 +3,10 @@
     "*"                                     a leaf
     {"tuple": [X, ...]}  {"list": [X, ...]}  {"dict": [[KEY, X], ...]}
     {"ordered_dict": [[KEY, X], ...]}  {"deque": [MAXLEN, [X, ...]]}
-    {"class": NAME, "children": [X, ...]}   a named tuple, one of torch's return types
+    {"class": NAME, "children": [X, ...]}   a named tuple, or a return type of torch
     {"class": NAME, "children": [X, ...], "data": [[NAME, VALUE], ...]}      a dataclass
 
-A class is found by its name among those that are imported, or in what the caller gives; nothing
+A class is looked up by name among the imported classes and those that the caller passes. No module
 is imported for it, and its instances must be containers.
 """
 
@@ -31,7 +31,7 @@ class _Leaf:
 
 
 def encode_tree(tree: optree.PyTreeSpec) -> Any:
-    """A structure as JSON.
+    """Return a structure as JSON.
 
     Raises:
         NoFileForm: it has containers that a file can't hold.
@@ -71,7 +71,8 @@ class Trees:
     """Reads structures.
 
     Args:
-        classes: what names of classes stand for, before those that are imported.
+        classes: classes by name, which take precedence over imported ones.
+        values: reads the keys of dicts and the constants of dataclasses.
     """
 
     def __init__(self, classes: Mapping[str, type], values: Values) -> None:
@@ -79,7 +80,7 @@ class Trees:
         self._values = values
 
     def decode(self, field: Field) -> optree.PyTreeSpec:
-        """The structure that `encode_tree` wrote."""
+        """Return the structure that `encode_tree` wrote."""
         tree = self._decode(field)
         try:
             return pytrees.structure_of(tree)
@@ -145,7 +146,7 @@ class Trees:
         return field.fail(f"{cls.__name__} is no container") if made is None else made
 
     def class_of(self, field: Field) -> Any:
-        """The class of a name."""
+        """Return the class of a name."""
         name = field.text()
         found = self._classes.get(name) or (find(name, {}) if len(name) < 300 else None)
         if not isinstance(found, type):

@@ -1,6 +1,6 @@
-"""Values as JSON: arguments of operators, and those of a function that are burnt in.
+"""Values as JSON: arguments of operators, and arguments of a function that are constants.
 
-What JSON has by itself stands for itself; anything else is an object of one key, its kind::
+A value that JSON has is written directly. Any other value is an object with one key, its kind::
 
     3   1.5   true   null   "sum"   [1, 2]
     {"float": "nan"}   {"complex": [0.0, 1.0]}   {"tuple": [1, 2]}   {"dict": [["k", 1]]}
@@ -40,8 +40,8 @@ class NoFileForm(Exception):
     """A value that a file can't hold.
 
     Args:
-        what: the value, in words.
-        why: what there is to say after that; else which values files have.
+        what: a description of the value.
+        why: the rest of the message; if it is empty, a list of the values that files can hold.
     """
 
     def __init__(self, what: str, why: str = "") -> None:
@@ -49,12 +49,12 @@ class NoFileForm(Exception):
         self.why = why
 
     def within(self, where: str) -> NoFileForm:
-        """The same, with where it is."""
+        """Return the same error with a place."""
         return NoFileForm(f"{self}{where}", self.why)
 
 
 def _float_text(value: float) -> str:
-    """A float that is not finite, with its sign."""
+    """Return a float that is not finite as a text, with its sign."""
     return "-nan" if math.isnan(value) and math.copysign(1, value) < 0 else str(value)
 
 
@@ -63,15 +63,15 @@ def encode(
     node: Callable[[Any], str] | None = None,
     other: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A value as JSON.
+    """Return a value as JSON.
 
     Args:
-        value: what is to be written.
-        node: the name of a graph's node; without it, nodes are refused.
-        other: the JSON of what is of no kind below, or None.
+        value: the value.
+        node: returns the name of a graph's node; without it, nodes are refused.
+        other: returns the JSON of a value of another kind, or None.
 
     Raises:
-        NoFileForm: it is of no kind that a file has.
+        NoFileForm: a file can't hold a value of this type.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -101,7 +101,7 @@ def encode(
 
 
 def printable(text: str) -> str:
-    """A text as one line of characters that can be printed."""
+    """Return a text as one line of printable characters."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -128,8 +128,8 @@ class Values:
     """Reads values.
 
     Args:
-        node: what stands for the node of a name, in a graph; without it, there are none.
-        device: takes the place of every device of a file, if it is given.
+        node: returns the node of a name, in a graph; without it, nodes are refused.
+        device: replaces every device of a file, if it is given.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class Values:
         self._other: Mapping[str, Callable[[Field], Any]] = {}
 
     def with_other(self, kinds: Mapping[str, Callable[[Field], Any]]) -> Values:
-        """The same with more kinds of values, each with what reads it."""
+        """Return a reader of more kinds of values, given a reader for each kind."""
         found = Values(self._node, self._device)
         found._other = kinds
         return found
 
     def decode(self, field: Field) -> Any:
-        """The value that `encode` wrote."""
+        """Return the value that `encode` wrote."""
         value = field.value
         if value is None or type(value) in (bool, float, str):
             return value
@@ -180,7 +180,7 @@ class Values:
     def _read_size(self, field: Field) -> Any:
         sizes = [self.decode(item) for item in field.items()]
         if not all(type(size) is int for size in sizes):
-            return tuple(sizes)  # with nodes among them: what the program makes of it
+            return tuple(sizes)  # contains nodes: the program makes the size from it
         return torch.Size([item.integer() for item in field.items()])
 
     def _read_dict(self, field: Field) -> dict[Any, Any]:
@@ -209,7 +209,7 @@ class Values:
         return self.device(field)
 
     def device(self, field: Field) -> torch.device:
-        """The device that a text names, or the one that is to take its place."""
+        """Return the device of a name, or the device that replaces it."""
         try:
             found = torch.device(field.text(_DEVICE, "a device"))
         except RuntimeError:
@@ -223,6 +223,6 @@ _KINDS = frozenset(
 
 
 def dtype_of(field: Field) -> torch.dtype:
-    """The dtype that a text names."""
+    """Return the dtype of a name."""
     found: torch.dtype = field.one_of(DTYPES, "a dtype of torch")
     return found

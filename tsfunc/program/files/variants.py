@@ -1,10 +1,10 @@
-"""Calls that a loaded function should answer beside those that were made before it was saved.
+"""Calls that a loaded function answers in addition to those that were made before it was saved.
 
-A specialized function traces for a call of another kind when it comes. A loaded one can't, so that
-is done when it is saved, for what people change without a thought: named dims of size 0 and 1
-(NOTE [sizes 0 and 1] in ``equal``), ``torch.no_grad``, and which arguments require grad.
-What comes out is most often the same program, which is in the file once. Where the function has not
-asked which tensors require grad, there is nothing to trace: the program answers for any that do.
+A specialized function traces a call of a new kind when it comes. A loaded function can't, so these
+calls are traced when it is saved, for common variations: named dims of size 0 and 1 (NOTE [sizes 0
+and 1] in ``equal``), ``torch.no_grad``, and the arguments that require grad. Most variations give
+the same program, which the file has once. If the function does not read ``requires_grad``, these
+variations are not traced: the program answers them all.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tsfunc.program.calling.target import Target
 from tsfunc.program.guarding.forms import CallForm, example_call
 from tsfunc.program.guarding.inputs import InputSpec
 
-_FEW = 4  # arguments
+_FEW = 4  # the number of arguments up to which all subsets are tried
 
 
 def also_answered(target: Target, entry: Entry, others: Sequence[Entry]) -> list[Entry]:
-    """Entries for calls like that of an entry which none of the others answers."""
+    """Return entries for variations of an entry's call that no other entry answers."""
     if tracing_here():
         return []
     found = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
@@ -47,7 +47,7 @@ def also_answered(target: Target, entry: Entry, others: Sequence[Entry]) -> list
 
 
 def _tensors_of_arguments(form: CallForm) -> list[frozenset[int]]:
-    """For each argument the places of its tensors that can be differentiated by."""
+    """Return the positions of the differentiable tensors of each argument."""
     paths = form.tree.paths()
     found: dict[Any, set[int]] = {}
     for spec in form.inputs:
@@ -57,7 +57,7 @@ def _tensors_of_arguments(form: CallForm) -> list[frozenset[int]]:
 
 
 def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
-    """The tensors of some of the arguments: of each alone, and where there are few, of any."""
+    """Yield the tensors of each argument, and of all subsets of few arguments."""
     counts = range(1, len(arguments)) if len(arguments) <= _FEW else (1,)
     for count in counts:
         for chosen in itertools.combinations(arguments, count):
@@ -67,18 +67,18 @@ def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
 def _traced(
     target: Target, entry: Entry, flat: list[Any], grad: bool, known: list[Entry]
 ) -> list[Entry]:
-    """New entries that a call makes."""
+    """Return the new entries for a call."""
     tree = entry.form.tree
     cache = Cache(len(known) + 2, auto_widen=False)
     cache.entries = tuple(known)
     args, kwargs = arguments = optree.tree_unflatten(tree, flat)
     with torch.set_grad_enabled(grad):
-        if settings()[1:] != entry.form.ambient[1:]:  # all but the grad mode
+        if settings()[1:] != entry.form.ambient[1:]:  # all settings except the grad mode
             return []
         try:
             if cache.find(args, kwargs) is None:
                 FirstCall(target, arguments, flat, tree).program(cache)
-        except Exception:  # the function does not take such calls, or its descriptors do not
+        except Exception:  # the function, or its descriptors, do not accept such calls
             return []
     return [
         made if made.program.looks_at_grad else _for_any_grad(made)
@@ -88,7 +88,7 @@ def _traced(
 
 
 def _for_any_grad(entry: Entry) -> Entry:
-    """The same for tensors of which any may require grad."""
+    """Return an entry that accepts any ``requires_grad`` of its differentiable tensors."""
     form = entry.form
     inputs = tuple(dataclasses.replace(spec, any_grad=_is_smooth(spec)) for spec in form.inputs)
     return Entry.of_form(entry.program, dataclasses.replace(form, inputs=inputs), entry.reason)
@@ -99,7 +99,7 @@ def _is_smooth(spec: InputSpec) -> bool:
 
 
 def _small_sizes(form: CallForm) -> Iterator[Mapping[str, int]]:
-    """Sizes of 0 and 1: for each named dim by itself, and 1 for all."""
+    """Yield sizes of 0 and 1: for each named dim alone, and 1 for all."""
     dims = form.bounds.values()
     for dim, size in itertools.product(dims, (0, 1)):
         if dim.admits(size):

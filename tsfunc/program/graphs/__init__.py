@@ -1,1 +1,1 @@
-"""A program: its graph as Python, as torch's own, drawn, printed, and asked about."""
+"""Forms of a program: Python source, torch.fx module, export, drawing, text, properties."""

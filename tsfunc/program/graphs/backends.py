@@ -1,17 +1,17 @@
-"""Programs that run as a backend has compiled them.
+"""Programs that are compiled by a backend.
 
 NOTE [compiled programs]
-A backend is given the program's graph and example inputs, as torch.compile gives it: the tensors
-from outside are inputs too, after the others, so that training reaches them. Named dims are
-symbolic in the examples. What a backend finds out about these for its own purposes (how large is
-large enough for threads) does not restrict the program: a call for which it does not hold has the
-graph compiled again for sizes like its own.
+A backend gets the program's graph and example inputs, as from torch.compile. The tensors from
+outside are inputs too, after the others, so that training reaches them. Named dims are symbolic in
+the examples. A backend may add guards on them for its own purposes (for example, the size from
+which it uses threads). Such a guard does not restrict the program: for a call that fails it, the
+graph is compiled again with sizes of that call.
 
-Where operators are to be seen one by one (inside of a transform or a trace, under a dispatch
-mode), the program runs as Python, as it does without a backend.
+If each operator has to be visible (inside of a transform or a trace, under a dispatch mode), the
+program runs as Python, as it does without a backend.
 
-What a program assigns (NOTE [updates] in ``updates.py``) is computed by the compiled module, as its
-last results, and assigned by Python after it.
+The compiled module computes the values that a program assigns (NOTE [updates] in ``updates.py``)
+as its last results, and Python code assigns them afterwards.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def resolve(backend: object) -> Backend | None:
-    """What a user has given for a backend; None: generated Python.
+    """Return the backend that a user has passed; None for generated Python.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError: it is not a name or a function.
+        ValueError: there is no backend of this name.
     """
     if backend == "python":
         return None
@@ -77,17 +78,17 @@ def resolve(backend: object) -> Backend | None:
 
 
 class Compiled:
-    """The ``run`` of a program that a backend compiles; made with its first variant compiled.
+    """The ``run`` of a program that a backend compiles; the constructor compiles one variant.
 
     Args:
-        program: traced, with its form; as Python it is kept for where that is needed.
-        backend: compiles it.
-        name: what the user called the backend, for errors.
-        values: what the program is about to run on.
+        program: a traced program with its form; it also runs as Python if necessary.
+        backend: compiles the graph.
+        name: the user's name of the backend, for errors.
+        values: the values that the program is about to run on.
 
     Raises:
-        ExportError: the program has what a backend has no place for, or can't compile.
-        ValueError: the backend is not for the device.
+        ExportError: the backend does not support a part of the program, or can't compile it.
+        ValueError: the backend does not support the device.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Compiled:
         return found[: self._count]
 
     def _compile(self, values: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles the graph for sizes like those of a call."""
+        """Compile the graph for sizes like those of a call."""
         form = self._program.form
         bounds = form.bounds if form is not None else {}
         sizes = self._sizes_of(values)
@@ -158,7 +159,7 @@ class Compiled:
                     f"{self._program.name}: backend {self._name!r} can't compile the program: "
                     f"{reason}. Leave the backend out, and the program runs as Python."
                 ) from error.__cause__
-        # With names that no size gives at once there is no telling: each call is then asked anew.
+        # If a name is not a size itself, its value is unknown here, so each call is compiled.
         holds = symbols.condition()
         if holds is not None and set(sizes) != set(bounds):
             holds = _never
@@ -166,7 +167,7 @@ class Compiled:
         return call
 
 
-_MOST = 8  # variants of one program
+_MOST = 8  # maximum number of variants of one program
 
 
 def _never(sizes: Mapping[str, int]) -> bool:
@@ -174,7 +175,7 @@ def _never(sizes: Mapping[str, int]) -> bool:
 
 
 class _At:
-    """Stands for a result that the module computes, the `at`-th of its own."""
+    """Stand-in for a result of the module, the one of index `at`."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -202,7 +203,7 @@ def _outside(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
-    """The graph as a module that returns tensors and sizes alone, and what is returned in all."""
+    """Return the graph as a module that returns only tensors and sizes, and all results."""
     module = in_torch_operators(
         graph_module(program.name, program.graph, program.lifted, as_inputs=True)
     )
@@ -222,7 +223,10 @@ def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
 
 
 def _assignments(program: Program, count: int) -> Callable[[Sequence[Any]], Any] | None:
-    """What makes a program's assignments, given its ``count`` values and then their tensors."""
+    """Return a function that makes a program's assignments; None if there are none.
+
+    Its argument is the list of the program's ``count`` values, followed by the assigned tensors.
+    """
     if not program.updates:
         return None
     slots = range(sum(len(each.slots()) for each in program.updates))
@@ -233,7 +237,7 @@ def _assignments(program: Program, count: int) -> Callable[[Sequence[Any]], Any]
 
 
 def _named_sizes(form: CallForm | None) -> dict[str, tuple[int, int]]:
-    """Where the size of each named dim is, as far as a dim is the name alone."""
+    """Return the place of the size of each named dim that is a dim itself."""
     found: dict[str, tuple[int, int]] = {}
     for spec in form.inputs if form is not None else ():
         for k, dim in enumerate(spec.dims):
@@ -245,7 +249,7 @@ def _named_sizes(form: CallForm | None) -> dict[str, tuple[int, int]]:
 def _examples(
     program: Program, given: Sequence[torch.Tensor], symbols: Symbols
 ) -> list[torch.Tensor]:
-    """Example inputs; with symbols in the places of named dims, where there are any."""
+    """Return example inputs, with symbols as the sizes of named dims."""
     form = program.form
     if form is None or not form.bounds:
         return list(given)
@@ -257,7 +261,7 @@ def _examples(
 
 
 def _fake(like: torch.Tensor, shape: Sequence[Any], symbols: Symbols) -> torch.Tensor:
-    """A fake tensor of a shape, laid out in memory as another one is."""
+    """Return a fake tensor of a shape, with the stride order of another tensor."""
     if all(isinstance(size, int) for size in shape):
         strides: list[Any] = list(like.stride())
     else:
@@ -272,7 +276,7 @@ def _fake(like: torch.Tensor, shape: Sequence[Any], symbols: Symbols) -> torch.T
 
 
 def _writes_outside(graph: torch.fx.Graph) -> bool:
-    """Whether the program writes into what it is given."""
+    """Return True if the program writes into its inputs or into tensors from outside."""
     aliases = Aliases(graph)
     inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     return any(writes(node) for node in graph.nodes) and any(map(aliases.is_written, inputs))

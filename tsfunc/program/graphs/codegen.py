@@ -1,7 +1,7 @@
-"""A graph as Python source: one line an operator, no interpreter and no modules.
+"""Python source of a graph: one line per operator, without an interpreter or modules.
 
-Each operator is called through torch's Python function of the same name where that parses the
-same arguments faster than the overload itself; results are dropped as soon as they are done with.
+An operator is called through torch's Python function of the same name if that parses the same
+arguments faster than the overload. Results are deleted after their last use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tsfunc.program.reading.updates import Outside, Update, fill
 
 
 class Names:
-    """The names that the source uses for objects: operators, lifted tensors, odd constants."""
+    """The names of objects in the source: operators, lifted tensors and some constants."""
 
     def __init__(self, lifted: Mapping[str, torch.Tensor], locals_: Iterable[str]) -> None:
         self.scope: dict[str, Any] = {**lifted}
@@ -51,7 +51,7 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def _spell(value: Any, names: Names) -> str:
-    """An argument as Python."""
+    """Return an argument as Python."""
     if isinstance(value, torch.fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
     if isinstance(value, Outside):
@@ -85,7 +85,7 @@ def _spell(value: Any, names: Names) -> str:
 
 
 def _spell_infinite(value: float, names: Names) -> str:
-    """An infinity or NaN, with its sign."""
+    """Return an infinity or NaN, with its sign."""
     sign = "-" if math.copysign(1, value) < 0 else ""
     kind = names.of(math.nan, "nan") if math.isnan(value) else names.of(math.inf, "inf")
     return f"{sign}{kind}"
@@ -100,7 +100,7 @@ _OPERATORS = {
 
 
 def _expression(node: torch.fx.Node, names: Names) -> str:
-    """The right-hand side of a node's line."""
+    """Return the right-hand side of a node's line."""
     target: Any = node.target
     if target is operator.getitem:
         return f"{_spell(node.args[0], names)}[{node.args[1]!r}]"
@@ -123,7 +123,7 @@ def _expression(node: torch.fx.Node, names: Names) -> str:
 
 
 def _last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[str]]:
-    """For each node the names that are not used after it."""
+    """Return for each node the names whose last use it is."""
     seen: set[torch.fx.Node] = set()
     dropped: dict[torch.fx.Node, list[str]] = {}
     for node in reversed(graph.nodes):
@@ -139,8 +139,8 @@ class Statement:
     """A statement of the source.
 
     Attributes:
-        text: the Python of it, indented within the function's body.
-        node: what it computes, None for what only drops or surrounds.
+        text: its Python, indented within the function's body.
+        node: the node that it computes; None for a statement that only deletes or opens a block.
     """
 
     text: str
@@ -150,13 +150,13 @@ class Statement:
 def statements(
     graph: torch.fx.Graph, inputs: Sequence[int], names: Names, updates: Sequence[Update] = ()
 ) -> Iterator[Statement]:
-    """A graph as the statements of a function's body.
+    """Yield a graph as the statements of a function's body.
 
     Args:
-        graph: what it computes.
-        inputs: where each input stands in the list that the function is called with.
-        names: what the statements call the objects that they use.
-        updates: the assignments that it ends with.
+        graph: the graph.
+        inputs: the index of each input in the list that the function is called with.
+        names: the names of the objects that the statements use.
+        updates: the assignments that the function ends with.
     """
     places = iter(inputs)
     dropped = _last_uses(graph)
@@ -165,7 +165,7 @@ def statements(
         if node.op == "placeholder":
             place = next(places)
             if node.users:
-                quiet = False  # a body has its inputs where they are first used
+                quiet = False  # the inputs of a body come at their first use
                 yield Statement(f"{node.name} = args[{place}]", node)
         elif node.op == "output":
             yield from _ending(node, updates, names)
@@ -182,13 +182,13 @@ def statements(
 
 
 def names_of(name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor]) -> Names:
-    """Names for the objects of a graph's source: not the function's own, nor one of a value."""
-    # The function may be called as an operator is.
+    """Return names for the objects of a graph's source, other than the function's and values'."""
+    # The function may have the name of an operator.
     return Names(lifted, (function_name(name), *(node.name for node in graph.nodes)))
 
 
 def function_name(name: str) -> str:
-    """What the source calls a function."""
+    """Return the name of a function in the source."""
     return name if name.isidentifier() and not keyword.iskeyword(name) else "program"
 
 
@@ -199,14 +199,14 @@ def generate(
     lifted: Mapping[str, torch.Tensor],
     updates: Sequence[Update] = (),
 ) -> tuple[str, Callable[[Sequence[Any]], Sequence[Any]]]:
-    """The source of a graph, and the function that it defines.
+    """Return the source of a graph, and the function that it defines.
 
     Args:
         name: the function's name.
-        graph: what it computes.
-        inputs: where each input stands in the list that it is called with.
+        graph: the graph.
+        inputs: the index of each input in the list that the function is called with.
         lifted: the tensors that the graph's ``get_attr`` nodes name.
-        updates: the assignments that it ends with.
+        updates: the assignments that the function ends with.
     """
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
@@ -216,7 +216,7 @@ def generate(
     found = list(statements(graph, inputs, names, updates))
     lines = [f"    {each.text}\n" for each in found]
     source = f"def {called}(args):\n{''.join(lines)}"
-    # The user's line of each line, for tracebacks; the first line is the function's head.
+    # The user's line of each line, for tracebacks; line 1 is the function's head.
     places = {
         line: each.node.meta["place"]
         for line, each in enumerate(found, start=2)
@@ -229,7 +229,7 @@ def generate(
 
 
 def _ending(output: torch.fx.Node, updates: Sequence[Update], names: Names) -> Iterator[Statement]:
-    """The updates, whose tensors are the last of the graph's results, and the return."""
+    """Yield the updates, whose tensors are the last results of the graph, and the return."""
     results: Any = output.args[0]
     count = len(results) - sum(len(each.slots()) for each in updates)
 
@@ -246,7 +246,7 @@ def _ending(output: torch.fx.Node, updates: Sequence[Update], names: Names) -> I
 
 
 def _write_bodies(op: ControlFlow) -> None:
-    """Makes the bodies of control flow run as Python too."""
+    """Generate the Python of the bodies of control flow."""
     for body in op.bodies:
         if body.function is None:
             body.source, body.function = generate(body.name, body.graph, body.inputs, {})

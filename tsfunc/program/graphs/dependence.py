@@ -1,13 +1,13 @@
-"""Which entries of its inputs each entry of a graph's values depends on.
+"""Dependence of each entry of a graph's values on the entries of its inputs.
 
 NOTE [index sets]
-The sets are kept as pairs: the number of an entry, and that of an entry of the input. What an
-operator does to them is to join them with the pairs of its own. Operators that move entries are run
-on the entries' numbers; of those that go entry by entry, that reduce dims or run along one, the
-pattern follows from the shapes; linear and bilinear ones (convolutions, matrix products) are run on
-unit vectors, with the other operand's zeros. Of what is left every result depends on every entry,
-which is always right: a pattern may have too many entries, never too few. It holds for all values
-of the inputs.
+A dependence is a set of pairs: the index of an entry, and the index of an entry of the input. An
+operator joins the pairs of its arguments with its own pairs. Operators that move entries are run
+on the indices of the entries. For elementwise operators, reductions and operators along a dim, the
+pattern follows from the shapes. Linear and bilinear operators (convolutions, matrix products) are
+run on unit vectors, with the zeros of the other operand. For any other operator each result entry
+depends on every entry. A pattern may have too many pairs but never too few, and it is valid for
+all values of the inputs.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class _Value:
     """A value of the graph for some inputs.
 
     Attributes:
-        pattern: pairs: what the entries depend on; None for what has no derivative.
-        varies: whether it is another one for other inputs.
+        value: the value.
+        pattern: the pairs of its dependence; None for a value without a derivative.
+        varies: whether it depends on the inputs.
     """
 
     value: Any
@@ -74,13 +75,15 @@ class _Value:
 
 
 def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The pattern of the graph's one result by the entries of its first input.
+    """Return the dependence of the graph's single result on the entries of its first input.
 
     Args:
-        inputs: what the graph is run on; the first may be any values of its type and shape.
+        graph: the graph.
+        inputs: the inputs to run the graph on; the values of the first do not matter.
 
     Returns:
-        The numbers of entries of the result, and for each that of an entry of the input.
+        The indices of entries of the result, and for each an index of an entry of the input; an
+        integer tensor of shape [2, pairs].
     """
     known: dict[torch.fx.Node, Any] = {}
     given = iter(inputs)
@@ -93,7 +96,7 @@ def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.T
         elif node.op == "output":
             (out,) = node.args[0]
             found = known.get(out)
-            if writes and found is not None:  # of what was written into it is not known any more
+            if writes and found is not None:  # the pattern of a written value is unknown
                 return _all(found.value.numel(), torch.arange(inputs[0].numel()))
             none = torch.zeros(2, 0, dtype=torch.long)
             return none if found is None or found.pattern is None else found.pattern
@@ -105,15 +108,15 @@ def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.T
 
 
 def _operator(target: Any) -> TorchOperator | None:
-    """The operator of a node; None where it is control flow, or reckons with sizes."""
+    """Return the operator of a node; None for control flow and arithmetic on sizes."""
     return operator_of(target) if hasattr(target, "overloadpacket") else None
 
 
 def _by_entry(name: str) -> bool:
-    """Whether an operator goes entry by entry, or reduces.
+    """Return True if an operator is elementwise or a reduction.
 
-    Identity says that sizes stay. Entries do where the operator names no dim and mixed none when it
-    was tried; of an operator that is not torch's own nobody has tried that.
+    The category IDENTITY only says that sizes stay the same. Such an operator is elementwise if it
+    names no dim and its recorded test mixed no entries; only operators of torch are tested.
     """
     entry = ops.lookup(name)
     if entry.category is not Category.IDENTITY:
@@ -141,7 +144,7 @@ def _called(node: torch.fx.Node, known: Mapping[torch.fx.Node, Any]) -> Any:
 
 
 class _Call:
-    """A call of an operator, and what each entry of its results depends on."""
+    """A call of an operator, and the dependence of its results."""
 
     def __init__(self, target: Any, tree: Any, values: Sequence[_Value]) -> None:
         self.target, self.tree, self.values = target, tree, values
@@ -155,7 +158,7 @@ class _Call:
         return self.target(*args, **kwargs)
 
     def with_tensors(self, made: Callable[[int, _Value], Any], place: int) -> Any:
-        """One result of the call, with other tensors among its arguments."""
+        """Return one result of the call with other tensors as its arguments."""
         outs = self.run([
             made(i, x) if isinstance(x.value, torch.Tensor) else x.value
             for i, x in enumerate(self.values)
@@ -163,7 +166,7 @@ class _Call:
         return outs[place] if isinstance(outs, list | tuple) else outs
 
     def pattern(self, place: int, out: torch.Tensor) -> torch.Tensor | None:
-        """The pattern of one of the results."""
+        """Return the pattern of one of the results."""
         if not self.by or self.name == "aten::detach":
             return None
         parts = []
@@ -180,7 +183,7 @@ class _Call:
         return found
 
     def local(self, i: int, place: int, out: torch.Tensor) -> torch.Tensor | None:
-        """Pairs of entries of a result, and of the argument that each depends on; None for all."""
+        """Return pairs of entries of a result and of an argument; None if all pairs depend."""
         x = self.values[i].value
         tensors = [v.value for v in self.values if isinstance(v.value, torch.Tensor)]
         if self.name in _MOVES:
@@ -201,9 +204,9 @@ class _Call:
         return None
 
     def moved(self, i: int, place: int) -> torch.Tensor | None:
-        """The entries' numbers, moved as the entries are."""
+        """Return the pairs of an operator that moves entries, from a run on their indices."""
         if any(x.varies and x.pattern is None for x in self.values):
-            return None  # where to is another matter for other inputs
+            return None  # the destinations depend on the inputs
 
         def numbers(j: int, x: _Value) -> Any:
             if not _smooth(x.value):
@@ -216,7 +219,7 @@ class _Call:
         return torch.stack([rows, from_[rows] - 1])
 
     def bilinear(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor:
-        """Where unit vectors go, through the other operand's entries that are not zero."""
+        """Return the pairs that unit vectors show, with the zeros of the other operand."""
 
         def of_entries(entries: torch.Tensor) -> Any:
             def made(j: int, v: _Value) -> Any:
@@ -240,14 +243,14 @@ class _Call:
         return torch.cat(found, 1)
 
     def _spoiled(self, i: int, place: int, at: tuple[Any, ...]) -> torch.Tensor:
-        """Where not-a-number among the entries of an argument comes out."""
+        """Return the entries of a result that become NaN if some entries of an argument are NaN."""
         spoiled = torch.ones(self.values[i].value.shape, dtype=torch.double)
         spoiled[at] = torch.nan
         found: torch.Tensor = self.with_tensors(lambda j, x: spoiled if j == i else x.value, place)
         return found.isnan()
 
     def along(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Each result depends on all entries of its lanes: those that one entry gets to."""
+        """Return the pairs of an operator along dims: each result depends on its whole lane."""
         if not x.numel():
             return None
         reached = self._spoiled(i, place, (0,) * x.dim()).nonzero()
@@ -256,7 +259,7 @@ class _Call:
         return _within(lanes.expand(x.shape), lanes.expand(x.shape))
 
     def reduced(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Each result depends on the entries of the dims that are not among its own."""
+        """Return the pairs of a reduction: a result depends on the entries of the reduced dims."""
         kept = []
         for d, size in enumerate(x.shape):
             spoiled = self._spoiled(i, place, (slice(None),) * d + (0,))
@@ -271,7 +274,7 @@ class _Call:
 
 
 def _within(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """All pairs of entries of the same lane."""
+    """Return all pairs of entries of the same lane."""
     order = torch.argsort(columns.reshape(-1), stable=True)
     lanes = columns.reshape(-1)[order]
     size = int((lanes == lanes[0]).sum())
@@ -301,12 +304,12 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
 
 
 def _all(rows: int, columns: torch.Tensor) -> torch.Tensor:
-    """Each row has the same columns."""
+    """Return the pairs of each row with the same columns."""
     return torch.cartesian_prod(torch.arange(rows), columns).T.reshape(2, -1)
 
 
 def _joined(own: torch.Tensor, pattern: torch.Tensor, size: int) -> torch.Tensor:
-    """The pairs of a result's entries and the input's, through the ``size`` entries between."""
+    """Return the pairs of a result's and the input's entries, via ``size`` entries in between."""
     pattern = pattern[:, pattern[0].argsort(stable=True)]
     counts = torch.bincount(pattern[0], minlength=size)
     starts = counts.cumsum(0) - counts

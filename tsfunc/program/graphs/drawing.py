@@ -1,4 +1,4 @@
-"""A program drawn: an SVG picture of its graph, a row for each step away from the inputs."""
+"""Drawing of a program: an SVG picture of its graph, with a row per distance from the inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.program.graphs.properties import ProgramProperties
 
-_CHARACTER = 6.6  # the width of one, in pixels
+_CHARACTER = 6.6  # the width of a character, in pixels
 _HEIGHT, _ROW, _GAP, _MARGIN = 38, 74, 18, 20
 _COLOURS = {"placeholder": "#dbeafe", "get_attr": "#fef3c7", "output": "#dcfce7"}
 _STYLE = (
@@ -23,7 +23,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class _Box:
-    """A node in the picture: where its upper edge's middle is, and what it says."""
+    """A node in the picture: the middle of its upper edge, its size and its texts."""
 
     x: float
     y: float
@@ -35,15 +35,15 @@ class _Box:
 
 
 def draw(name: str, graph: torch.fx.Graph, known: ProgramProperties) -> str:
-    """A graph as SVG text.
+    """Return a graph as SVG text.
 
-    A value stands in the row below the lowest of what it is computed from, near the middle of
-    these. Pointing at one shows the user's line.
+    A value is in the row below its lowest argument, near the middle of its arguments. A tooltip
+    shows the user's line.
 
     Args:
         name: the title.
-        graph: what is drawn; what nobody uses is left out.
-        known: what is known of its values.
+        graph: the graph; unused values are left out.
+        known: the properties of its values.
     """
     nodes = [node for node in graph.nodes if node.users or node.op == "output"]
     rows = _rows(nodes)
@@ -77,7 +77,7 @@ def draw(name: str, graph: torch.fx.Graph, known: ProgramProperties) -> str:
 
 
 def _rows(nodes: Sequence[torch.fx.Node]) -> list[list[torch.fx.Node]]:
-    """The nodes by their distance from the inputs; what is read from outside is near its use."""
+    """Return the nodes by their distance from the inputs; lifted tensors are near their uses."""
     depth: dict[torch.fx.Node, int] = {}
     for node in nodes:
         depth[node] = 1 + max((depth[arg] for arg in node.all_input_nodes), default=-1)
@@ -93,7 +93,7 @@ def _rows(nodes: Sequence[torch.fx.Node]) -> list[list[torch.fx.Node]]:
 def _middles(
     rows: Sequence[Sequence[torch.fx.Node]], widths: dict[torch.fx.Node, float]
 ) -> dict[torch.fx.Node, float]:
-    """Where each node stands in its row: as near to its arguments as the others let it."""
+    """Return the middle of each node in its row, as close to its arguments as the others allow."""
     middles: dict[torch.fx.Node, float] = {}
     for row in rows:
         wanted = {}
@@ -104,7 +104,7 @@ def _middles(
         for node in sorted(row, key=wanted.__getitem__):
             middles[node] = max(wanted[node], edge + widths[node] / 2)
             edge = middles[node] + widths[node] / 2 + _GAP
-        if row:  # what was pushed to the right is shared out
+        if row:  # the shift to the right is averaged over the row
             shift = sum(middles[node] - wanted[node] for node in row) / len(row)
             for node in row:
                 middles[node] -= shift
@@ -125,7 +125,7 @@ def _title(node: torch.fx.Node) -> str:
     return f"{called}({rest if len(rest) <= _LONGEST else rest[:_LONGEST] + '...'})"
 
 
-_LONGEST = 24  # characters of a call's arguments
+_LONGEST = 24  # maximum number of characters of a call's arguments
 
 
 def _argument(value: object) -> str:

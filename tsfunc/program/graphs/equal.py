@@ -1,11 +1,12 @@
-"""Whether a program with symbolic sizes is, for given sizes, the program traced for just these.
+"""Comparison of a program with symbolic sizes and one that was traced for fixed sizes.
 
 NOTE [sizes 0 and 1]
-Operators treat the sizes 0 and 1 apart: they broadcast, squeeze, and decide contiguity. A trace
-with symbolic sizes therefore takes them for 2 or more. A call with a named dim of size 0 or 1 is
-traced once with that size fixed; where the same operators come out on the same numbers, the
-symbolic program serves that size too, and else the call has a program of its own. What depends on
-sizes alone (``arange(n)``) is folded where they are fixed; it is the same if it has the same value.
+Operators treat the sizes 0 and 1 differently: they broadcast, squeeze and decide contiguity. A
+trace with symbolic sizes therefore assumes sizes of 2 or more. A call with a named dim of size 0
+or 1 is traced once with that size fixed. If that trace has the same operators on the same numbers,
+the symbolic program serves that size too; otherwise the call has a program of its own. A value
+that depends on sizes alone (``arange(n)``) is a folded constant in the fixed program, and is
+compared by value.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from tsfunc.program.reading.updates import same_updates
 
 
 def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, Any]) -> bool:
-    """Whether the symbolic program does what the other one does, in which some sizes are fixed.
+    """Return True if the symbolic program does the same as a program with some sizes fixed.
 
     Args:
         symbolic: a program for any sizes of named dims.
-        fixed: one for some sizes of them.
-        sizes: a number for each that is fixed, and a symbol for each that is not.
+        fixed: a program for some fixed sizes.
+        sizes: a number for each fixed size, and a symbol for each other size.
     """
     if symbolic.out_tree != fixed.out_tree or symbolic.inputs != fixed.inputs:
         return False
@@ -42,16 +43,16 @@ def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, Any]) ->
 
 @dataclass
 class _Matching:
-    """Which step of one program is which of the other."""
+    """A mapping of the steps of one program to those of the other."""
 
     symbolic: Program
     fixed: Program
     sizes: Mapping[str, Any]
     matched: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
-    values: dict[torch.fx.Node, torch.Tensor] = field(default_factory=dict)  # of the symbolic one
+    values: dict[torch.fx.Node, torch.Tensor] = field(default_factory=dict)  # of `symbolic`
 
     def is_whole(self) -> bool:
-        """Whether the steps are the same, but for those that are constants in the fixed program."""
+        """Return True if all steps correspond, except those that the fixed program has folded."""
         right = iter([node for node in _steps(self.fixed.graph) if not self._is_constant(node)])
         b = next(right, None)
         for a in _steps(self.symbolic.graph):
@@ -90,7 +91,7 @@ class _Matching:
         return one is not None and one.dtype == other.dtype and torch.equal(one, other)
 
     def _same_number(self, a: Any, b: Any) -> bool:
-        """Whether a number of the symbolic program, at the sizes, is one of the fixed program."""
+        """Return True if a number of the symbolic program equals one of the fixed program."""
         if isinstance(b, torch.fx.Node):
             return "value" in b.meta and bool(b.meta["value"](self.sizes) == a)
         return type(b) in (int, float, bool) and bool(a == b)
@@ -99,7 +100,7 @@ class _Matching:
         return node.op == "get_attr" and str(node.target) in self.fixed.constants
 
     def _value(self, node: Any) -> torch.Tensor | None:
-        """A tensor of the symbolic program that depends on constants and sizes alone, or None."""
+        """Return a tensor of `symbolic` that depends on constants and sizes alone, or None."""
         if node not in self.values:
             if node.op == "get_attr" and str(node.target) in self.symbolic.constants:
                 self.values[node] = self.symbolic.tensor(node)
@@ -110,12 +111,12 @@ class _Matching:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
                 try:
                     self.values[node] = node.meta["op"].overload(*args, **kwargs)
-                except Exception:  # it is not called with such sizes
+                except Exception:  # the operator does not accept such sizes
                     return None
         return self.values.get(node)
 
     def _known(self, node: torch.fx.Node) -> Any:
-        """A tensor as ``_value`` has it, or a number; None: it is not known."""
+        """Return a tensor as ``_value`` does, or a number; None if it is unknown."""
         if "value" not in node.meta:
             return self._value(node)
         number = node.meta["value"](self.sizes)
@@ -123,7 +124,7 @@ class _Matching:
 
 
 def _steps(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
-    """The nodes whose values are tensors; numbers are compared where they are used."""
+    """Return the nodes with tensor values; numbers are compared at their uses."""
     return [node for node in graph.nodes if "expr" not in node.meta and not _is_number(node)]
 
 

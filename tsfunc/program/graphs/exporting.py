@@ -1,13 +1,13 @@
-"""A program handed over to ``torch.export``.
+"""Conversion of a program to a ``torch.export.ExportedProgram``.
 
-torch.export traces the program's graph once more, as the ``forward`` of a module that has the
-parameters, buffers and submodules of the user's, by the same names. So its signature, its
-``state_dict`` and what its tools make of them are those of the user's module.
+torch.export traces the program's graph again, as the ``forward`` of a module with the user's
+parameters, buffers and submodules under the same names. The signature, the ``state_dict`` and the
+results of torch.export's tools are therefore those of the user's module.
 
 NOTE [assignments in exported programs]
-A program ends with the function's assignments. Those to buffers are writes into them here, as
-torch.export has them. Those of values without tensors are left out, as it leaves them out: what
-the function read of them is burnt in. Other tensors can't be assigned.
+A program ends with the function's assignments. An assignment to a buffer becomes a write into it,
+as in torch.export. Assignments of values without tensors are left out, as in torch.export, and
+values that the function read are constants. Other tensors can't be assigned.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tsfunc.program.passes.effects import writes
 from tsfunc.types import Dim, DimExpr
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-# Sizes of the examples: those in functions are rarely such, or parts of such.
+# Sizes of the examples: primes are rarely constants in functions, or factors of constants.
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _PLAIN = (int, float, bool, str, type(None))
 
 
 def exported(program: Program) -> torch.export.ExportedProgram:
-    """The program as torch.export has one; see ``Program.to_exported_program``."""
+    """Return the program as a torch.export program; see ``Program.to_exported_program``."""
     form = program.form
     if form is None:
         raise ExportError(f"{program.name}: there is no record of what the program was made for.")
@@ -62,7 +62,7 @@ def exported(program: Program) -> torch.export.ExportedProgram:
     args, kwargs = pytrees.unflatten(form.tree, leaves)
     names = _parameters(program, form, len(args))
     module = _module(program, graph, names, list(kwargs))
-    # torch.export finds some relations by itself alone, and fails on others if they are given.
+    # torch.export infers some relations only if they are not given.
     failed: Exception | None = None
     least = {name: max(2, dim.min or 0) for name, dim in form.bounds.items()}
     for given in (True, True, False):
@@ -93,7 +93,7 @@ def _problems(program: Program, form: CallForm, graph: torch.fx.GraphModule) -> 
         yield no_operator(name, reason)
 
 
-# --- what comes for the parameters
+# --- the arguments
 
 
 def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -107,9 +107,10 @@ def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def _least_of(error: str, least: Mapping[str, int]) -> dict[str, int]:
-    """The least sizes that torch.export says it needs, where they are larger than those it has.
+    """Return the minimum sizes in an error of torch.export that are larger than the given ones.
 
-    For sizes at the edge (NOTE [sizes at the edge] in ``program/dims/edges``) it has no program.
+    torch.export has no program for sizes at the edge (NOTE [sizes at the edge] in
+    ``program/dims/edges``).
     """
     said = re.findall(r"^\s*(\w+) = Dim\('\w+', min=(\d+)", error, re.MULTILINE)
     return {name: int(low) for name, low in said if int(low) > least.get(name, 1 << 62)}
@@ -118,14 +119,14 @@ def _least_of(error: str, least: Mapping[str, int]) -> dict[str, int]:
 def _shapes(
     program: Program, form: CallForm, names: Sequence[str], given: bool, least: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The dynamic dims, and ints, as torch.export writes them.
+    """Return the dynamic dims, and dynamic ints, in the form of torch.export.
 
     Args:
         program: the program.
-        form: what it takes for granted.
+        form: the assumptions about its arguments.
         names: the positional parameters.
-        given: whether expressions are given, or are for torch.export to find.
-        least: the least size of each named dim.
+        given: whether expressions are passed to torch.export, or inferred by it.
+        least: the minimum size of each named dim.
     """
     dims = {name: _named(dim, least[name]) for name, dim in form.bounds.items()}
     shapes: list[Any] = [None] * len(form.leaves)
@@ -149,7 +150,7 @@ class _Shape:
 
 
 def _as_given(tree: Any) -> Any:
-    """Containers of dynamic dims as torch.export takes them: objects as lists of their entries."""
+    """Return containers of dynamic dims as torch.export takes them: objects as lists of entries."""
     if isinstance(tree, _Shape):
         return tree.value
     if isinstance(tree, dict):
@@ -162,7 +163,7 @@ def _as_given(tree: Any) -> Any:
 
 
 def _named(dim: Dim, least: int) -> Any:
-    """A named dim as torch.export writes it: a multiple is a number times another dim."""
+    """Return a named dim in torch.export's form: a multiple is a number times another dim."""
     step = dim.multiple_of or 1
     most = None if dim.max is None else dim.max // step
     name = dim.name if step == 1 else f"{dim.name}_by_{step}"
@@ -171,7 +172,7 @@ def _named(dim: Dim, least: int) -> Any:
 
 
 def _dim(dim: Any, dims: Mapping[str, Any], given: bool) -> Any:
-    """A dim as torch.export writes it: of expressions it knows the linear ones in one name."""
+    """Return a dim in torch.export's form, which has linear expressions of one name only."""
     if isinstance(dim, Dim):
         return dims[dim.name]
     if not isinstance(dim, DimExpr):
@@ -187,7 +188,7 @@ def _dim(dim: Any, dims: Mapping[str, Any], given: bool) -> Any:
 
 
 def _line(dim: DimExpr) -> tuple[str, int, int] | None:
-    """``factor * name + rest``, if the expression is of that form."""
+    """Return ``(name, factor, rest)`` of ``factor * name + rest``; None for other expressions."""
     if len(dim.names) != 1:
         return None
     (name,) = dim.names
@@ -198,7 +199,7 @@ def _line(dim: DimExpr) -> tuple[str, int, int] | None:
 
 
 def _parameters(program: Program, form: CallForm, count: int) -> list[str]:
-    """Names for the positional arguments: those of the function's parameters, where it has them."""
+    """Return names for the positional arguments: the function's parameters if possible."""
     numbered = pytrees.unflatten(form.tree, range(len(form.leaves)))[0]
     names = []
     for i, each in enumerate(numbered):
@@ -215,7 +216,7 @@ def _parameters(program: Program, form: CallForm, count: int) -> list[str]:
 def _module(
     program: Program, graph: torch.fx.GraphModule, names: Sequence[str], keywords: Sequence[str]
 ) -> torch.nn.Module:
-    """A module of the function's parameters and state that does what the program does."""
+    """Return a module with the function's parameters and state that computes the program."""
 
     class Exported(torch.nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +237,7 @@ def _module(
     if program.state.module is not None:
         _give_state(root, program.state.module)
     replaced, places = program.state.inputs, _places_of_lifted(program, root)
-    # torch's loops take no constants.
+    # torch's loops do not take constants.
     known = {name for named in (root.named_parameters, root.named_buffers)
              for name, _ in named(remove_duplicate=False)}  # fmt: skip
     copied = set(places) - known if any(graph.children()) else set()
@@ -244,9 +245,9 @@ def _module(
 
 
 def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Registers parameters, buffers and submodules as a module has them; these do nothing.
+    """Register parameters, buffers and submodules as a module has them, without their forwards.
 
-    What is one submodule or one tensor by two names is one here too.
+    A submodule or tensor with two names stays one object.
     """
     made = {id(module): root}
     for path, each in module.named_modules(remove_duplicate=False):
@@ -262,10 +263,11 @@ def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
 
 
 def _places_of_lifted(program: Program, root: torch.nn.Module) -> list[str]:
-    """The path in the module of each tensor that the program reads from outside.
+    """Return the path in the module of each tensor that the program reads from outside.
 
-    What is not of the traced module's state is put there: as a constant where the program has
-    computed it, or a module was traced; else, or if it is written to, as a parameter or buffer.
+    A tensor that is not in the traced module's state is added to the module. It becomes a constant
+    if the program has computed it or if a module was traced; otherwise, or if it is written to, it
+    becomes a parameter or buffer.
     """
     of_module = program.state.module is not None
     changed = {
@@ -290,7 +292,7 @@ def _places_of_lifted(program: Program, root: torch.nn.Module) -> list[str]:
 
 
 def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fixed: bool) -> str:
-    """Puts a tensor into a module, at a path, or by its name where the path is taken."""
+    """Put a tensor into a module at a path, or under its name if the path is taken."""
     *path, last = wanted.split(".")
     at = root
     for each in path:
@@ -311,7 +313,7 @@ def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fi
 
 
 def _at(root: torch.nn.Module, place: str) -> torch.Tensor:
-    """The tensor at a path of a module."""
+    """Return the tensor at a path of a module."""
     value: Any = root
     for each in place.split("."):
         value = getattr(value, each)
@@ -322,12 +324,12 @@ def _at(root: torch.nn.Module, place: str) -> torch.Tensor:
 def _assign(
     root: torch.nn.Module, program: Program, results: list[Any], values: Sequence[Any]
 ) -> None:
-    """Writes what the program assigns to buffers into them.
+    """Write the values that the program assigns to buffers into the buffers.
 
     Args:
-        root: the module that has them.
+        root: the module that has the buffers.
         program: the program.
-        results: what it returns; copied, where it may have the memory of a buffer.
+        results: the results; results that may share memory with a buffer are replaced by copies.
         values: the tensors that its updates assign, in order.
     """
     if not program.state.assigned:

@@ -1,4 +1,4 @@
-"""A program as a ``torch.fx.GraphModule``, which torch's own tools take."""
+"""Conversion of a program to a ``torch.fx.GraphModule``, which torch's own tools take."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tsfunc.bridge.tracers.torch_state import set_grad_mode
 def graph_module(
     name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor], as_inputs: bool = False
 ) -> torch.fx.GraphModule:
-    """A module that runs a graph on its inputs and returns its results as a tuple.
+    """Return a module that runs a graph on its inputs and returns its results as a tuple.
 
     Args:
-        name: what the module's class is called.
-        graph: what it computes.
+        name: the name of the module's class.
+        graph: the graph.
         lifted: the tensors of the graph's ``get_attr`` nodes. They become parameters and buffers
             of the module, and stay the same tensors.
         as_inputs: whether they become inputs instead, after the others.
@@ -51,14 +51,14 @@ def _add(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 class _GradMode:
-    """Writes the blocks in which nothing is recorded into a graph, which has no blocks."""
+    """Writes no_grad blocks into a graph, which has no blocks, as changes of the grad mode."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._graph = graph
         self._before: torch.fx.Node | None = None
 
     def switch(self, quiet: bool) -> None:
-        """What comes next is inside of such a block, or outside."""
+        """Start a no_grad block before the next node if `quiet` is True, or end it."""
         if quiet and self._before is None:
             self._before = self._graph.call_function(torch.is_grad_enabled)
             self._graph.call_function(set_grad_mode, (False,))

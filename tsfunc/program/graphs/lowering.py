@@ -1,4 +1,4 @@
-"""Arguments made from descriptors: what a function is traced with before it is ever called."""
+"""Example arguments made from descriptors, to trace a function before its first call."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from tsfunc.types.values import entry_text
 def arguments_for(
     name: str, signature: inspect.Signature, contract: CompiledDescriptors
 ) -> inspect.BoundArguments:
-    """A call that keeps a contract, its tensors without data.
+    """Return a call that satisfies a contract, with tensors without data.
 
     Args:
-        name: the function's, for errors.
+        name: the name of the function, for errors.
         signature: its parameters.
-        contract: what each of them is; those it does not speak of have their defaults.
+        contract: the descriptors of its parameters; other parameters have their defaults.
 
     Raises:
-        DescriptorError: a descriptor leaves open what a call would settle.
+        DescriptorError: a descriptor does not determine an example, or a parameter without a
+            default has no descriptor.
     """
     make = _Maker(name, sizes_for(contract.dims))
     bound = signature.bind_partial()
@@ -55,11 +56,11 @@ def arguments_for(
 
 
 def sizes_for(dims: Mapping[str, Dim], wanted: Sequence[int] = ()) -> dict[str, int]:
-    """A size of 2 or more for each named dim, different ones as far as their bounds allow it.
+    """Return a size of 2 or more for each named dim, all different if their bounds allow it.
 
     Args:
         dims: the named dims.
-        wanted: sizes that are taken where they are allowed.
+        wanted: sizes that are preferred if the bounds allow them.
     """
     sizes: dict[str, int] = {}
     for name, dim in dims.items():
@@ -73,10 +74,10 @@ def sizes_for(dims: Mapping[str, Dim], wanted: Sequence[int] = ()) -> dict[str, 
     return sizes
 
 
-_TRIED = 256  # sizes that are tried for a named dim
+_TRIED = 256  # number of sizes that are tried for a named dim
 
 
-_NUMBERS = {"int": 1033, "float": 0.625}  # sizes of nothing
+_NUMBERS = {"int": 1033, "float": 0.625}  # unlikely sizes
 
 
 class _Maker:
@@ -85,7 +86,7 @@ class _Maker:
         self.sizes = sizes
 
     def value(self, descriptor: Descriptor, path: str) -> Any:
-        """An argument that a descriptor describes."""
+        """Return an argument for a descriptor."""
         match descriptor:
             case TSTensor(cls=torch.Tensor, meta=meta):
                 return self._tensor(meta, path)

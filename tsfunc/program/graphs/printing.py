@@ -1,4 +1,4 @@
-"""A program as text: its Python, with what is known of each value and the user's own lines."""
+"""A program as text: its Python, with the type of each value and the user's own lines."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def printed(
     lifted: Mapping[str, torch.Tensor],
     updates: Sequence[Update] = (),
 ) -> str:
-    """The source of a graph, with comments.
+    """Return the source of a graph, with comments.
 
-    Each value has its type at the end of its line. Before the values of one of the user's lines
-    stands that line. The bodies of control flow come first, as functions of their own.
+    The type of each value is at the end of its line. Each of the user's lines precedes its values.
+    The bodies of control flow come first, as functions of their own.
     """
     bodies = [
         printed(body.name, body.graph, body.inputs, {}) + "\n"
@@ -63,7 +63,7 @@ def _lines(
 
 
 def line_of(place: Place | str) -> str:
-    """One of the user's lines: the file, its number and its text, as far as there is one.
+    """Return one of the user's lines: the file, the number and the text, if it is available.
 
     A program that was loaded from a file has the text itself.
     """

@@ -35,40 +35,40 @@ from tsfunc.types import Dim
 class Program:
     """A traced function.
 
-    It holds for calls that look like the one it was traced for, but for the sizes of named dims.
-    Its operators are those that the user called, autograd not applied: so it can be
+    It is valid for calls that look like the one it was traced for, with any sizes of named dims.
+    Its operators are those that the user called, before autograd is applied, so the program can be
     differentiated, vmapped and traced as the function itself.
 
     Attributes:
         name: the function's name.
-        graph: its operators, as a torch.fx graph; an input for each tensor among the call's
-            flattened arguments, in order, then for each number that is one.
-        inputs: where each of the graph's inputs stands among the flattened arguments, after which
-            come the tensors that are read of objects among them.
-        lifted: the tensors from outside of the function that it reads, at every call anew, by
-            the names that the graph and the source have for them.
-        out_tree: the structure of what it returns.
-        source: the Python that it runs as; ``str`` gives that with comments.
+        graph: its operators, as a torch.fx graph; it has an input for each tensor among the
+            call's flattened arguments, in order, then one for each number that is an input.
+        inputs: the index of each of the graph's inputs among the flattened arguments; larger
+            indices are tensors that are read of objects among the arguments.
+        lifted: the tensors from outside of the function that it reads anew at every call, by
+            their names in the graph and the source.
+        out_tree: the structure of its results.
+        source: the Python that it runs as; ``str`` returns it with comments.
         run: takes the flattened arguments and returns the flattened results.
-        constants: those of the lifted tensors that the program has computed itself.
+        constants: the names of the lifted tensors that constant folding has computed.
         updates: the assignments that it ends with; the graph's last results are their tensors.
-        form: what it takes for granted of its arguments, None where there is no record.
+        form: the assumptions about its arguments; None if they were not recorded.
         descriptors: the same by parameter name, as :func:`specialize` takes it.
-        guards: what is true of every call that it answers, for people: a line each, and ``print``
-            shows them all.
-        places: for each flattened argument its path, from the name of a parameter.
-        conditions: what must hold of the numbers among its inputs.
-        asked: what the function has asked of its arguments beside types and sizes.
-        looks_at_grad: whether the function has asked which tensors require grad; where it has not,
-            the program is the same for any that do.
-        attributes: those of tensors among its arguments that the function has read, ``grad`` and
-            the user's own.
-        groups: the positions of tensors among the arguments, those together that are one; empty
-            where the function does not tell.
-        state: what the function's module calls the tensors that it reads from outside.
-        facts: what later calls are held to beside their arguments, and what is read of it; None
-            where there is no record.
-        raised: the named dims that have a least size for it: NOTE [sizes at the edge] in ``edges``.
+        guards: the facts that hold in every call that it answers, for people: one line each;
+            ``print`` shows all of them.
+        places: the path of each flattened argument, from the name of a parameter.
+        conditions: the conditions on the numbers among its inputs.
+        asked: the facts about its arguments, other than types and sizes, that the function read.
+        looks_at_grad: whether the function has read ``requires_grad`` of a tensor; if not, the
+            program is valid for any ``requires_grad``.
+        attributes: the attributes of tensors among its arguments that the function has read:
+            ``grad`` and the user's own.
+        groups: the positions of tensors among the arguments, grouped by identity; empty if the
+            function does not compare them.
+        state: the module's names of the tensors that it reads from outside.
+        facts: the guards of later calls beyond their arguments, and the values read from outside;
+            None if they were not recorded.
+        raised: the named dims with a larger minimum in it: NOTE [sizes at the edge] in ``edges``.
     """
 
     name: str
@@ -94,18 +94,18 @@ class Program:
     raised: Mapping[str, Dim] = field(default_factory=dict)
 
     def __call__(self, flat: Sequence[Any]) -> Any:
-        """Runs it on flattened arguments, and gives the results their structure."""
+        """Run the program on flattened arguments, and return its results in their structure."""
         return optree.tree_unflatten(self.out_tree, self.run(flat))
 
     def tensor(self, node: torch.fx.Node) -> torch.Tensor:
-        """The tensor from outside that a ``get_attr`` node stands for."""
+        """Return the tensor from outside that a ``get_attr`` node reads."""
         return self.lifted[str(node.target)]
 
     def properties(self) -> ProgramProperties:
-        """What is known of each value: type, sizes, device, layout, whether autograd records.
+        """Return the dtype, sizes, device, layout and ``requires_grad`` of each value.
 
         Returns:
-            A mapping from the name that the value has in the printed program to its
+            A mapping from the name of the value in the printed program to its
             :class:`~tsfunc.program.graphs.properties.Properties`; ``print`` shows it as a table.
 
         Example:
@@ -125,16 +125,16 @@ class Program:
     def graph_module(self) -> torch.fx.GraphModule:
         """The program as a ``torch.fx.GraphModule``.
 
-        It takes the graph's inputs, which are the tensors among the flattened arguments, in
-        order, and returns a tuple of the flattened results. What the program reads from outside
-        are its parameters and buffers: the same tensors. Control flow is torch's own, where it
-        has such an operator: ``torch.ops.higher_order.cond``, ``while_loop``, ``scan``,
-        ``map_impl`` and ``associative_scan``, with bodies that are submodules.
+        It takes the graph's inputs, which are the tensors among the flattened arguments, in order,
+        and returns a tuple of the flattened results. The tensors that the program reads from
+        outside are its parameters and buffers. Control flow uses torch's operators
+        ``torch.ops.higher_order.cond``, ``while_loop``, ``scan``, ``map_impl`` and
+        ``associative_scan``, with bodies as submodules, if torch has such an operator.
         """
         return in_torch_operators(graph_module(self.name, self.graph, self.lifted))
 
     def draw(self) -> str:
-        """A picture of the graph, as SVG text; notebooks show it by themselves.
+        """Return a picture of the graph as SVG text; notebooks show it automatically.
 
         Example:
             >>> import torch
@@ -148,16 +148,17 @@ class Program:
     _repr_svg_ = draw
 
     def to_exported_program(self) -> torch.export.ExportedProgram:
-        """The program as a ``torch.export.ExportedProgram``.
+        """Return the program as a ``torch.export.ExportedProgram``.
 
         Returns:
-            One of the function's own parameters, whose named dims are dynamic: torch.export's
-            tools work on it (``module()``, ``torch.export.save``, ``run_decompositions()``).
+            An exported program with the parameters of the function, whose named dims are dynamic.
+            torch.export's tools work on it (``module()``, ``torch.export.save``,
+            ``run_decompositions()``).
 
         Raises:
-            ExportError: the program has what torch.export has no place for: objects as arguments,
-                control flow that torch has no operator for, containers that its pytrees do not
-                know.
+            ExportError: torch.export does not support a part of the program: objects as arguments,
+                control flow without a torch operator, containers that are unknown to torch's
+                pytrees.
 
         Example:
             >>> import torch
@@ -172,14 +173,14 @@ class Program:
         return exported(self)
 
     def verify(self) -> None:
-        """Checks that the program is well formed.
+        """Check that the program is well formed.
 
-        Every value is defined before it is used, every operator is given what its schema asks
-        for, and returns what is known of its result; there are as many inputs and results as the
-        program has.
+        Every value is defined before it is used. Every operator gets the arguments that its schema
+        requires, and returns the recorded types and shapes. The numbers of inputs and results are
+        those of the program.
 
         Raises:
-            MalformedProgramError: something is wrong; the message names the value.
+            MalformedProgramError: the program is malformed; the message names the value.
         """
         placeholders = sum(node.op == "placeholder" for node in self.graph.nodes)
         if placeholders != len(self.inputs):
@@ -196,13 +197,13 @@ class Program:
         verify(self.graph, self.lifted, self.name, [each.fact for each in conditions])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file that :func:`~tsfunc.load` reads: this program, and the calls it answers.
+        """Write a file that :func:`~tsfunc.load` reads: this program, and the calls it answers.
 
         Args:
-            path: where to; a file that is there is replaced when the new one is whole.
+            path: the path of the file; an existing file is replaced when the new one is complete.
 
         Raises:
-            ValueError: the program has something that a file can't hold.
+            ValueError: the program has a value that a file can't hold.
 
         Example:
             >>> import os, tempfile, torch, tsfunc
@@ -213,13 +214,13 @@ class Program:
             >>> tsfunc.load(path)(torch.zeros(3))
             tensor([0., 0., 0.])
         """
-        # Here, and not above: files need safetensors, which `import tsfunc` is to do without.
+        # A local import: files need safetensors, which `import tsfunc` does not require.
         from tsfunc.program.files.saving import program_to_save, write
 
         write(Path(path), program_to_save(self))
 
     def __reduce__(self) -> Any:
-        """Its file form."""
+        """Pickle the program as its file."""
         from tsfunc.program.files.saving import pickled, program_to_save, unpickled
 
         return unpickled, pickled(program_to_save(self))
@@ -228,7 +229,7 @@ class Program:
         return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        """The same operators, with copies of the tensors that they read."""
+        """Return a program with the same operators, and copies of the tensors that they read."""
         lifted = {name: copy.deepcopy(tensor, memo) for name, tensor in self.lifted.items()}
         source, run = generate(self.name, self.graph, self.inputs, lifted, self.updates)
         state = copy.deepcopy(self.state, memo)

@@ -1,4 +1,4 @@
-"""What is known of a program's values before it runs."""
+"""Properties of a program's values that are known before it runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Number = int | float | bool
 
 @dataclass(frozen=True)
 class Properties:
-    """What is known of one value of a program.
+    """The known properties of one value of a program.
 
     Attributes:
-        dtype: of a tensor; the Python type of a number.
-        shape: of a tensor: a number, or the expression that it is in the named dims, for each dim.
-        device: of a tensor.
-        layout: of a tensor.
-        requires_grad: whether autograd records there, as the program itself is called.
-        constant: its value, if the program has that: one that is computed from constants alone.
-        expression: of a number: what it is in the named dims.
+        dtype: the dtype of a tensor; the Python type of a number.
+        shape: the sizes of a tensor: for each dim a number, or an expression of named dims.
+        device: the device of a tensor.
+        layout: the layout of a tensor.
+        requires_grad: whether autograd records the value in a call of the program itself.
+        constant: the value, if it is computed from constants alone.
+        expression: the expression of a number in the named dims.
     """
 
     dtype: torch.dtype | type[Number]
@@ -54,7 +54,8 @@ class ProgramProperties(Mapping[str, Properties]):
     """Name to :class:`Properties`, in the program's order; ``print`` shows a table.
 
     Attributes:
-        collectives: how often a run of the program calls each collective along each axis of a mesh.
+        collectives: the number of calls of each collective along each mesh axis in a run of the
+            program.
     """
 
     def __init__(
@@ -88,14 +89,15 @@ class ProgramProperties(Mapping[str, Properties]):
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """How often a collective is called along one axis of a mesh.
+    """The calls of a collective along one axis of a mesh.
 
     Attributes:
         axis: the name of the axis.
-        collective: the function (``psum``); what puts sharded results together is ``all_gather``.
-        times: how often. A program counts each branch of a choice, the body of a loop as often as
-            the loop is long, and that of a ``while_loop`` once.
-        bytes: how many bytes one rank gives to these calls; None where a named dim decides that.
+        collective: the function (``psum``); sharded results are gathered by ``all_gather``.
+        times: the number of calls. Each branch of a choice counts, the body of a loop counts once
+            per step, and the body of a ``while_loop`` counts once.
+        bytes: the number of bytes that one rank passes to these calls; None if it depends on a
+            named dim.
     """
 
     axis: str
@@ -154,16 +156,16 @@ def _plain(value: object) -> str:
     return value.__name__ if isinstance(value, type) else str(value).removeprefix("torch.")
 
 
-_SHOWN = 8  # elements of a constant that a table shows
+_SHOWN = 8  # maximum number of elements of a constant in a table
 
 
 def properties_of(
     graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor] | None = None
 ) -> ProgramProperties:
-    """The properties of every value of a graph.
+    """Return the properties of every value of a graph.
 
     Args:
-        graph: as it was traced.
+        graph: a traced graph.
         constants: the tensors of ``get_attr`` nodes whose data can't change.
     """
     found = {}
@@ -177,7 +179,7 @@ def properties_of(
 
 
 def properties_of_node(node: torch.fx.Node) -> Properties | None:
-    """The properties of one value; None where nothing is known of it."""
+    """Return the properties of one value; None if they are unknown."""
     value, told = node.meta.get("val"), node.meta.get("told")
     requires_grad = bool(node.meta.get("requires_grad"))
     if "expr" in node.meta:
@@ -185,11 +187,11 @@ def properties_of_node(node: torch.fx.Node) -> Properties | None:
         return Properties(kind, expression=str(node.meta["expr"]))
     if isinstance(value, torch.Tensor):
         return Properties(value.dtype, dims_of(node), value.device, value.layout, requires_grad)
-    # What a file says of sizes that data give.
+    # The properties that a file has for data-dependent sizes.
     return replace(told, requires_grad=requires_grad) if isinstance(told, Properties) else None
 
 
 def dims_of(node: torch.fx.Node) -> tuple[int | str, ...]:
-    """The sizes of a node's tensor: numbers, and expressions in the named dims as text."""
+    """Return the sizes of a node's tensor: numbers, and expressions of named dims as text."""
     dims = node.meta.get("dims") or node.meta["val"].shape
     return tuple(int(dim) if str(dim).isdigit() else str(dim) for dim in dims)

@@ -1,9 +1,9 @@
 """Recurrent layers over a named dim of time, as torch's scan.
 
-torch has one operator for all layers and steps of an ``LSTM``, and where its tools take that apart
-they write each step down: as many as the example has, so that every other length is refused. A
-scan of one step serves all lengths. What does not wait for the step before, the product of the
-inputs and their weights, is one product over all steps.
+torch has one operator for all layers and steps of an ``LSTM``. torch's tools decompose it into as
+many steps as the example has, which refuses every other length. A scan of one step serves all
+lengths. The product of the inputs and their weights does not depend on the step before, so it is a
+single product over all steps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.functional import linear
 
 from tsfunc.bridge.tracers.operators import TorchOperator
 
-# What one step does: from what the inputs and the state before give, to the states after it; the
-# first of these is the result too.
+# The computation of one step: from the input's product, the states before and the weights to the
+# states after it; the first state is also the result.
 _Cell = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], "tuple[Tensor, ...]"]
 
 
@@ -33,7 +33,7 @@ def _lstm(given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) ->
 
 
 def _projects(h: Tensor, c: Tensor) -> bool:
-    """Whether an LSTM returns less of a step than it keeps, by one more weight."""
+    """Return True if an LSTM has a projection: its result is smaller than its cell state."""
     return h.shape[-1] != c.shape[-1]
 
 
@@ -64,7 +64,7 @@ _CELLS: dict[str, _Cell] = {
 
 
 def has_open_time(node: torch.fx.Node) -> bool:
-    """Whether a node is a recurrent layer whose number of steps no trace knows."""
+    """Return True if a node is a recurrent layer with a symbolic number of steps."""
     op = node.meta.get("op")
     if not isinstance(op, TorchOperator) or op.name not in _CELLS:
         return False
@@ -73,7 +73,7 @@ def has_open_time(node: torch.fx.Node) -> bool:
 
 
 def as_scan(node: torch.fx.Node) -> Callable[..., Any]:
-    """What a recurrent layer does, as a function of its arguments that calls torch's scan."""
+    """Return a function of a recurrent layer's arguments that computes it with torch's scan."""
     cell = _CELLS[node.meta["op"].name]
 
     def layers(
@@ -107,7 +107,7 @@ def _over_time(
     cell: _Cell, x: Tensor, first: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool,
     reverse: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One layer in one direction: what each step returns, and the states after the last one."""
+    """Return the results of one layer in one direction, after the states of the last step."""
     of_input = weights[0], *(weights[2:3] if has_biases else ())
     others = weights[1], *(weights[3:] if has_biases else weights[2:])
     given = linear(x, *of_input)
@@ -119,7 +119,7 @@ def _over_time(
         new = tuple(state.contiguous() for state in new)
         return *new, new[0].clone()
 
-    # torch wants states of one layout, and operands of which none has the memory of another.
+    # torch requires states of one layout, and operands that do not share memory.
     begin = [state.clone(memory_format=torch.contiguous_format) for state in first]
     *ended, out = torch.ops.higher_order.scan(
         step, begin, [given], tuple(w.clone() for w in others)

@@ -1,18 +1,18 @@
 """Control flow of a program as torch's own higher-order operators.
 
-A program's own operators (``bridge/control/control_flow``) run as Python does, step by step, and
-are vmapped and differentiated as the user's calls are. torch.export, inductor and other tools of
-torch know its operators instead: ``cond``, ``while_loop``, ``scan``, ``map_impl``,
-``associative_scan``, whose bodies are submodules. Each kind of control flow writes itself so
-(``ControlFlow.in_torch``). Derivatives and batches of control flow are what torch traces of its own
-derivatives and batches of these (``ControlFlow.torch_form``).
+A program's control-flow operators (``bridge/control/control_flow``) run as Python does, step by
+step, and are vmapped and differentiated as the user's calls are. torch.export, Inductor and other
+tools of torch support torch's operators instead: ``cond``, ``while_loop``, ``scan``, ``map_impl``,
+``associative_scan``, whose bodies are submodules. Each kind of control flow writes itself in this
+form (``ControlFlow.in_torch``). For derivatives and batches of control flow, torch traces its own
+derivatives and batches of these operators (``ControlFlow.torch_form``).
 
 NOTE [layouts of torch's loops]
-torch's operators take a carry to have one layout for the whole loop, that of its initial value, and
-the results of all branches to have the same one; Inductor writes each new carry into memory of that
-layout. An expanded tensor has fewer elements in memory than it seems to have, so it can't be a
-carry. All carries, and all results of bodies, are therefore contiguous copies here. Views of them
-that rely on another layout copy (``reshape``).
+torch's operators assume that a carry has one layout in the whole loop, that of its initial value,
+and that the results of all branches have the same layout. Inductor writes each new carry into
+memory of that layout. An expanded tensor has fewer elements in memory than its shape has, so it
+can't be a carry. All carries and all results of bodies are therefore contiguous copies here. Views
+of them that rely on another layout copy (``reshape``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tsfunc.bridge.trace.torch_tracing import (
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.program.graphs.recurrent import as_scan, has_open_time
 
-# Operators that torch takes apart into a computation and a check of it, and those that do both.
+# Operators that torch decomposes into a computation and a check, and operators that do both.
 _CHECKED: Final[dict[Any, Any]] = {
     torch.ops.aten.linalg_inv.default: torch.ops.aten.linalg_inv_ex.default,
     torch.ops.aten.inverse.default: torch.ops.aten.linalg_inv_ex.default,
@@ -44,20 +44,20 @@ _CHECKED: Final[dict[Any, Any]] = {
     torch.ops.aten.linalg_cholesky.default: torch.ops.aten.linalg_cholesky_ex.default,
 }
 
-# What writes a block: given its inputs, it returns its results; one that is no list for one value.
+# Writes a block: takes its inputs and returns its results, or a single node for one result.
 Write = Callable[["Writer", list[torch.fx.Node]], "Sequence[torch.fx.Node] | torch.fx.Node"]
 
 
 def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torch.fx.GraphModule:
-    """The module with torch's operators in the place of a program's, wherever torch has one.
+    """Return the module with torch's operators in place of a program's, if torch has them.
 
-    What it has none for stays as it is: :func:`left_over` names it.
+    An operator without a counterpart stays: :func:`left_over` lists it.
 
     Args:
-        module: has the graph.
-        exact: whether an ``autograd.Function`` of what requires grad stays too, so that the module
-            has the derivative that it brings; else what its forward calls comes in its place. So
-            do recurrent layers over a named dim of time: else they are scans.
+        module: the module, which is changed.
+        exact: whether an ``autograd.Function`` on tensors that require grad stays, so that the
+            module has its derivative, and whether recurrent layers over a named dim of time stay.
+            If False, the forward of the function is inlined, and these layers become scans.
     """
     graph = module.graph
     writer = Writer(module, graph, exact)
@@ -88,7 +88,7 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
 
 
 def _drop_states(graph: torch.fx.Graph) -> None:
-    """Drops the states of random generators that nobody uses any more."""
+    """Remove unused states of random generators."""
     for node in graph.nodes:
         if isinstance(node.target, RandomStates) and not any(user.users for user in node.users):
             for user in list(node.users):
@@ -97,9 +97,9 @@ def _drop_states(graph: torch.fx.Graph) -> None:
 
 
 def _without_repeats(module: torch.fx.GraphModule) -> None:
-    """Gives each choice every operand once: torch.export names the inputs of its bodies by them.
+    """Pass each operand of a ``cond`` once: torch.export names the inputs of its bodies by them.
 
-    What torch traces of the derivative of one may have the same operand twice.
+    torch's trace of the derivative of a ``cond`` may have the same operand twice.
     """
     for node in module.graph.nodes:
         if node.target is not torch.ops.higher_order.cond:
@@ -124,7 +124,7 @@ def _without_repeats(module: torch.fx.GraphModule) -> None:
             _without_repeats(part)
 
 
-# Where torch's loops have their carry among their arguments.
+# The index of the carry among the arguments of torch's loops.
 _CARRIES: Final = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
 
 
@@ -133,7 +133,7 @@ def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
 
     Args:
         module: control flow that torch has traced.
-        is_body: True if it is a body itself.
+        is_body: whether it is a body itself.
     """
     graph = module.graph
     writer = Writer(module, graph)
@@ -166,19 +166,19 @@ def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
             _keep_apart(part, is_body=True)
 
 
-_REASON: Final = "no_torch_operator"  # in a node's meta
+_REASON: Final = "no_torch_operator"  # a key of a node's meta
 
 
 def left_over(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
-    """The names of a program's own operators that are left in a module, and why they are."""
+    """Return the names of a program's own operators that are left in a module, with the reasons."""
     left = [node for node in module.graph.nodes if isinstance(node.target, ControlFlow)]
-    # States of generators are there because of others, which have the reason.
+    # States of generators are left over because of other operators, which have the reason.
     left.sort(key=lambda node: isinstance(node.target, RandomStates))
     return [(node.target.name, node.meta.get(_REASON, "")) for node in left]
 
 
 def no_operator(name: str, reason: str) -> str:
-    """The words of an error for an operator that is left over."""
+    """Return the text of an error for an operator that is left over."""
     text = f"{name}, which torch has no operator for"
     return f"{text} ({reason.strip().splitlines()[0]})" if reason.strip() else text
 
@@ -199,11 +199,11 @@ class Writer:
         return self.graph.call_function(target, args)
 
     def items(self, node: torch.fx.Node, count: int) -> list[torch.fx.Node]:
-        """The results of an operator that returns several."""
+        """Return the results of an operator with several results."""
         return [self.call(operator.getitem, node, i) for i in range(count)]
 
     def distinct(self, operands: Sequence[Any]) -> list[Any]:
-        """The operands, none of which has memory in common with another, as torch asks."""
+        """Return the operands with copies of those that share memory, as torch requires."""
         found: list[Any] = []
         roots: set[torch.fx.Node] = set()
         for node in operands:
@@ -221,7 +221,7 @@ class Writer:
         return found
 
     def owned(self, node: Any) -> Any:
-        """A contiguous copy of a tensor: NOTE [layouts of torch's loops]."""
+        """Return a contiguous copy of a tensor: NOTE [layouts of torch's loops]."""
         value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
         if value is not None and not is_strided(value):
             return node
@@ -235,18 +235,18 @@ class Writer:
         return made
 
     def truth(self, node: torch.fx.Node) -> torch.fx.Node:
-        """A predicate as torch has it: of dtype bool."""
+        """Return a predicate of dtype bool, as torch requires."""
         value = node.meta.get("val")
         is_bool = isinstance(value, torch.Tensor) and value.dtype is torch.bool
         return node if is_bool else self.call(torch.ops.aten.ne.Scalar, node, 0)
 
     def block(self, name: str, like: Sequence[Any], write: Write) -> torch.fx.Node:
-        """A new submodule; the node that stands for it.
+        """Add a submodule; return its node.
 
         Args:
-            name: what it is called.
-            like: what its inputs look like: nodes of the same types.
-            write: writes what it does.
+            name: its name.
+            like: nodes with the types of its inputs.
+            write: writes its body.
         """
         root, graph = torch.nn.Module(), torch.fx.Graph()
         inputs = []
@@ -263,7 +263,7 @@ class Writer:
         return self._part(name, torch.fx.GraphModule(root, graph, name))
 
     def _part(self, name: str, part: Any) -> torch.fx.Node:
-        """A submodule, or a tensor, that the graph refers to; the node that stands for it."""
+        """Add a submodule or a tensor that the graph refers to; return its node."""
         taken = {*dict(self.root.named_children()), *dict(self.root.named_buffers())}
         at = next(each for i in itertools.count() if (each := f"{name}_{i}") not in taken)
         if isinstance(part, torch.nn.Module):
@@ -273,18 +273,18 @@ class Writer:
         return self.graph.get_attr(at)
 
     def apart(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        """Results with memory of their own, and of one layout, as torch asks of bodies."""
+        """Return results with memory of their own and one layout, as torch requires of bodies."""
         return tuple(map(self.owned, results))
 
     def translates(self, node: torch.fx.Node) -> bool:
-        """Whether torch's operators take the place of a node."""
+        """Return True if torch's operators replace a node."""
         return isinstance(node.target, ControlFlow) or (not self.exact and has_open_time(node))
 
     def translated(self, node: torch.fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        """Writes the operators that take the place of a node; its results.
+        """Write the operators that replace a node; return its results.
 
         Raises:
-            NoTorchOperator: there are none.
+            NoTorchOperator: torch has no such operators.
         """
         if isinstance(node.target, ControlFlow):
             return node.target.in_torch(self, args)
@@ -299,7 +299,7 @@ class Writer:
         return self.written(node.name, run, operands)
 
     def inline(self, body: Body, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        """Writes what a body does; its results."""
+        """Write the operators of a body; return its results."""
         values: dict[torch.fx.Node, Any] = {}
         places = iter(body.inputs)
         for node in body.graph.nodes:
@@ -318,7 +318,7 @@ class Writer:
                 given = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = self._checked(node, *given)
             elif node.meta.get("no_grad"):
-                # A body has no grad modes: what is computed of cut tensors is not differentiated.
+                # A body has no grad mode: its no_grad operators get detached tensors.
                 cut = {each: self._cut(values[each]) for each in node.all_input_nodes}
                 values[node] = self.graph.node_copy(node, cut.__getitem__)
             else:
@@ -328,9 +328,9 @@ class Writer:
     def _checked(
         self, node: torch.fx.Node, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> torch.fx.Node:
-        """The call of an operator that raises by itself where torch's checks afterwards.
+        """Write an operator that raises by itself, for which torch has a separate check.
 
-        A check is an effect for AOTAutograd, which has no place for effects in bodies.
+        A check is an effect for AOTAutograd, which does not support effects in bodies.
         """
         known = {"check_errors": True, **kwargs}
         call = self.graph.call_function(_CHECKED[node.target], tuple(args), known)
@@ -339,7 +339,7 @@ class Writer:
         return made
 
     def _cut(self, node: Any) -> Any:
-        """A tensor without autograd's graph."""
+        """Return a detached tensor."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return node
         made = self.call(torch.ops.aten.detach.default, node)
@@ -348,7 +348,7 @@ class Writer:
         return made
 
     def module(self, op: ControlFlow, operands: Sequence[Any]) -> torch.fx.GraphModule:
-        """A module that is called with an operator's operands, and does what it does."""
+        """Return a module that takes an operator's operands and computes the same."""
         root, graph = torch.nn.Module(), torch.fx.Graph()
         inputs = []
         for i, operand in enumerate(operands):
@@ -359,17 +359,17 @@ class Writer:
         return torch.fx.GraphModule(root, graph, op.name)
 
     def traced(self, op: ControlFlow, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        """Writes what torch traces of an operator's form for it; its results.
+        """Write torch's trace of an operator's torch form; return its results.
 
         Raises:
-            NoTorchOperator: it has none, or torch can't trace it.
+            NoTorchOperator: the operator has no such form, or torch can't trace it.
         """
         return self.written(op.name, op.torch_form(self, operands), operands)
 
     def written(
         self, name: str, form: Callable[..., Any], operands: Sequence[Any]
     ) -> list[torch.fx.Node]:
-        """Writes what torch traces of a function of the operands; its results.
+        """Write torch's trace of a function of the operands; return its results.
 
         Raises:
             NoTorchOperator: torch can't trace it.
@@ -392,21 +392,21 @@ class Writer:
     def trace_of(
         self, name: str, form: Callable[..., Any], operands: Sequence[Any]
     ) -> torch.fx.GraphModule:
-        """What torch traces of an operator's form.
+        """Return torch's trace of an operator's torch form.
 
         Raises:
-            NoTorchOperator: it can't.
+            NoTorchOperator: torch can't trace it.
         """
         try:
             module = traced_by_torch(form, [_value_of(operand) for operand in operands])
-        except Exception as error:  # torch's, of what its control flow can't do
+        except Exception as error:  # torch's errors about unsupported control flow
             raise NoTorchOperator(f"{name}: {error}") from error
         _keep_apart(module)
         return module
 
 
 def one_of(node: Any, dim: int | None) -> Any:
-    """A node like one of the slices of a tensor along its first dim, if it has some."""
+    """Return a node with the type of a slice of a tensor along a dim; the node if `dim` is None."""
     if dim is None or not isinstance(node, torch.fx.Node):
         return node
     made = torch.fx.Graph().placeholder("x")
@@ -415,7 +415,7 @@ def one_of(node: Any, dim: int | None) -> Any:
 
 
 def _value_of(operand: Any) -> Any:
-    """What a node stands for: a fake tensor, or a number."""
+    """Return the value of a node: a fake tensor, or a number."""
     if not isinstance(operand, torch.fx.Node):
         return operand
     if "val" not in operand.meta and "number" not in operand.meta:
@@ -424,7 +424,7 @@ def _value_of(operand: Any) -> Any:
 
 
 def _root(node: torch.fx.Node) -> torch.fx.Node:
-    """What a node is a view of."""
+    """Return the node that a node is a view of, directly or indirectly."""
     while node.args and isinstance(node.args[0], torch.fx.Node):
         source = node.args[0]
         of = source if node.target is operator.getitem else node

@@ -1,1 +1,1 @@
-"""Which calls a program answers, and why not others."""
+"""Guards: the calls that a program answers, and the reasons why it does not answer others."""

@@ -1,4 +1,4 @@
-"""The form of a call: all that a program takes for granted of the arguments it was made for."""
+"""The form of a call: the assumptions of a program about the arguments it was made for."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tsfunc.types import Dim
 
 @dataclass(frozen=True, eq=False)
 class CallForm:
-    """What calls have in common that one guard lets through; it holds none of their tensors.
+    """The common part of all calls that pass one guard; it holds no tensors of a call.
 
     Attributes:
         tree: the structure of the arguments, a tuple of (args, kwargs).
-        leaves: the flattened arguments, with None where a tensor is, and `Watched` for an object
-            whose attributes are held by the program's ``reach``.
+        leaves: the flattened arguments, with None in place of a tensor, and `Watched` in place of
+            an object whose attributes the program's ``reach`` checks.
         inputs: the tensors among them; their examples have no data.
         bounds: the named dims.
         ambient: torch's settings.
-        of_keywords: whether the order of the keyword arguments is one that the function sees.
-        conditions: what must hold of the named dims, and of the numbers beside them.
-        asked: what was asked of tensors among the arguments, beside types and sizes.
-        groups: their positions, those together that are one tensor; empty where nobody tells.
-        scalars: the numbers among the arguments that are inputs, and may be others.
+        of_keywords: whether the function sees the order of the keyword arguments.
+        conditions: the conditions on the named dims, and on the numbers that are inputs.
+        asked: the facts about tensor arguments that were read, other than types and sizes.
+        groups: the positions of the tensors, grouped by identity; empty if it does not matter.
+        scalars: the numbers among the arguments that are inputs, and may vary.
     """
 
     tree: optree.PyTreeSpec
@@ -60,7 +60,7 @@ class CallForm:
         return key_orders(self.tree, self.of_keywords)
 
     def guard(self) -> tuple[list[str], dict[str, Any]]:
-        """The guard for such calls, see ``guard_lines``."""
+        """Return the guard for such calls; see ``guard_lines``."""
         flat = list(self.leaves)
         for spec in self.inputs:
             flat[spec.position] = spec.example
@@ -68,10 +68,10 @@ class CallForm:
         return [*lines, *self.more(scope)], scope
 
     def more(self, scope: dict[str, Any]) -> list[str]:
-        """The lines of a guard about what was asked of tensors beside types and sizes.
+        """Return the guard lines for facts about tensors other than types and sizes.
 
         Args:
-            scope: where the names are put that they use.
+            scope: receives the objects that the lines refer to by name.
         """
         lines = []
         for i, each in enumerate(self.asked):
@@ -82,7 +82,7 @@ class CallForm:
         return lines
 
     def unmet(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
-        """The conditions that do not hold for some arguments, whose named dims have these sizes."""
+        """Return the conditions that fail for some arguments and sizes of named dims."""
         named = variables_of(self.bounds, ())
         known = {variable: sizes[name] for name, variable in named.items() if name in sizes}
         return [
@@ -104,7 +104,7 @@ def form_of_call(
     groups: Groups = (),
     scalars: Sequence[ScalarSpec] = (),
 ) -> CallForm:
-    """The form of a call that is being traced."""
+    """Return the form of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
@@ -117,12 +117,12 @@ def form_of_call(
 def example_call(
     form: CallForm, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
 ) -> list[Any]:
-    """The flattened arguments of a call that is much like those of a form, without data.
+    """Return the flattened arguments of a call similar to those of a form, without data.
 
     Args:
-        form: what calls have in common.
-        sizes: for some of the named dims the size; the others are as in the form's own call.
-        requires_grad: the places of the tensors that do; None: as in the form's own call.
+        form: the form.
+        sizes: sizes for some of the named dims; the others keep their sizes in the form's call.
+        requires_grad: the positions of the tensors that require grad; None: as in the form's call.
     """
     flat = list(form.leaves)
     named = {**sizes_of_call(form.inputs), **sizes}
@@ -141,7 +141,7 @@ def _at_shape(
     requires_grad: bool,
     fake: AbstractContextManager[Any],
 ) -> torch.Tensor:
-    """A tensor like another, of other sizes and the same order of strides."""
+    """Return a tensor like the example, with another shape and the same order of strides."""
     order = sorted(range(len(shape)), key=lambda d: (example.stride(d), -d))
     strides, step = [0] * len(shape), 1
     for d in order:
@@ -155,7 +155,7 @@ def _at_shape(
 
 @dataclass(frozen=True)
 class Watched:
-    """Stands for an object whose attributes are watched."""
+    """Stand-in for an object whose attributes are watched."""
 
     cls: type
 
@@ -167,7 +167,7 @@ def _leaf(value: Any) -> Any:
 
 
 def without_data(example: torch.Tensor, fake: AbstractContextManager[Any]) -> torch.Tensor:
-    """A tensor of the same type, sizes, strides and device that has no memory."""
+    """Return a tensor of the same dtype, sizes, strides and device without memory."""
     with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
         made = torch.empty_strided(
             example.shape, example.stride(), dtype=example.dtype, device=example.device
@@ -182,7 +182,7 @@ def placeholder(
     strides: Sequence[int] | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> torch.Tensor:
-    """An example for an input of which only the type is known; it has no data."""
+    """Return an example without data for an input with a known type."""
     with torch_state.outside_all_levels(), state.outside_all_levels(), Symbols({}).fake:
         if strides is not None:
             return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""What a program takes for granted, for people to read."""
+"""The guards of a program as text, for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tsfunc.types.values import describe
 
 
 class Guards(tuple[str, ...]):
-    """Lines, each something that is true of every call that a program answers."""
+    """Lines, each of which states a fact about every call that a program answers."""
 
     __slots__ = ()
 
@@ -37,19 +37,19 @@ def guard_texts(
     conditions: Sequence[Condition],
     asked: Sequence[Asked],
 ) -> Guards:
-    """What a program for a call takes for granted.
+    """Return the guards of a program for a call.
 
     Args:
         flat: the flattened arguments.
         places: the path of each from a parameter.
         inputs: the tensors among them.
         bounds: the named dims.
-        settings: torch's.
-        arguments: by parameter.
-        read: what was read of objects and from outside, by how a user would write it.
+        settings: torch's settings.
+        arguments: the arguments by parameter.
+        read: the values read from objects and from outside, keyed by the user's spelling.
         open_numbers: the positions of the numbers that are inputs.
-        conditions: what must hold of these.
-        asked: what was asked of tensors among the arguments, beside types and sizes.
+        conditions: the conditions on these numbers and on sizes.
+        asked: the facts about tensor arguments that were read, other than types and sizes.
     """
     specs = {spec.position: spec for spec in inputs}
     lines: list[str] = []

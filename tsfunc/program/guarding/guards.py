@@ -1,7 +1,7 @@
-"""Guards: which calls a program may answer, as straight-line Python over flattened arguments.
+"""Guards: straight-line Python over flattened arguments that accepts the calls of a program.
 
-A guard that holds implies that the descriptors hold: it fixes all that they speak of except the
-sizes of named dims, and these it checks itself.
+A guard that holds implies that the descriptors hold: it fixes everything that they describe except
+the sizes of named dims, and it checks these sizes itself.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ def guard_lines(
     scalars: Sequence[ScalarSpec] = (),
     conditions: Sequence[Condition] = (),
 ) -> tuple[list[str], dict[str, Any]]:
-    """The guard for calls that look like the one whose flattened arguments are given.
+    """Return the guard for calls that look like the one whose flattened arguments are given.
 
-    Numbers that are inputs need only have the type, and keep the conditions, which are in the
-    variables that `variables_of` gives.
-
-    Objects whose attributes are watched are left to what was read of them (``reach.py``).
+    For numbers that are inputs, the guard checks their types and the conditions, which use the
+    variables that `variables_of` returns. The guard does not check objects whose attributes are
+    watched (``reach.py`` does).
 
     Returns:
-        Lines that return None where the guard does not hold, and what they name.
+        Lines that return None if the guard fails, and the objects that they refer to by name.
     """
     scope: dict[str, Any] = {}
     specs = {spec.position: spec for spec in inputs}
     numbers = {spec.position: spec for spec in scalars}
     lines: list[str] = []
-    closely: list[str] = []  # at those of which no size is a named dim's
+    closely: list[str] = []  # the lines for tensors without named dims
     bound: set[str] = set()
     for i, value in enumerate(flat):
         if is_instance(value):
@@ -64,7 +63,7 @@ def guard_lines(
             where = closely if _is_fixed(spec) else lines
             where += [f"a = args[{i}]", *_tensor(spec, scope, bound, bounds)]
     lines += _quickly([spec for spec in inputs if _is_fixed(spec)], len(flat), closely, scope)
-    # Expressions last: by then all names are bound that a dim is alone.
+    # Expressions come last, after the names that are dims themselves are bound.
     for i, k, dim, unknown in solving_order(inputs, bound):
         size = f"args[{i}].shape[{k}]"
         if unknown is None:
@@ -80,18 +79,18 @@ def guard_lines(
 
 
 def variables_of(bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> dict[str, str]:
-    """What conditions call named dims and numbers."""
+    """Return the variables of named dims and numbers in conditions."""
     numbers = {spec.name: f"args[{spec.position}]" for spec in scalars}
     return {**{name: _size(name) for name in bounds}, **numbers}
 
 
 def _spelled(text: str) -> str:
-    """An expression in the guard's variables."""
+    """Return an expression in the guard's variables."""
     return re.sub(r"[^\W\d]\w*", lambda found: _size(found[0]), text)
 
 
 def _solved(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:
-    """Gives a name the size for which an expression is what came."""
+    """Return lines that solve an expression for a name, given the size of its dim."""
     slope, rest = map(_spelled, solved_for(dim.text, name) or ())
     return [
         f"d = {slope}",
@@ -102,14 +101,14 @@ def _solved(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:
 
 
 def _bounds(size: str, limits: Dim) -> list[str]:
-    """NOTE [sizes 0 and 1] in ``equal`` says why those are no sizes of a symbol."""
+    """Return lines that check bounds; for 0 and 1 see NOTE [sizes 0 and 1] in ``equal``."""
     return [
         f"if {refused}: return None" for refused in (f"{size} < 2", *refused_sizes(limits, size))
     ]
 
 
 def _size(name: str) -> str:
-    """The variable for a named dim: a user may call one as we call ours."""
+    """Return the variable for a named dim; the prefix avoids clashes with other variables."""
     return f"size_{name}"
 
 
@@ -120,7 +119,7 @@ def _is_fixed(spec: InputSpec) -> bool:
 def _quickly(
     inputs: Sequence[InputSpec], count: int, closely: Sequence[str], scope: dict[str, Any]
 ) -> Sequence[str]:
-    """A look at all inputs of fixed sizes at once, and a closer one if it does not say yes."""
+    """Return a check of all inputs of fixed sizes at once, followed by one of each if it fails."""
     check = quick_check([spec.example for spec in inputs])
     if check is None:
         return closely
@@ -131,12 +130,12 @@ def _quickly(
 
 
 def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
-    """An argument that is burnt in: the same number or string, or the same object.
+    """Return the guard of a constant argument: the same number or string, or the same object.
 
-    Of an object that has elements or shows something these are the same too.
+    The guard of an object with elements or other contents checks the contents as well.
     """
     scope[f"value_{i}"] = value
-    if isinstance(value, complex | frozenset):  # `==` does not tell all of these apart
+    if isinstance(value, complex | frozenset):  # `==` may hold for different values
         scope["same_value"] = same_value
         return f"if not same_value(value_{i}, a): return None"
     if has_contents(value):
@@ -157,7 +156,7 @@ def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
 def _tensor(
     spec: InputSpec, scope: dict[str, Any], bound: set[str], bounds: Mapping[str, Dim]
 ) -> list[str]:
-    """A tensor: type, device, layout of memory, and each size that is not a named dim's."""
+    """Return the guard of a tensor: type, device, memory layout and fixed sizes."""
     i, example = spec.position, spec.example
     scope[f"dtype_{i}"], scope[f"device_{i}"] = example.dtype, example.device
     scope[f"layout_{i}"] = example.layout
@@ -167,7 +166,7 @@ def _tensor(
     lines = [
         f"if type(a) is not {plain} and not is_tensor_of(a, class_{i}): return None",
         f"if a.dtype is not dtype_{i} or a.device != device_{i}{grad}: return None",
-        f"if a.layout is not layout_{i}: return None",  # of which some have no strides
+        f"if a.layout is not layout_{i}: return None",  # some have no strides
     ]
     if _is_fixed(spec):
         lines.append(f"if a.shape != {tuple(spec.dims)!r}: return None")

@@ -1,14 +1,14 @@
-"""The inputs of a program: what a trace takes for granted of the tensors among the arguments.
+"""The inputs of a program: the assumptions of a trace about the tensors among the arguments.
 
 NOTE [numbers by their types]
 A number whose descriptor is its type, ``int`` or ``float``, is an input of the program, and a
-symbol in the trace. What the trace finds out about it (that it is positive, where it is a size;
-which side of an ``if`` it takes) becomes a condition of the program: a number for which it does not
-hold has a program of its own. Where the number itself is asked for (``range(k)``, a dim to sum
-over), that condition is that it is this number. It may be any int: 0, 1 and negative ones differ
-from others where something asks. What is no finite float, ints that C++ has no room for, and a
-float of which the function asks for a zero (``SignedZeroError``), are burnt in. A ``bool`` has but
-two values, and each a program.
+symbol in the trace. A fact that the trace relies on (a size is positive, an ``if`` takes one side)
+becomes a condition of the program: a number that breaks the condition has a program of its own. If
+the trace needs the number itself (``range(k)``, a dim to sum over), the condition fixes the
+number. An ``int`` may have any value: 0, 1 and negative values differ from others only if the
+trace depends on it. Three kinds of numbers are constants: floats that are not finite, ints beyond
+C++'s range, and floats whose sign of zero the function depends on (``SignedZeroError``). A
+``bool`` has two values, each with its own program.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from tsfunc.types.polynomials import solved_for
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What a trace takes for granted of one tensor among the flattened arguments.
+    """The assumptions of a trace about one tensor among the flattened arguments.
 
     Attributes:
-        position: where it stands among them.
-        name: what the program calls it.
-        example: the tensor itself; its data is not looked at.
-        dims: for each dim its size, or the named dim or expression that it is.
-        any_grad: whether it may require grad or not, whatever the example does.
+        position: its index among them.
+        name: its name in the program.
+        example: the tensor itself; its data is not read.
+        dims: for each dim its size, named dim or expression of named dims.
+        any_grad: whether ``requires_grad`` is not guarded.
     """
 
     position: int
@@ -65,7 +65,7 @@ class InputSpec:
     any_grad: bool = False
 
     def shape(self, sizes: Mapping[str, Any]) -> list[Any]:
-        """Its shape where the named dims have these sizes, numbers or symbols."""
+        """Return its shape for these sizes (numbers or symbols) of the named dims."""
         return [
             sizes[dim.name]
             if isinstance(dim, Dim)
@@ -77,7 +77,7 @@ class InputSpec:
 
 
 def sizes_of_call(inputs: Sequence[InputSpec]) -> dict[str, int]:
-    """The size of each named dim in the call that was traced."""
+    """Return the size of each named dim in the call that was traced."""
     sizes = {
         dim.name: size
         for spec in inputs
@@ -95,12 +95,12 @@ def sizes_of_call(inputs: Sequence[InputSpec]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """A number among the flattened arguments of which a descriptor gives the type alone.
+    """A number among the flattened arguments whose descriptor is its type.
 
     Attributes:
-        position: where it stands among them.
-        name: what the program calls it.
-        value: the number of the call that is traced.
+        position: its index among them.
+        name: its name in the program.
+        value: its value in the call that is traced.
     """
 
     position: int
@@ -108,7 +108,7 @@ class ScalarSpec:
     value: int | float
 
     def admits(self, value: Any) -> bool:
-        """Whether another number may come in its place, as far as its type says."""
+        """Return True if another number may replace it, judged by its type."""
         return type(value) is type(self.value) and _is_tame(value)
 
 
@@ -119,7 +119,7 @@ def describe_scalars(
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
 ) -> list[ScalarSpec]:
-    """The numbers that a descriptor calls ``int`` or ``float``: NOTE [numbers by their types]."""
+    """Return the numbers described as ``int`` or ``float``: NOTE [numbers by their types]."""
     taken = {*(spec.name for spec in inputs), *bounds}
     found = []
     for i, value in enumerate(flat):
@@ -134,14 +134,14 @@ def describe_scalars(
 
 
 def _is_tame(value: int | float) -> bool:
-    """Whether a symbol can have the value."""
+    """Return True if a symbol can have the value."""
     if isinstance(value, float):
         return math.isfinite(value)
     return abs(value) < 1 << 62
 
 
 def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | float) -> bool:
-    """Whether a descriptor calls what lies at a path by the number's type."""
+    """Return True if a descriptor describes the value at a path by the number's type."""
     match descriptor:
         case TSPrimitiveType(name):
             return not path and name == type(value).__name__
@@ -159,7 +159,7 @@ def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | floa
 
 
 def short_text(spec: InputSpec) -> str:
-    """The type and sizes of an input."""
+    """Return the dtype and dims of an input as a text."""
     dims = ", ".join(dim.name if isinstance(dim, Dim) else str(dim) for dim in spec.dims)
     return f"{str(spec.example.dtype).removeprefix('torch.')}[{dims}]"
 
@@ -170,10 +170,10 @@ def describe_inputs(
     contract: CompiledDescriptors | None,
     bindings: Bindings | None,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
-    """The tensors among the arguments, and the named dims.
+    """Return the tensors among the arguments, and the named dims.
 
     Raises:
-        TypeCheckError: a tensor is of a compressed sparse layout.
+        TypeCheckError: a tensor has a compressed sparse layout.
     """
     bounds: dict[str, Dim] = {}
     if contract is not None and bindings is not None:
@@ -220,7 +220,7 @@ def _dims(
 
 
 def names_in(dim: DimForm) -> tuple[str, ...]:
-    """The named dims that a dim speaks of."""
+    """Return the named dims in a dim."""
     if isinstance(dim, Dim):
         return (dim.name,)
     return dim.names if isinstance(dim, DimExpr) else ()
@@ -229,15 +229,15 @@ def names_in(dim: DimForm) -> tuple[str, ...]:
 def solving_order(
     inputs: Sequence[InputSpec], bound: Iterable[str]
 ) -> Iterator[tuple[int, int, DimExpr, str | None]]:
-    """The computed dims of some inputs, in an order in which all of their names get a size.
+    """Yield the computed dims of some inputs, in an order that gives a size to each of their names.
 
     Args:
         inputs: the inputs.
-        bound: the names that have one, being a dim alone.
+        bound: the names that have a size, since a dim consists of the name alone.
 
-    Returns:
-        For each the input's position, the dim, the expression, and the name that it is to be
-        solved for; None where all of its names are known.
+    Yields:
+        The input's position, the dim, the expression, and the name to solve it for; None if all
+        names of the expression have a size.
     """
     known = set(bound)
     pending = [
@@ -260,7 +260,7 @@ def solving_order(
 
 
 def with_sizes_fixed(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
-    """The input with the sizes of some named dims taken from the call."""
+    """Return the input with some named dims replaced by their sizes in the call."""
     dims: list[DimForm] = []
     for size, dim in zip(spec.example.shape, spec.dims, strict=True):
         dims.append(_with_names_fixed(dim, size, small))
@@ -268,13 +268,13 @@ def with_sizes_fixed(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
 
 
 def with_dims_raised(spec: InputSpec, raised: Mapping[str, Dim]) -> InputSpec:
-    """The input with other bounds for some named dims."""
+    """Return the input with other bounds for some named dims."""
     dims = [raised.get(dim.name, dim) if isinstance(dim, Dim) else dim for dim in spec.dims]
     return dataclasses.replace(spec, dims=tuple(dims))
 
 
 def _with_names_fixed(dim: DimForm, size: int, small: Mapping[str, int]) -> DimForm:
-    """A dim in which some names are numbers."""
+    """Return a dim with some names replaced by numbers."""
     names = names_in(dim)
     if not any(name in small for name in names):
         return dim
@@ -292,7 +292,7 @@ def call_signature(
     inputs: Sequence[InputSpec],
     scalars: Sequence[ScalarSpec],
 ) -> Any:
-    """What calls have in common that differ in no more than sizes of named dims and numbers."""
+    """Return the part of a call that does not depend on sizes of named dims and on numbers."""
     leaves: list[tuple[Any, Any]] = [(type(value), _static_key(value)) for value in flat]
     for scalar in scalars:
         leaves[scalar.position] = type(scalar.value), scalar.name
@@ -305,7 +305,7 @@ def call_signature(
 
 
 def _layout_key(spec: InputSpec) -> Any:
-    """The layout in memory that the guard of a program holds its calls to."""
+    """Return the memory layout that the guard of a program checks."""
     x = spec.example
     if x.layout is not torch.strided or x.is_nested:
         return x.layout
@@ -316,23 +316,23 @@ def _layout_key(spec: InputSpec) -> Any:
 
 
 def order_of_strides(x: torch.Tensor) -> list[int]:
-    """The dims of a tensor, by their strides."""
+    """Return the dims of a tensor, sorted by stride."""
     return sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
 
 
 def _static_key(value: Any) -> Any:
-    """What tells a leaf from others of its class; of an object, what is read of it does."""
+    """Return a key that differs for different leaves of a class; None for a watched object."""
     if isinstance(value, float):
         return repr(value), math.copysign(1, value)
     if isinstance(value, int | str):
         return repr(value)
     if has_contents(value):
-        return object()  # which may have changed
+        return object()  # the contents may have changed
     return None if is_instance(value) else id(value)
 
 
 def _input_name(path: Sequence[Any], taken: set[str]) -> str:
-    """A name for an input in the program's source, from where it stands in the arguments."""
+    """Return a name for an input in the program's source, made from its path in the arguments."""
     words = ["".join(c if c.isalnum() else "_" for c in str(part)) for part in path]
     name = "_".join(words)
     if not name.isidentifier() or name == "args":

@@ -1,4 +1,4 @@
-"""Why a program was made: in what a call differs from the calls that there are programs for."""
+"""Reasons for a new program: the differences of a call from the calls that have a program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tsfunc.types.values import describe, same_value
 
 Facts = Mapping[str, Any]
 _ABSENT = object()
-_ORDER, _PASSED = "the keys of dict", "the arguments"  # what else differs says more
+_ORDER, _PASSED = "the keys of dict", "the arguments"  # any other difference is a better reason
 
 
 def facts_of_call(
@@ -28,16 +28,16 @@ def facts_of_call(
     orders: Sequence[Any],
     passed: str,
 ) -> dict[str, Any]:
-    """What a program for a call takes for granted, by names that a user would write.
+    """Return the assumptions of a program for a call, by the user's names.
 
     Args:
         flat: the flattened arguments.
         places: the path of each from a parameter.
-        inputs: the tensors among them; a size that is a named dim is the name.
-        settings: torch's.
-        arguments: by parameter.
-        orders: of the keys of dicts among the arguments.
-        passed: which arguments are passed by position, and which by name.
+        inputs: the tensors among them; the fact for a size that is a named dim is the name.
+        settings: torch's settings.
+        arguments: the arguments by parameter.
+        orders: the key orders of the dicts among the arguments.
+        passed: a text that shows which arguments are positional, and which are keywords.
     """
     facts: dict[str, Any] = {}
     specs = {spec.position: spec for spec in inputs}
@@ -59,7 +59,7 @@ def facts_of_call(
 
 
 def passed_text(positional: int, keywords: Iterable[str]) -> str:
-    """Which arguments are passed by position, and which by name: ``(_, y=_)``."""
+    """Return a text that shows positional and keyword arguments: ``(_, y=_)``."""
     return f"({', '.join([*['_'] * positional, *(f'{name}=_' for name in keywords)])})"
 
 
@@ -75,7 +75,7 @@ def _tensor(name: str, spec: InputSpec) -> dict[str, Any]:
 
 
 class _Word(str):
-    """What is shown as it is: a size that is a named dim, the name of a class."""
+    """A text that is shown without quotes: a named dim, the name of a class."""
 
 
 def _name(dim: Any) -> Any:
@@ -83,11 +83,11 @@ def _name(dim: Any) -> Any:
 
 
 def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
-    """In what a call differs from the nearest of the calls that there are programs for.
+    """Return the differences of a call from the nearest of the calls that have a program.
 
     Args:
-        facts: the call's.
-        known: those of each program, the last used one first.
+        facts: the facts of the call.
+        known: the facts of each program's call, the last used first.
     """
     nearest: list[str] | None = None
     for others in known:
@@ -106,11 +106,11 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
 
 
 UNSEEN = "something has changed that the function reads beside its arguments"
-_SHOWN = 4  # differences that a reason lists
+_SHOWN = 4  # maximum number of differences in a reason
 
 
 def differing(facts: Facts, others: Facts) -> list[str]:
-    """The names of the facts in which two calls differ."""
+    """Return the names of the facts in which two calls differ."""
     found = []
     for name in dict.fromkeys((*facts, *others)):
         now, before = facts.get(name, _ABSENT), others.get(name, _ABSENT)

@@ -1,11 +1,11 @@
-"""Arguments that are one tensor twice, or one that the function also has from elsewhere.
+"""Arguments that are the same tensor, or a tensor that the function also has from elsewhere.
 
 NOTE [one tensor twice]
-A trace has a tracer for each tensor among the arguments, so ``x is y`` is false in it, and so it is
-for most calls. Where the function's code compares by identity what may be tensors (``code_reads``
-tells), arguments that are one tensor are one tracer, an argument that the function has from
-elsewhere (a parameter of its module) is that tensor, and later calls are held to what is one there
-and what is not. Other functions have one program for either kind of call.
+A trace makes a tracer for each tensor among the arguments, so ``x is y`` is False in the trace, as
+it is in most calls. If the function's code has an identity comparison of objects that may be
+tensors (``code_reads`` detects it), equal arguments share one tracer, and an argument that the
+function has from elsewhere (a parameter of its module) is passed as that tensor. Later calls are
+then guarded on the same identities. Other functions have one program for both kinds of calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class ToldApart(Exception):
-    """Internal: two of a function's tensors are one, and it may look; so it is traced again.
+    """Internal: two of a function's tensors are the same, and it may compare them; trace it again.
 
     Args:
         own: the function's own tensors that are known.
@@ -36,11 +36,11 @@ class ToldApart(Exception):
 def as_one(
     inputs: Sequence[InputSpec], tracers: Sequence[Any], own: Mapping[int, torch.Tensor]
 ) -> list[Any]:
-    """What the function is given for its tensors: one object for each tensor.
+    """Return the values that the function gets for its tensors: one object for each tensor.
 
     Args:
         inputs: the tensors among the arguments.
-        tracers: what stands for them.
+        tracers: their tracers.
         own: tensors that the function has from elsewhere, by id.
     """
     first: dict[int, Any] = dict(own)
@@ -51,7 +51,7 @@ def as_one(
 
 
 def groups_of(inputs: Sequence[InputSpec]) -> Groups:
-    """The positions of the tensors among the arguments, those together that are one tensor."""
+    """Return the positions of the tensors among the arguments, grouped by identity."""
     found: dict[int, list[int]] = {}
     for spec in inputs:
         found.setdefault(id(spec.example), []).append(spec.position)
@@ -59,7 +59,7 @@ def groups_of(inputs: Sequence[InputSpec]) -> Groups:
 
 
 def condition(groups: Groups) -> str | None:
-    """The Python for that the flattened arguments are one where these are, and only there."""
+    """Return the Python condition that the flattened arguments have exactly these identities."""
     parts = [f"args[{one}] is args[{other}]" for one, *others in groups for other in others]
     if len(groups) > 1:
         ids = ", ".join(f"id(args[{group[0]}])" for group in groups)
@@ -68,7 +68,7 @@ def condition(groups: Groups) -> str | None:
 
 
 def hold(facts: Facts, inputs: Sequence[InputSpec], own: Mapping[int, torch.Tensor]) -> None:
-    """Holds later calls to which of their tensors the function also has from elsewhere."""
+    """Guard the arguments that are, or are not, tensors that the function has from elsewhere."""
     elsewhere = facts.name(frozenset(own)) if own else None
     for spec in inputs:
         tensor = own.get(id(spec.example))

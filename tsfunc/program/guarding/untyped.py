@@ -1,4 +1,4 @@
-"""The arguments of a call that are of type ``Any``: see ``bridge/trace/untyped``."""
+"""Arguments of type ``Any``, which a trace gets as stand-ins: see ``bridge/trace/untyped``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def any_arguments(
         func: the function that is traced.
         described: parameter name to descriptor, which takes precedence over the annotation.
         signature: the parameters of `func`.
-        spell: returns a path as a user would write it.
+        spell: returns a path in the user's spelling.
     """
     annotated = annotated_types(func)
 
@@ -117,7 +117,7 @@ def _mend(func: Callable[..., Any], parameter: str, by: str) -> str:
 
 
 def _is_any(said: Descriptor, path: tuple[Any, ...]) -> bool:
-    """True if a descriptor says ``Any`` of the value at a path."""
+    """Return True if a descriptor has type ``Any`` for the value at a path."""
     match said:
         case TSMetaType():
             return True
@@ -132,7 +132,7 @@ def _is_any(said: Descriptor, path: tuple[Any, ...]) -> bool:
             if child is None:
                 return False
             if child == ANY and isinstance(said, TSFields) and not says_any(said.cls, str(path[0])):
-                return False  # the annotation is not a type, and says nothing, not even Any
+                return False  # the annotation is not a type, so it does not mean Any
             return _is_any(child, path[1:])
         case _:
             return False

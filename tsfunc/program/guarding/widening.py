@@ -1,12 +1,12 @@
-"""Sizes that become named dims by themselves, when call after call has another one.
+"""Automatic named dims for sizes that differ from call to call.
 
 NOTE [widening]
-After the third program that differs from a call in nothing but one size, the call's program is
-made for any such size: it is traced with a symbol in its place. Sizes that have been equal to each
-other in all of these calls (the rows of a batch and of its labels) are one size. Where the function
-asks for more of the size than that it is 2 or more, the program is for those of which the answers
-are the call's, if bounds tell them, and others have theirs. Where no bounds do, as where the
-function needs the number, each size goes on having a program of its own.
+If three programs differ from a call only in one size, the program of the call is made for any such
+size: it is traced with a symbol for the size. Sizes that have been equal in all of these calls
+(the rows of a batch and of its labels) share one symbol. If the function relies on more than a
+size of 2 or more, bounds restrict the program to the sizes for which the same facts hold, and
+other sizes have programs of their own. If no bounds express the facts (the function needs the
+number), each size keeps a program of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.guarding.reasons import Facts, differing
 from tsfunc.types import Dim
 
-AFTER = 3  # programs that differ in a size
-_ATTEMPTS = 3  # what is asked where a size is bounded may be more than what was asked before
+AFTER = 3  # number of programs that differ in a size
+_ATTEMPTS = 3  # a bounded size may lead to facts that were not met before
 
 T = TypeVar("T")
 
@@ -30,12 +30,12 @@ Sizes = frozenset[str]
 
 
 def varying_sizes(facts: Facts, history: Iterable[Facts], sizes: Mapping[str, int]) -> Sizes:
-    """The sizes, by name, that are all in which a call differs from enough others; or none.
+    """Return the names of sizes that alone distinguish a call from enough others; or none.
 
     Args:
-        facts: the call's.
-        history: those of the calls that programs were made for.
-        sizes: those of the call that no descriptor speaks of.
+        facts: the facts of the call.
+        history: the facts of the calls that programs were made for.
+        sizes: the sizes of the call that no descriptor names.
     """
     seen: dict[Sizes, set[int]] = {}
     for others in history:
@@ -52,11 +52,11 @@ def varying_sizes(facts: Facts, history: Iterable[Facts], sizes: Mapping[str, in
 
 
 def size_names(inputs: Sequence[InputSpec], names: Mapping[int, str]) -> dict[str, tuple[int, int]]:
-    """The sizes of inputs that are numbers: for the name of each its input and dim.
+    """Return the fixed sizes of inputs: the input and dim of each, by name.
 
     Args:
         inputs: the tensors among the arguments.
-        names: what each of the flattened arguments is called.
+        names: the names of the flattened arguments.
     """
     return {
         f"{names[spec.position]}.shape[{k}]": (i, k)
@@ -72,10 +72,10 @@ def widened(
     bounds: Mapping[str, Dim],
     at: Sequence[tuple[int, int]],
 ) -> T | None:
-    """What a trace makes with a new named dim in the places of some sizes.
+    """Return the result of a trace with a new named dim in place of some sizes.
 
     Returns:
-        None where the function asks for more of the dim than bounds can tell.
+        The result; None if the function relies on facts about the dim that bounds can't express.
     """
     names = itertools.chain(["n"], (f"n{i}" for i in itertools.count(2)))
     name = next(name for name in names if name not in bounds)
@@ -90,7 +90,7 @@ def widened(
             dim = mended.meet(Dim(name, min=2))
             if not dim.admits(inputs[i].example.shape[k]):
                 return None
-        except Exception:  # the function needs the number: the trace without a symbol will tell
+        except Exception:  # the trace without a symbol raises the error
             return None
     return None
 
@@ -101,7 +101,7 @@ def _with_dim(
     at: Iterable[tuple[int, int]],
     dim: Dim,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
-    """Inputs with a named dim in the places of some sizes."""
+    """Return inputs with a named dim in place of some sizes."""
     found = list(inputs)
     for i, k in at:
         dims = list(found[i].dims)

@@ -1,5 +1,7 @@
-"""Passes over a program's graph, a file each. A pass changes the graph in place and keeps it
-well formed; ``simplify`` runs all of them."""
+"""Passes over a program's graph, one per file.
+
+A pass changes the graph in place and keeps it well formed; ``simplify`` runs all passes.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,19 @@ def simplify(
     lifted: Collection[str],
     frozen: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Runs every pass.
+    """Run every pass.
 
     Args:
-        name: the program's, for errors.
-        graph: it was traced.
+        name: the name of the program, for errors.
+        graph: a traced graph.
         lifted: the names of its tensors from outside.
-        frozen: those of them that never change.
+        frozen: the tensors among them that never change.
 
     Returns:
-        The constants that were computed, by the names that ``get_attr`` nodes have for them.
+        The constants that were computed, by the names of their ``get_attr`` nodes.
 
     Raises:
-        MalformedProgramError: a pass has broken the graph, if that is looked for
+        MalformedProgramError: a pass has broken the graph, and verification is on
             (``verify.asked_for``).
     """
     constants: dict[str, torch.Tensor] = {}

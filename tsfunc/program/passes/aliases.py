@@ -1,4 +1,4 @@
-"""Which values of a graph may share memory, which of that is written to, and what leaves it."""
+"""Aliases among the values of a graph, the values that are written to, and those that escape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tsfunc.program.passes.effects import writes
 class Aliases:
     """The memory of a graph's values, as sets of values that may share it.
 
-    What comes from outside (inputs, lifted tensors) may all be one memory.
+    All values from outside (inputs, lifted tensors) may share one memory.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
@@ -38,26 +38,26 @@ class Aliases:
                 self._escaping.update(aliased(node))
 
     def memory(self, node: Any) -> Any:
-        """The same for values that may share memory."""
+        """Return a representative, which is the same for all values that may share memory."""
         parent = self._parent
         while (above := parent.get(node)) is not None:
             further = parent.get(above)
             if further is None:
                 return above
-            parent[node] = further  # ways get shorter each time, or long chains would be quadratic
+            parent[node] = further  # path compression: without it, long chains take quadratic time
             node = further
         return node
 
     def is_written(self, node: torch.fx.Node) -> bool:
-        """Whether anything writes into what may be the value's memory."""
+        """Return True if a node writes into memory that the value may share."""
         return self.memory(node) in self._written
 
     def escapes(self, node: torch.fx.Node) -> bool:
-        """Whether the caller may get the value's memory as a result."""
+        """Return True if the caller may get the value's memory as a result."""
         return node in self._escaping
 
     def leaves(self, node: torch.fx.Node) -> None:
-        """Takes note that the caller will get a value, and what it may share memory with."""
+        """Record that the caller gets a value, and the values that may share its memory."""
         self._escaping.update(_reached(node, self._escaping))
 
     def _join(self, one: Any, other: Any) -> None:
@@ -70,7 +70,7 @@ _OUTSIDE = "outside"
 
 
 def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Those of a call's arguments whose memory its results may have."""
+    """Yield the arguments of a call whose memory its results may share."""
     if node.op != "call_function" or "expr" in node.meta:
         return
     op = node.meta.get("op")
@@ -80,7 +80,7 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
         return
     declared = arguments_of(op)
     if not any(argument.shares for argument in declared) and op.composite:
-        # Written in other operators, it may return its argument and does not say so (dropout).
+        # A composite operator may return its argument without declaring it (dropout).
         yield from node.all_input_nodes
         return
     for argument, value in matched(op, node.args, node.kwargs):
@@ -89,16 +89,16 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def sources(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """What comes from outside of the graph and may share memory with a value."""
+    """Return the values from outside of the graph that may share memory with a value."""
     return {each for each in _reached(node, ()) if each.op in ("placeholder", "get_attr")}
 
 
 def _reached(node: torch.fx.Node, known: Container[torch.fx.Node]) -> set[torch.fx.Node]:
-    """A value and all that it may share memory with by what it is computed from.
+    """Return a value and the values before it that may share its memory.
 
     Args:
         node: the value.
-        known: values that are not looked behind again.
+        known: values whose sources are not visited again.
     """
     reached, waiting = {node}, [node]
     while waiting:
@@ -110,7 +110,7 @@ def _reached(node: torch.fx.Node, known: Container[torch.fx.Node]) -> set[torch.
 
 
 def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """The arguments that a call writes into; of control flow, any."""
+    """Yield the arguments that a call writes into; for control flow, all arguments."""
     op = node.meta.get("op")
     if not isinstance(op, TorchOperator):
         yield from node.all_input_nodes
@@ -125,7 +125,7 @@ def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def nodes_in(value: Any) -> Iterator[torch.fx.Node]:
-    """The nodes in an argument."""
+    """Yield the nodes in an argument."""
     if isinstance(value, torch.fx.Node):
         yield value
     elif isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
-"""Unused arguments and results of the bodies of control flow.
+"""Removal of unused arguments and results of control-flow bodies.
 
-To drop an argument changes a body and each of its calls. It is done locally, without a state in
-between that is ill-formed: a body's new form is a wrapper of the old one, of fewer arguments and
-results, into which the old one is inlined; then the call is replaced by one of the new operator.
-Which arguments and results a kind of control flow can do without it says itself
-(``ControlFlow.narrowed``): what a loop carries round for nothing but itself is unused too.
+The removal of an argument changes a body and its call. The graph is well formed at each step: the
+new body is a copy of the old one with fewer arguments and results, and the call is then replaced
+by a call of the new operator. Each kind of control flow determines the arguments and results that
+it does not need (``ControlFlow.narrowed``). For example, a loop does not need a carry that only
+affects itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tsfunc.program.passes.effects import checks, is_random, writes
 
 
 def remove_unused_of_blocks(graph: torch.fx.Graph) -> None:
-    """Drops what is unused of each body in the graph, and in the bodies themselves."""
+    """Remove unused arguments and results of each body in the graph, and in nested bodies."""
     for node in reversed(list(graph.nodes)):
         if not isinstance(node.target, ControlFlow):
             continue
@@ -50,19 +50,19 @@ def _narrow(graph: torch.fx.Graph, node: torch.fx.Node, op: ControlFlow) -> None
 
 
 def live_inputs(body: Body, results: Collection[int]) -> set[int]:
-    """The numbers of the operands that some results of a body, or its effects, depend on."""
+    """Return the indices of the operands that some results of a body, or its effects, depend on."""
     live = _live(body, results)
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     return {at for node, at in zip(inputs, body.inputs, strict=True) if node in live}
 
 
 def narrowed_body(body: Body, results: Collection[int], numbers: Mapping[int, int]) -> Body:
-    """A body of fewer arguments and results, which does what the body does.
+    """Return a body with fewer arguments and results that computes the same.
 
     Args:
-        body: stays as it is.
-        results: which of its results are returned, in order.
-        numbers: the new numbers of the operands that these depend on.
+        body: the body, which is not changed.
+        results: the indices of the results that are kept.
+        numbers: the new indices of the operands that these results depend on.
     """
     live = _live(body, results)
     graph = torch.fx.Graph()

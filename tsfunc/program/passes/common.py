@@ -1,4 +1,4 @@
-"""Common subexpressions: what is computed twice from the same values is computed once."""
+"""Common subexpressions: equal computations on the same values are done once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from tsfunc.program.passes.effects import is_pure, writes
 
 
 def merge_common(graph: torch.fx.Graph) -> None:
-    """Merges equal pure nodes.
+    """Merge equal pure nodes.
 
-    Equal calls with a write into one of their arguments between them differ, and are kept. So
-    are two results of which one is written to, and two that the caller gets: these are tensors
-    apart from each other.
+    Equal calls differ if one of their arguments is written to between them. Two results are also
+    kept if one of them is written to, or if the caller gets both, since they are distinct tensors.
     """
     aliases = Aliases(graph)
     changes: dict[Any, int] = {}
@@ -25,7 +24,7 @@ def merge_common(graph: torch.fx.Graph) -> None:
             for target in written(node):
                 memory = aliases.memory(target)
                 changes[memory] = changes.get(memory, 0) + 1
-        # What depends on data has its sizes' symbols from the call that found them.
+        # The sizes of a data-dependent result have symbols from the call that found them.
         if not is_pure(node) or aliases.is_written(node) or node.meta.get("reads_data"):
             continue
         key = _key(node, tuple(changes.get(aliases.memory(x), 0) for x in node.all_input_nodes))
@@ -39,11 +38,11 @@ def merge_common(graph: torch.fx.Graph) -> None:
 
 
 def _key(node: torch.fx.Node, changes: tuple[int, ...]) -> Any:
-    """What makes a call equal to another; None where an argument can't be compared.
+    """Return a key that is equal for equal calls; None if an argument is not hashable.
 
     Args:
         node: the call.
-        changes: how often the memory of each of its arguments has been written to before.
+        changes: the number of earlier writes to the memory of each of its arguments.
     """
     try:
         quiet = node.meta.get("no_grad", False)
@@ -59,5 +58,5 @@ def _frozen(value: Any) -> Any:
         return ("list", *(_frozen(item) for item in value))
     if isinstance(value, dict):
         return tuple((name, _frozen(item)) for name, item in value.items())
-    # 1, 1.0 and True are equal and hash alike, but are not the same argument; nor are 0.0 and -0.0.
+    # 1, 1.0 and True are equal but different arguments; so are 0.0 and -0.0.
     return (type(value).__name__, repr(value)) if isinstance(value, int | float) else value

@@ -1,4 +1,4 @@
-"""Dead code: nodes whose results nobody uses."""
+"""Dead code: nodes whose results are not used."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tsfunc.program.passes.effects import checks, is_random, writes
 
 
 def remove_dead(graph: torch.fx.Graph) -> None:
-    """Removes nodes without users, but for inputs, checks, and what writes or draws random numbers.
+    """Remove nodes without users, except inputs, checks, writes and random operators.
 
-    A random operator stays although its result is unused: it moves the generator on, and what
-    the function draws after it is to be what it would be without a program.
+    A random operator stays even if its result is unused, since it advances the generator: later
+    draws of the function must be the same as without a program.
     """
     for node in reversed(graph.nodes):
         removable = node.op in ("call_function", "get_attr")

@@ -1,4 +1,4 @@
-"""Which nodes of a graph do more than compute a value."""
+"""Effects of a graph's nodes: writes, random numbers, checks and communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tsfunc.bridge.tracers.operators import STATISTICS, updates_statistics
 
 
 def writes(node: torch.fx.Node) -> bool:
-    """Whether the node writes into one of its arguments."""
+    """Return True if the node writes into one of its arguments."""
     if isinstance(node.target, ControlFlow):
         return any(writes(inner) for inner in _inner(node.target))
     op = node.meta.get("op")
@@ -23,7 +23,7 @@ def writes(node: torch.fx.Node) -> bool:
 
 
 def is_random(node: torch.fx.Node) -> bool:
-    """Whether two calls of the node give different results."""
+    """Return True if two calls of the node may give different results."""
     if isinstance(node.target, ControlFlow):
         return node.target.opaque or node.target.random
     op = node.meta.get("op")
@@ -31,7 +31,7 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def checks(node: torch.fx.Node) -> bool:
-    """Whether the node asserts something when the program runs."""
+    """Return True if the node makes an assertion when the program runs."""
     if isinstance(node.target, ControlFlow):
         return any(checks(inner) for inner in _inner(node.target))
     op = node.meta.get("op")
@@ -44,11 +44,11 @@ def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:
 
 
 def is_pure(node: torch.fx.Node) -> bool:
-    """Whether the node's result depends on its arguments alone, and nothing else happens."""
+    """Return True if the node's result depends only on its arguments, and it has no effects."""
     return node.op == "call_function" and not (writes(node) or is_random(node) or checks(node))
 
 
 def communicates(node: torch.fx.Node) -> bool:
-    """Whether the node exchanges values with other processes, or asks for this one's place."""
+    """Return True if the node exchanges values with other processes, or reads this one's rank."""
     namespace = getattr(node.target, "namespace", None)
     return namespace in ("tsfunc_mesh", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")

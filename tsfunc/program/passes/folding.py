@@ -1,4 +1,4 @@
-"""Constant folding: what depends on no input is computed once, while the program is made."""
+"""Constant folding: values that depend on no input are computed once, when the program is made."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tsfunc.dispatch import state
 from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import communicates, is_pure
 
-MOST_ELEMENTS = 1 << 16  # of a constant that a program keeps
+MOST_ELEMENTS = 1 << 16  # limit for a constant that a program keeps
 
-# What their results hold is whatever was in memory.
+# The elements of their results are undefined.
 _UNDEFINED = frozenset({
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
 })  # fmt: skip
@@ -25,20 +25,20 @@ _UNDEFINED = frozenset({
 def fold_constants(
     graph: torch.fx.Graph, frozen: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Computes what depends on constants alone; such a node becomes a constant of the program.
+    """Compute the nodes that depend on constants alone, and make them constants of the program.
 
-    What the caller gets, or something writes into, is made anew by every call, and results are
-    that are larger than what they are computed from: a program is no place to keep them.
+    A node is not folded if the caller gets its result, if it is written to, or if its result is
+    large and larger than its arguments, since a program should not store large tensors.
 
     Args:
-        graph: what is changed.
-        frozen: tensors that never change, by the names that ``get_attr`` nodes have for them.
+        graph: the graph, which is changed.
+        frozen: tensors that never change, by the names of their ``get_attr`` nodes.
 
     Returns:
-        The new constants, by the names that ``get_attr`` nodes have for them.
+        The new constants, by the names of their ``get_attr`` nodes.
     """
     if torch_state.in_dispatch_modes():
-        return {}  # these would see the operators, and may make something else of them
+        return {}  # a mode would see the operators, and may change their results
     aliases = Aliases(graph)
     values = {node: frozen[str(node.target)] for node in graph.nodes
               if node.op == "get_attr" and str(node.target) in frozen}  # fmt: skip
@@ -59,7 +59,7 @@ def fold_constants(
 
 
 def is_computable(node: torch.fx.Node) -> bool:
-    """Whether a node is a tensor that follows from its arguments, whenever it is computed."""
+    """Return True if a node is a pure function of its arguments with a defined tensor result."""
     op = node.meta.get("op")
     return (
         isinstance(op, TorchOperator)
@@ -84,12 +84,12 @@ def _foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) 
 
 
 def _sizes_of(node: torch.fx.Node, values: Mapping[Any, torch.Tensor]) -> list[int]:
-    """The sizes of what a node is computed from."""
+    """Return the sizes of a node's arguments."""
     return [0, *(values[arg].numel() for arg in node.all_input_nodes)]
 
 
 def _computed(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor]) -> Any:
-    """The result, None where it is not what the trace expects."""
+    """Return the result; None if it differs in type or layout from the result in the trace."""
     args = torch.fx.map_arg(node.args, values.__getitem__)
     kwargs = torch.fx.map_arg(node.kwargs, values.__getitem__)
     result = node.meta["op"].overload(*args, **kwargs)
@@ -104,7 +104,7 @@ def _computed(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor])
 def _as_constant(graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> torch.fx.Node:
     with graph.inserting_before(node):
         made = graph.create_node("get_attr", name, name=name)
-    made.target = made.name  # another, where a parameter is called so
+    made.target = made.name  # differs from `name` if a parameter has that name
     made.meta = {
         key: node.meta[key] for key in ("val", "requires_grad", "place") if key in node.meta
     }

@@ -1,11 +1,11 @@
-"""Views of values whose layout in memory is known when the program runs.
+"""Views of values whose memory layout is known only when the program runs.
 
 NOTE [layouts of control flow]
-A trace knows each value by one that lies in memory as it will. Not so around control flow: what a
-body returns lies as the branch that is taken has it, a carry as the last step has left it, and a
-derivative as autograd has it. Autograd, where it is inside of the trace, makes a ``view`` of a
-``reshape`` where the value that it sees can be viewed so. Another layout can't, and is copied by a
-``reshape``, which is what the user's function does.
+The fake value of a node has the memory layout that the node's value has at run time. Control flow
+is an exception: the result of a body has the layout of the branch that runs, a carry has the
+layout of the last step, and a derivative the layout that autograd gives it. Inside of a trace,
+autograd turns a ``reshape`` into a ``view`` if the value in the trace can be viewed. With another
+layout at run time the ``view`` fails, and a ``reshape`` copies, as it does in the user's function.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _VIEWS: Final = frozenset({"aten::view", "aten::_unsafe_view"})
 
 
 def free_layouts(graph: torch.fx.Graph, body: bool = False) -> None:
-    """Makes views in a graph with control flow, and in its bodies, copy where they must.
+    """Turn views into reshapes in a graph with control flow and in its bodies.
 
-    A view that is written through stays one.
+    A view that is written to stays a view.
 
     Args:
         graph: the graph.

@@ -1,11 +1,11 @@
-"""Mesh axes in a program: collectives of values that ranks share, and the mark of the program.
+"""Mesh axes in a program: collectives of equal values, and the mark of the program.
 
 NOTE [marks of programs]
-Ranks that run different programs would exchange values that do not belong together. Each exchange
-of a program therefore carries a mark of it, a hash of its operators, behind the names of the axes
-(``"dp=4;program:1f0a..."``). The first exchange of a program along an axis is preceded by an
-agreement on the mark (NOTE [agreements] in ``bridge/mesh/agreement``), and later ones are not. The
-mark does not depend on the rank, and a file keeps it.
+Ranks that run different programs would exchange unrelated values. Each exchange of a program
+therefore carries its mark, a hash of its operators, after the names of the axes
+(``"dp=4;program:1f0a..."``). Before the first exchange of a program along an axis, the ranks agree
+on the mark (NOTE [agreements] in ``bridge/mesh/agreement``). The mark does not depend on the rank,
+and a file keeps it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import communicates, is_pure
 
-# Kinds of exchange after which all ranks have one value, and whose transposes add up the ranks'
-# cotangents, so that each rank may keep its own part of a cotangent until then.
+# The kinds of exchange after which all ranks have the same value. Their transposes add up the
+# ranks' cotangents, so each rank may keep its own part of a cotangent until then.
 _MAKES_EQUAL = frozenset({"sum", "gather", "enter"})
 
 
 def share_equal_values(graph: torch.fx.Graph) -> None:
     """Replace collectives of values that are equal on all ranks by local operators.
 
-    The sum of such a value is a multiple of it, and its gathered values are copies. A promise of
-    ``out_specs`` that follows from the program is not checked when the program runs.
+    The sum of such a value is a multiple of it, and its gathered values are copies. If a promise
+    of ``out_specs`` follows from the program, it is not checked when the program runs.
     """
     if not any(node.target is MAP for node in graph.nodes):
         return
@@ -51,7 +51,7 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
 
 
 def _varying_axes(graph: torch.fx.Graph) -> dict[torch.fx.Node, frozenset[str]]:
-    """Return for each value the axes along which it may differ among the ranks."""
+    """Return the axes along which each value may differ among the ranks."""
     aliases = Aliases(graph)
     every = frozenset(
         axis
@@ -87,7 +87,7 @@ def _varying_axes(graph: torch.fx.Graph) -> dict[torch.fx.Node, frozenset[str]]:
 
 
 def _reaches_other_ranks(node: torch.fx.Node) -> bool:
-    """True if the node, or a body of it, exchanges values or reads the rank's index."""
+    """Return True if the node, or a body of it, exchanges values or reads the rank's index."""
     if isinstance(node.target, ControlFlow):
         return any(
             _reaches_other_ranks(inner) or (inner.op == "call_function" and not is_pure(inner))
@@ -98,7 +98,7 @@ def _reaches_other_ranks(node: torch.fx.Node) -> bool:
 
 
 def _make_local(graph: torch.fx.Graph, node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Replace the sum or the gathered values of one value that all ranks have.
+    """Replace the sum or the gathered values of a value that is equal on all ranks.
 
     Returns:
         The nodes that were made.

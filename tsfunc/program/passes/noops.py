@@ -1,4 +1,4 @@
-"""Operators that do nothing: their result is their argument."""
+"""No-ops: operators whose result equals their argument."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Arguments = dict[str, Any]
 
 
 def remove_noops(graph: torch.fx.Graph) -> None:
-    """Replaces results that are equal to an argument by the argument.
+    """Replace results that are equal to an argument by the argument.
 
-    An operator that itself returns its argument is removed wherever it stands. One that makes a
-    copy, or another tensor for the same memory, is removed where nobody can tell: neither is
-    written to, and the caller does not get the result.
+    An operator that returns its argument itself is always removed. An operator that makes a copy
+    or an alias is removed if this can't be observed: neither tensor is written to, and the caller
+    does not get the result.
     """
     aliases = Aliases(graph)
     for node in graph.nodes:
@@ -49,7 +49,7 @@ def remove_noops(graph: torch.fx.Graph) -> None:
 
 
 def _look_alike(source: torch.fx.Node, node: torch.fx.Node) -> bool:
-    """Whether two values are of one type, shape and layout of memory."""
+    """Return True if two values have the same dtype, device, shape and memory layout."""
     a, b = source.meta.get("val"), node.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
@@ -65,7 +65,7 @@ def _always(arguments: Arguments, source: torch.fx.Node) -> bool:
 
 
 def _no_copy(arguments: Arguments, source: torch.fx.Node) -> bool:
-    """``to``: of the same type and device it returns its argument, if no copy is asked for."""
+    """Return True unless ``to`` has to copy; its argument has the requested type and device."""
     copies = arguments.get("copy", False)
     return copies is False and arguments.get("memory_format") in (None, torch.preserve_format)
 
@@ -98,11 +98,11 @@ def _same_dim(arguments: Arguments, source: torch.fx.Node) -> bool:
 
 
 def _whole(arguments: Arguments, source: torch.fx.Node) -> bool:
-    """A slice of the size of the whole that goes forward by one is all of it."""
+    """Return True for a slice with step 1, which is the whole tensor since the sizes are equal."""
     return bool(arguments.get("step", 1) == 1)
 
 
-# Operators that return their argument, under a condition beside equal types and shapes.
+# Operators that return their argument, under a condition besides equal types and shapes.
 _ITSELF: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
     "to": _no_copy,
     "type_as": _always,
@@ -111,7 +111,7 @@ _ITSELF: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
     "feature_dropout": _drops_nothing,
     "feature_alpha_dropout": _drops_nothing,
 }
-# Those that make another tensor with the same elements.
+# Operators that make another tensor with the same elements.
 _EQUAL: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
     "_to_copy": _always,
     "alias": _always,

@@ -1,4 +1,4 @@
-"""Slices to the end, which torch spells in two ways: by None, and by the largest of ints."""
+"""Slices to the end of a dim, which torch writes as None or as the largest int."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.fx
 
 
 def end_slices_alike(graph: torch.fx.Graph) -> None:
-    """Has every slice that goes to the end say so by None.
+    """Write the end of every slice to the end of a dim as None.
 
-    Which of the two comes depends on how torch reads an index, and on whether it has symbols in it.
+    torch writes the largest int or None, depending on how it parses an index and on its symbols.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
         if len(node.args) > 3 and type(node.args[3]) is int and node.args[3] == sys.maxsize:

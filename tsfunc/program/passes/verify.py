@@ -1,8 +1,10 @@
-"""Whether a program's graph is well formed: every value defined before its use, every argument
-of the kind that its operator takes, every result of the type and shape that it is said to have.
+"""Verification of a program's graph.
 
-It is asked for by ``Program.verify()``. With ``TSFUNC_VERIFY=1`` in the environment, as in the
-project's own tests, every graph is verified as it was traced and after each pass.
+In a well-formed graph every value is defined before its use, every argument is of the kind that
+its operator takes, and every result has the type and shape that its metadata states.
+
+``Program.verify()`` runs the verification. With ``TSFUNC_VERIFY=1`` in the environment, as in the
+project's own tests, every graph is verified after the trace and after each pass.
 """
 
 from __future__ import annotations
@@ -23,24 +25,24 @@ from tsfunc.errors import MalformedProgramError
 
 
 def asked_for() -> bool:
-    """Whether every graph is to be verified."""
+    """Return True if the environment asks for the verification of every graph."""
     return os.environ.get("TSFUNC_VERIFY", "0") not in ("", "0")
 
 
 def verify(
     graph: torch.fx.Graph, lifted: Collection[str] | None, what: str, facts: Sequence[str] = ()
 ) -> None:
-    """Verifies a graph, and those of the bodies of control flow in it.
+    """Verify a graph, and the graphs of the control-flow bodies in it.
 
     Args:
-        graph: it was traced: its nodes have fake values.
+        graph: a traced graph, whose nodes have fake values.
         lifted: the names that ``get_attr`` nodes may have; None: any.
-        what: how an error calls the graph.
-        facts: what holds of the named dims in every call. A trace knows it by itself, a graph that
-            was read from a file does not.
+        what: the name of the graph in errors.
+        facts: facts about the named dims that hold in every call. The symbols of a trace have
+            these facts already; those of a graph from a file do not.
 
     Raises:
-        MalformedProgramError: something is wrong; the message names the value.
+        MalformedProgramError: the graph is malformed; the message names the value.
     """
     check = _Check(graph, lifted, what)
     check.definitions()
@@ -64,7 +66,7 @@ class _Check:
         raise MalformedProgramError(f"{self.what}: %{node.name}{at}: {problem}")
 
     def definitions(self) -> None:
-        """Values have names of their own, are defined before their use, and one output ends all."""
+        """Check that names are unique, definitions precede uses, and one output comes last."""
         defined: set[torch.fx.Node] = set()
         names: set[str] = set()
         for node in self.nodes:
@@ -86,7 +88,7 @@ class _Check:
             raise MalformedProgramError(f"{self.what}: it has no output.")
 
     def kinds(self) -> None:
-        """Each operator is given what its schema asks for."""
+        """Check that each operator gets the arguments that its schema requires."""
         for node in self.nodes:
             op = node.meta.get("op")
             if not isinstance(op, TorchOperator):
@@ -109,7 +111,7 @@ class _Check:
                     self._fail(node, f"{op.name} is called without {argument.name}.")
 
     def results(self, facts: Sequence[str]) -> None:
-        """Each operator, run again on fake tensors, returns what the trace has noted of it."""
+        """Check that each operator, run on fake tensors, returns results as in the metadata."""
         tensors = [n.meta["val"] for n in self.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         rerun = Rerun(tensors[0] if tensors else None)
         rerun.assume(facts)
@@ -139,7 +141,7 @@ class _Check:
     def _again(self, rerun: Rerun, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         if isinstance(node.target, ControlFlow):
             return dict(_items(node, rerun))
-        if _reads_data(node):  # anew it would find other numbers
+        if _reads_data(node):  # another run would find other data-dependent sizes
             said = node.meta.get("val")
             if said is None and "number" not in node.meta:
                 return dict(_items(node, rerun))
@@ -154,16 +156,16 @@ class _Check:
 
 
 def _is_unknown(node: torch.fx.Node) -> bool:
-    """Whether nothing is said of a value: files have no words for sizes that data give."""
+    """Return True if a value has no metadata: files do not store data-dependent sizes."""
     if "number" in node.meta or node.meta.get("val") is not None or not node.users:
         return False
     return not any(user.target is operator.getitem for user in node.users)
 
 
 def _reads_data(node: torch.fx.Node) -> bool:
-    """Whether the sizes of the results, or numbers among them, depend on data.
+    """Return True if the sizes of the results, or numbers among them, depend on data.
 
-    What an operator finds in data that it has seen before is no news to the trace.
+    An operator whose results follow from data that the trace has already seen does not count.
     """
     op = node.meta.get("op")
     tagged = isinstance(op, TorchOperator) and torch.Tag.dynamic_output_shape in op.overload.tags
@@ -171,7 +173,7 @@ def _reads_data(node: torch.fx.Node) -> bool:
 
 
 def _items(node: torch.fx.Node, rerun: Rerun) -> Iterator[tuple[Any, Any]]:
-    """The results of a call of several, by their numbers, as the trace has noted them."""
+    """Yield the results of a call with several results, by index, from the metadata."""
     for user in node.users:
         if user.target is operator.getitem:
             said = user.meta.get("val")
@@ -182,13 +184,13 @@ _NUMBERS = ("int", "float", "bool", "number")
 
 
 def _is_kind(argument: Argument, value: Any) -> bool:
-    """Whether a value in a graph may be given for an argument."""
+    """Return True if a value in a graph may be passed for an argument."""
     kind = argument.type
     if value is None:
         return kind.startswith("Optional") or argument.has_default or kind == "Any"
     kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional") else kind
     if kind == "Tensor":
-        # torch makes tensors of numbers.
+        # torch converts numbers to tensors.
         return isinstance(value, torch.fx.Node | int | float | complex)
     if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
         return isinstance(value, list | tuple) and all(v is None or _is_tensor(v) for v in value)

@@ -1,1 +1,1 @@
-"""What a traced function reads and assigns beside its arguments, watched while it runs."""
+"""The reads and assignments of a traced function beyond its arguments, recorded while it runs."""

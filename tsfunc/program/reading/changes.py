@@ -1,4 +1,4 @@
-"""What a trace has changed outside of itself, and the updates that its program ends with.
+"""Changes that a trace has made outside of itself, and the updates that its program ends with.
 
 See NOTE [updates] in ``updates.py``.
 """
@@ -22,20 +22,20 @@ MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Change:
-    """Something that the traced function has assigned.
+    """An assignment of the traced function.
 
     Attributes:
-        text: how a user would write it.
-        place: of what it belongs to.
-        owner: what it belongs to.
-        target: as an update has it.
-        before: what it was, or ``MISSING``.
-        after: what it was at the end.
-        undo: gives it back what it was.
-        line: where it was assigned, if that is known.
-        problem: why a program can't do the same, if it can't.
-        fills: whether it is a container that has other elements.
-        buffer: the name of the module's buffer that was assigned, if it is one.
+        text: the user's spelling of the target.
+        place: the place of the owner.
+        owner: the object that the target belongs to.
+        target: the Python expression of the target, as in ``Update``.
+        before: the value before the trace, or ``MISSING``.
+        after: the value at the end of the trace, or ``MISSING``.
+        undo: restores the old value.
+        line: the line of the assignment, if it is known.
+        problem: the reason why a program can't repeat the assignment, if it can't.
+        fills: whether the target is a container with new elements.
+        buffer: the name of the module's buffer that was assigned, if it is a buffer.
     """
 
     text: str
@@ -52,13 +52,13 @@ class Change:
 
 
 def changed_containers(held: Held) -> Iterator[Change]:
-    """The containers that the function has changed."""
+    """Yield the changes of containers whose elements the function has changed."""
     for each in held.containers:
         if not changed(each):
             continue
         namespace = is_namespace(each.value)
         elements = vars(each.value) if namespace else each.value
-        # A copy: it is put back, and the elements are what the program gives it again.
+        # A copy, since `undo` restores the container itself.
         after = dict(elements) if isinstance(elements, dict) else type(elements)(elements)
         yield Change(
             each.place.text,
@@ -73,10 +73,10 @@ def changed_containers(held: Held) -> Iterator[Change]:
 
 
 def updates_of(changes: Sequence[Change], held: Held) -> Updates:
-    """The updates that do again what was changed.
+    """Return the updates that repeat the changes.
 
     Raises:
-        TypeCheckError: a program can't do one of them.
+        TypeCheckError: a program can't repeat one of the changes.
     """
     values = Values(held.again)
     updates: list[Update] = []
@@ -118,7 +118,7 @@ def updates_of(changes: Sequence[Change], held: Held) -> Updates:
 
 
 def _refuse_escaping(text: str, tensor: Any) -> None:
-    """Raises where what is assigned stands for the values of a transform inside of the trace."""
+    """Raise an error if an assigned tensor is a tracer of a transform inside of the trace."""
     if isinstance(tensor, Tracer) and not isinstance(tensor, TraceTracer):
         level = tensor.dispatch_level
         raise EscapedTracerError(

@@ -1,14 +1,15 @@
-"""What a piece of code may read from outside: variables, and the attributes that follow them.
+"""Variables that a piece of code may read from outside, and the attributes read from them.
 
-Told from the compiled code, so it costs nothing while the code runs. ``config.model.width`` is one
-read: a global variable and the way from it.
+The reads are found in the bytecode, so they cost nothing while the code runs.
+``config.model.width`` is one read: a global variable and a chain of attributes.
 
 NOTE [counters]
-``calls.append(1)``, ``count += 1`` and ``seen[key] = x`` change a variable without looking at it.
-Where a function does no more with one than that, its results can't depend on it: it is not
-guarded, and is changed when the function is traced, as a ``print`` prints then. Where the function
-reads it too, it is guarded, and every call changes it (NOTE [updates] in ``updates.py``). So it is
-where the function puts tensors into it: these are others at every call.
+``calls.append(1)``, ``count += 1`` and ``seen[key] = x`` change a variable without another use of
+its value. If a function only changes a variable this way, its results can't depend on the
+variable. The variable is then not guarded, and it changes only when the function is traced, as a
+``print`` prints only then. If the function also reads the variable, it is guarded, and every call
+changes it (NOTE [updates] in ``updates.py``). The same holds if the function puts tensors into it,
+since the tensors differ at every call.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ Kind = Literal["global", "free", "module"]
 
 @dataclass(frozen=True)
 class Access:
-    """A variable from outside in a piece of code.
+    """A use of a variable from outside in a piece of code.
 
     Attributes:
         kind: whether it is a global, a variable of an enclosing function, or a module that the
             code imports itself.
-        name: the variable's, or the module's.
-        attributes: those that are reached for of it, one of the other.
-        line: where.
-        level: of an import, how many packages up it starts.
-        only_changes: whether nothing is done with what it finds but to count it up, or to put
-            something into it: NOTE [counters].
+        name: the name of the variable or module.
+        attributes: the chain of attributes that is read from it.
+        line: the line of the use.
+        level: for an import, the number of packages that a relative import goes up.
+        only_changes: whether the code only counts the value up or puts an element into it:
+            NOTE [counters].
         bare: whether it is called without arguments.
     """
 
@@ -50,22 +51,22 @@ class Access:
 
     @property
     def last(self) -> str:
-        """The name at its end."""
+        """The last name of the chain."""
         return self.attributes[-1] if self.attributes else self.name
 
 
 @dataclass(frozen=True)
 class CodeReads:
-    """What is told from a function's code, the code nested in it included.
+    """The variables and names in a function's code, the code nested in it included.
 
     Attributes:
         reads: the variables from outside that it reads.
-        writes: those that it assigns.
-        names: the names of all attributes that it reaches for, of anything.
-        texts: the names among its strings, if it has a function that looks variables or
-            attributes up by their names (``globals``, ``getattr``).
-        compared: what objects are compared with by identity (``x is y``): a variable from outside,
-            or None for what is not told from the code.
+        writes: the variables from outside that it assigns.
+        names: the names of all attributes that it reads, of any object.
+        texts: the names among its strings, if it uses a function that looks up variables or
+            attributes by name (``globals``, ``getattr``).
+        compared: the operands of identity comparisons (``x is y``): a variable from outside, or
+            None for an operand that the code does not show.
     """
 
     reads: tuple[Access, ...]
@@ -77,7 +78,7 @@ class CodeReads:
 
 @functools.lru_cache(maxsize=4096)
 def code_reads(code: types.CodeType) -> CodeReads:
-    """What a function's code may read and assign."""
+    """Return the variables that a function's code may read and assign."""
     reads: dict[Access, None] = {}
     writes: dict[Access, None] = {}
     names: set[str] = set()
@@ -102,11 +103,11 @@ _BY_NAME = frozenset({
 })  # fmt: skip
 _RUN = frozenset({"eval", "exec"})
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
-_LONGEST = 1000  # of a string that may be code
+_LONGEST = 1000  # the maximum length of a string that is scanned as code
 
 
 def _names_in(constants: Sequence[Any], are_code: bool) -> Iterator[str]:
-    """The strings among a code's constants that are names; of code, the names in it."""
+    """Yield the constants of a code object that are names; for source code, the names in it."""
     for each in constants:
         if isinstance(each, tuple):
             yield from _names_in(each, are_code)
@@ -137,12 +138,12 @@ _STORES: dict[str, Kind] = {
     "STORE_DEREF": "free",
     "DELETE_DEREF": "free",
 }
-_BY_IDENTITY = frozenset({"id", "is_", "is_not"})  # functions that tell objects apart
+_BY_IDENTITY = frozenset({"id", "is_", "is_not"})  # functions that compare objects by identity
 _CALLS = frozenset({"CALL", "CALL_FUNCTION", "CALL_METHOD"})
 _NOT_COUNTED = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL"})
 
-# What follows a variable in `v += 1`, in `v[key] = x`, and in `v[key] += 1` (as CPython 3.10 and
-# as later ones write it).
+# The instructions after a variable in `v += 1`, in `v[key] = x`, and in `v[key] += 1` (in later
+# versions of CPython and in CPython 3.10).
 _COUNTS = ("LOAD", "INPLACE", "STORE")
 _PUTS = (
     ("LOAD", "STORE_SUBSCR"),
@@ -155,27 +156,27 @@ _CHANGING = frozenset({
 
 
 def _outermost(module: Access) -> Access:
-    """What ``import a.b`` gives: ``a``."""
+    """Return the module that ``import a.b`` binds: ``a``."""
     return module if module.level else replace(module, name=module.name.partition(".")[0])
 
 
 def _kind(step: dis.Instruction) -> str:
-    """The name of an instruction; of what updates in place, one for all versions of CPython."""
+    """Return the name of an instruction; "INPLACE" for an in-place operator."""
     if step.opname == "BINARY_OP" and step.argrepr.endswith("="):
         return "INPLACE"
     return step.opname
 
 
 def _follows(steps: Sequence[dis.Instruction], pattern: Sequence[str]) -> bool:
-    """Whether instructions begin with a pattern."""
+    """Return True if the instructions begin with a pattern."""
     return len(steps) >= len(pattern) and all(
         _kind(step).startswith(wanted) for step, wanted in zip(steps, pattern, strict=False)
     )
 
 
 def _is_statement(steps: Sequence[dis.Instruction]) -> bool:
-    """Whether a method that has just been loaded is called, and what it returns is dropped."""
-    depth = 2  # the method and its object, or what stands in their places
+    """Return True if a method that was just loaded is called and its result is dropped."""
+    depth = 2  # the method and its object, or the stack entries that replace them
     for i, step in enumerate(steps):
         if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
             return False
@@ -186,7 +187,7 @@ def _is_statement(steps: Sequence[dis.Instruction]) -> bool:
 
 
 class _Scan:
-    """One walk over the instructions of a code object, without those nested in it."""
+    """One pass over the instructions of a code object, without nested code objects."""
 
     def __init__(self, code: types.CodeType, free: frozenset[str]) -> None:
         self.reads: list[Access] = []
@@ -195,13 +196,13 @@ class _Scan:
         self.compared: set[Access | None] = set()
         lines = dict(dis.findlinestarts(code))
         line = code.co_firstlineno
-        imports: dict[str, Access] = {}  # local variables that are imported
+        imports: dict[str, Access] = {}  # local variables that hold imported modules
         level, names = 0, None
-        module: Access | None = None  # what was imported last
-        imported: Any = None  # what it gave
-        chain: Access | None = None  # what the instruction before has put on the stack
+        module: Access | None = None  # the last imported module
+        imported: Any = None  # the value of the last import
+        chain: Access | None = None  # the value that the last instruction has put on the stack
         before = ""
-        counted: set[int] = set()  # where variables are stored that are only counted up
+        counted: set[int] = set()  # offsets of the stores of variables that are only counted up
         steps = list(dis.get_instructions(code))
         for i, each in enumerate(steps):
             line = lines.get(each.offset) or line
@@ -244,7 +245,7 @@ class _Scan:
             before = name
 
     def _end(self, chain: Access, rest: Sequence[dis.Instruction], counted: set[int]) -> None:
-        """The end of a way; `rest` is what comes after it."""
+        """Add the read of a complete chain; `rest` has the instructions after it."""
         if chain.kind == "module" and not chain.attributes:
             return
         only_changes = False

@@ -1,10 +1,10 @@
 """Garbage collection while a function is traced.
 
 NOTE [collections while tracing]
-A trace makes hundreds of objects an operator, and keeps most of them. Python's collector takes that
-for a reason to look through all objects again and again, torch's own among them, which was two
-fifths of the time of 10,000 operators. So it looks at new objects alone while a trace goes on, and
-less often.
+A trace makes hundreds of objects per operator and keeps most of them. Python's collector reacts by
+scanning all objects again and again, those of torch included, which took two fifths of the time of
+a trace of 10,000 operators. During a trace the collector therefore runs less often, and mostly on
+new objects only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SELDOM = (50_000, 50, 1_000)  # new objects, then how often younger generations come before older
+_SELDOM = (50_000, 50, 1_000)  # number of new objects, then of younger collections per older one
 
 _lock = threading.Lock()
 _traces = 0
@@ -23,13 +23,16 @@ _before = gc.get_threshold()
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Context manager: NOTE [collections while tracing]. Any number of threads may be in one."""
+    """Context manager that makes collections rare: NOTE [collections while tracing].
+
+    Any number of threads may be inside it at a time.
+    """
     global _traces, _before
     with _lock:
         _traces += 1
         if _traces == 1:
             _before = gc.get_threshold()
-            if 0 < _before[0] < _SELDOM[0]:  # 0: it was turned off
+            if 0 < _before[0] < _SELDOM[0]:  # 0: the collector is turned off
                 gc.set_threshold(*_SELDOM)
     try:
         yield

@@ -1,15 +1,15 @@
-"""From a call's arguments to a program's list of values, and from its results to what is returned.
+"""Conversion of a call's arguments to a program's inputs, and of its outputs to the results.
 
-Where the arguments are in tuples, lists and dicts, as most are, the generated Python of the guard
-takes them out itself: no pytree library has to look at them.
+If the arguments contain only tuples, lists and dicts, as most do, the generated Python of the
+guard flattens them itself, without a pytree library.
 
 NOTE [the order of keys]
-A function that goes through a dict sees the order of its keys, which a structure does not have: to
-optree, dicts with the same keys are alike. So the order of each dict among the arguments is held to
-as the structure is. That of the keyword arguments is seen only by ``**kwargs``.
+A function that iterates over a dict sees the order of its keys, which a pytree structure does not
+have: optree treats dicts with the same keys as equal. The guard therefore checks the key order of
+each dict among the arguments. The order of the keyword arguments matters only with ``**kwargs``.
 
-Keys that are equal need not be the same (``1``, ``1.0`` and ``True``), and the function may compute
-with them. So keys that are no plain strings are held to by their types, too.
+Equal keys may differ in type (``1``, ``1.0`` and ``True``), and the function may compute with
+them. The guard therefore also checks the types of keys that are not plain strings.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import optree
 
 from tsfunc import pytrees
 
-# Takes args and kwargs; None, or the values that the program runs on.
+# From args and kwargs to the values that the program runs on, or None.
 Enter = Callable[[tuple[Any, ...], dict[str, Any]], "list[Any] | None"]
 Build = Callable[[Sequence[Any]], Any]
 
 
 def key_orders(tree: optree.PyTreeSpec, of_keywords: bool) -> tuple[Any, ...]:
-    """The keys of the dicts in a structure, each in their order: NOTE [the order of keys].
+    """Return the keys of the dicts in a structure, in order: NOTE [the order of keys].
 
     Args:
         tree: the structure of ``(args, kwargs)``.
-        of_keywords: whether the order of ``kwargs`` is one that the function sees.
+        of_keywords: whether the function sees the order of ``kwargs``.
     """
     args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
     found: list[Any] = []
@@ -48,7 +48,7 @@ def key_orders(tree: optree.PyTreeSpec, of_keywords: bool) -> tuple[Any, ...]:
 
 
 def _exact(key: Any) -> Any:
-    """A key as something that is equal only to that of a key of the same type and value."""
+    """Return a stand-in for a key that equals another's only if type and value are the same."""
     kind = type(key)
     if kind is str:
         return key
@@ -64,12 +64,12 @@ def _exact(key: Any) -> Any:
 
 
 def other_keys(at: str, keys: Sequence[Any], name: Callable[[Any], str]) -> str:
-    """The Python for that a dict has other keys than these, or has them in another order.
+    """Return the Python condition that a dict has other keys, or another order of the keys.
 
     Args:
-        at: the dict.
-        keys: those that it is to have.
-        name: gives a name to an object that the Python uses.
+        at: the Python expression of the dict.
+        keys: the expected keys.
+        name: returns a name for an object that the condition uses.
     """
     if all(type(key) in _COMPARED for key in keys):
         kinds = f"[*map(type, {at})] != {name(list(map(type, keys)))}"
@@ -81,23 +81,23 @@ def _exact_keys(keys: Iterable[Any]) -> list[Any]:
     return list(map(_exact, keys))
 
 
-_COMPARED = (str, int, bool, type(None))  # equal and of one type is the same
+_COMPARED = (str, int, bool, type(None))  # two equal values of one of these types are the same
 
 
 def opening_lines(
     tree: optree.PyTreeSpec, scope: dict[str, Any], of_keywords: bool
 ) -> list[str] | None:
-    """Python that makes the list ``args`` of the flattened arguments of ``args, kwargs``.
+    """Return Python lines that flatten ``args, kwargs`` into the list ``args``.
 
-    It returns None where the arguments are not of the structure.
+    The lines return None if the arguments do not have the structure.
 
     Args:
         tree: the structure of ``(args, kwargs)``.
-        scope: where the names are put that the lines use.
-        of_keywords: whether the order of ``kwargs`` is one that the function sees.
+        scope: receives the names that the lines use.
+        of_keywords: whether the function sees the order of ``kwargs``.
 
     Returns:
-        The lines; None where there are other containers than tuples, lists and dicts.
+        The lines; None if there are containers other than tuples, lists and dicts.
     """
     args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
     opening = _Opening(scope)
@@ -121,7 +121,7 @@ class _Opening:
         self.plain = True
 
     def value(self, value: Any, at: str) -> None:
-        """A leaf's number, or a container, and the Python for what stands in its place."""
+        """Add the lines for a leaf (its number) or a container at a Python expression."""
         kind = type(value)
         if kind is int:
             self.leaves.append((value, at))
@@ -139,17 +139,17 @@ class _Opening:
             self.plain = False
 
     def other_keys(self, at: str, value: dict[Any, Any]) -> str:
-        """The Python for that a dict has other keys than this one."""
+        """Return the Python condition that a dict has other keys than this one."""
         return other_keys(at, list(value), self.name)
 
     def name(self, value: Any) -> str:
-        """A name for an object."""
+        """Return a name for an object."""
         name = f"keys_{len(self.scope)}"
         self.scope[name] = value
         return name
 
     def children(self, container: Any, name: str) -> None:
-        """What is in a container."""
+        """Add the lines for the elements of a container."""
         if isinstance(container, dict):
             for key, item in container.items():
                 self.value(item, f"{name}[{_spelled(key, self.scope)}]")
@@ -169,11 +169,11 @@ def _spelled(key: Any, scope: dict[str, Any]) -> str:
 
 
 def builder(tree: optree.PyTreeSpec) -> Build:
-    """A function from flattened results to what they were flattened from."""
+    """Return a function from flattened results to the nested results."""
     scope: dict[str, Any] = {}
     try:
         text = _built(optree.tree_unflatten(tree, range(tree.num_leaves)), scope)
-    except Exception:  # a class of the user's that does not take any elements
+    except Exception:  # a user's class that does not accept these elements
         text = None
     if text is None:
         return partial(optree.tree_unflatten, tree)
@@ -182,7 +182,7 @@ def builder(tree: optree.PyTreeSpec) -> Build:
 
 
 def _built(value: Any, scope: dict[str, Any]) -> str | None:
-    """The Python for results with numbers in their places; None for other containers."""
+    """Return the Python for results with numbers in their places; None for other containers."""
     kind = type(value)
     if kind is int:
         return f"results[{value}]"

@@ -1,26 +1,28 @@
-"""Values that a trace has read, and what later calls must have in their places.
+"""Values that a trace has read, and the guards that later calls are held to.
 
 NOTE [attributes]
-Any class may be a parameter: what is checked of an object is what the traced function reaches for,
-where it reaches for it. The one traced run is watched (``watching.py``), and each attribute of a
-known object that is read becomes a line of generated Python (``reach.py``) for later calls:
+A parameter may be an object of any class. The guards check the attributes that the traced function
+reads, each at the place where it reads it. The single traced run is watched (``watching.py``), and
+each attribute of a known object that is read becomes a line of generated Python (``reach.py``)
+that later calls run:
 
 - a tensor of an argument is an input of the program, read anew at every call; a tensor of an
-  object that is the function's own (its module, one that it closes over) must be the same one,
-  unless the function itself puts another in its place (NOTE [updates] in ``updates.py``);
-- a number, string, dtype, enum member, and what else has a value, must be equal; a function, a
-  class, and what else is compared by identity, must be the same;
+  object that belongs to the function (its module, an object in its closure) must be the same
+  tensor, unless the function itself replaces it (NOTE [updates] in ``updates.py``);
+- a number, string, dtype, enum member or other object with a value must be equal; a function, a
+  class or other object that is compared by identity must be the same object;
 - a list, tuple or dict must hold such values in the same places;
-- another object is watched in turn, and its class must be the same;
+- any other object is watched in turn, and its class must be the same;
 - a method runs watched, and must still be the same function.
 
-So a program that was traced for one instance runs for any other of whose class and attributes
-the same is true. An instance that differs has a program of its own.
+A program that was traced for one instance therefore runs for every instance whose class and
+attributes pass these guards. An instance that fails them gets a program of its own.
 
 NOTE [closures]
-``closure`` says what becomes of what is not an argument: variables, defaults, the function's own
-objects. ``"guard"`` holds later calls to it as said above. ``"freeze"`` burns in what the first
-call found, data of tensors included, and looks at nothing later. ``"error"`` refuses to read it.
+``closure`` selects the treatment of values that are not arguments: variables, defaults, the
+function's own objects. ``"guard"`` guards them as described above. ``"freeze"`` makes the values
+found by the first call constants of the program, the data of tensors included, and does not guard
+them. ``"error"`` raises an error when they are read.
 """
 
 from __future__ import annotations
@@ -53,18 +55,18 @@ _VALUES = (
 )  # fmt: skip
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
-_MANY = 64  # elements of a container of plain values that are compared one by one
+_MANY = 64  # the elements of longer containers of plain values are compared as one value
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was found.
+    """The place at which a value was found.
 
     Attributes:
-        variable: what the generated code calls it.
-        text: how a user would write it, from a parameter: ``model.layers[0].weight``.
-        owner: how errors name it, from the class that has it: ``Model.layers[0]``.
-        own: whether it belongs to the function itself, and not to an argument.
+        variable: the variable that holds the value in the generated code.
+        text: the user's spelling of the place, from a parameter: ``model.layers[0].weight``.
+        owner: the name of the place in errors, from its owner's class: ``Model.layers[0]``.
+        own: whether the value belongs to the function itself, and not to an argument.
     """
 
     variable: str
@@ -74,7 +76,7 @@ class Place:
 
 
 class Copied(NamedTuple):
-    """A container that the trace has read, and what it was then."""
+    """A container that the trace has read, with a copy of its contents at that time."""
 
     value: Any
     before: Any
@@ -85,20 +87,20 @@ Closure = Literal["guard", "freeze", "error"]
 
 
 class Held:
-    """What a trace has read.
+    """The values that a trace has read.
 
     Args:
-        name: the specialized function's, for errors.
-        enter: has an object watched.
-        met: is told of functions among the values.
-        opaque: is told of objects that are compared by identity, and how a user would write them.
-        closure: what becomes of what is the function's own.
+        name: the name of the specialized function, for errors.
+        enter: called with each object that is to be watched.
+        met: called with each function among the values.
+        opaque: called with the place and the object for objects that are compared by identity.
+        closure: the treatment of values that belong to the function: NOTE [closures].
 
     Attributes:
-        facts: what later calls are held to.
-        inputs: the tensors among it that are read anew at every call.
-        containers: what the function may change the elements of.
-        read: what later calls are held to, by how a user would write where it was found.
+        facts: the guards of later calls.
+        inputs: the tensors that are read anew at every call.
+        containers: the containers whose elements the function may change.
+        read: the guarded values, keyed by the user's spelling of their places.
     """
 
     def __init__(
@@ -112,43 +114,44 @@ class Held:
         self.name = name
         self.closure = closure
         self.facts = Facts()
-        self._own = Facts() if closure == "freeze" else self.facts  # which then nobody looks at
+        self._own = Facts() if closure == "freeze" else self.facts  # not checked
         self.inputs: list[tuple[torch.Tensor, Place]] = []
         self.containers: list[Copied] = []
         self.read: dict[str, Any] = {}
         self._enter = enter
         self._met = met
         self._opaque = opaque
-        self._known: dict[int, tuple[Any, Place]] = {}  # kept alive, so that ids stay theirs
+        self._known: dict[int, tuple[Any, Place]] = {}  # keeps the objects, and so their ids, alive
         self._given: Sequence[Any] = ()
 
     def facts_of(self, own: bool) -> Facts:
-        """Where facts belong about what is the function's own, or an argument's."""
+        """Return the guards for values of the function itself (`own`), or of an argument."""
         return self._own if own else self.facts
 
     def is_known(self, value: Any) -> bool:
-        """Whether the trace has met an object outside."""
+        """Return True if the trace has met an object from outside."""
         return id(value) in self._known
 
     def place_of(self, value: Any) -> Place | None:
-        """Where the trace has met an object."""
+        """Return the place at which the trace has met an object, or None."""
         known = self._known.get(id(value))
         return None if known is None else known[1]
 
     @property
     def own_tensors(self) -> dict[int, torch.Tensor]:
-        """The tensors that are the function's own, by id."""
+        """The tensors that belong to the function itself, by id."""
         known = self._known.items()
         return {i: x for i, (x, place) in known if place.own and isinstance(x, torch.Tensor)}
 
     def give(self, flat: Sequence[Any]) -> None:
-        """Says what the flattened arguments are."""
+        """Set the flattened arguments."""
         self._given = flat
 
     def again(self, value: Any) -> Any:
-        """What stands for an object from outside in a value of the program; None for others.
+        """Return the stand-in for an object from outside in a value of the program.
 
-        What is burnt in stands for itself.
+        The result is an ``Outside`` for an argument or a guarded object, and None for an object
+        that is not from outside. A frozen object (``closure="freeze"``) is returned unchanged.
         """
         for i, given in enumerate(self._given):
             if given is value:
@@ -162,7 +165,7 @@ class Held:
         return Outside(len(self._given) + facts.result(place.variable, value))
 
     def take(self, value: Any, place: Place) -> None:
-        """Holds later calls to a value."""
+        """Guard a value: later calls must find the same or an equal value at its place."""
         known = self._known.get(id(value))
         facts = self.facts_of(place.own)
         if facts is self.facts:
@@ -182,14 +185,14 @@ class Held:
             self._object(value, place)
 
     def loosen(self, value: torch.Tensor) -> None:
-        """The function puts another tensor in the place of one of its own: it is an input."""
+        """Turn a tensor of the function into an input, since the function itself replaces it."""
         known = self._known.get(id(value))
         if known is not None and known[1].own and not any(value is x for x, _ in self.inputs):
             self._own.loosen(known[1].variable, value)
             self.inputs.append((value, known[1]))
 
     def grad_of(self, value: torch.Tensor) -> torch.Tensor | None:
-        """The ``.grad`` of a tensor from outside, which later calls are held to."""
+        """Return the ``.grad`` of a tensor from outside, and guard it."""
         facts = self.facts_of(True)
         place = self.place_of(value) or Place(facts.name(value), "a tensor", "a tensor", True)
         found = value.grad
@@ -199,10 +202,10 @@ class Held:
         return found
 
     def refuse_own(self, text: str, at: str) -> None:
-        """Raises where nothing may be read that is not an argument.
+        """Raise an error if ``closure`` forbids values that are not arguments.
 
         Raises:
-            ClosureError: so says ``closure``.
+            ClosureError: ``closure`` is ``"error"``.
         """
         if self.closure == "error":
             raise ClosureError(
@@ -260,7 +263,7 @@ class Held:
             self._opaque(place.text, value)
 
     def refuse_iterator(self, text: str, how: str, value: Any) -> NoReturn:
-        """Raises for what gives something else each time.
+        """Refuse an iterator, which returns a different item at each read.
 
         Raises:
             TypeCheckError: always.
@@ -272,7 +275,7 @@ class Held:
         )
 
     def _elements(self, values: Iterable[Any], place: Place) -> None:
-        """Objects that are elements of a set, or keys of a dict, which are compared as such."""
+        """Guard the objects that are elements of a set or keys of a dict, by identity."""
         for each in values:
             if is_instance(each):
                 facts = self.facts_of(place.own)
@@ -308,23 +311,23 @@ class Held:
 
 
 def _items(value: Any) -> dict[Any, Any]:
-    """The elements of a container by their keys."""
+    """Return the elements of a container by their keys."""
     found: dict[Any, Any] = vars(value) if is_namespace(value) else value
     return found if isinstance(found, dict) else dict(enumerate(found))
 
 
 def is_container(value: Any) -> bool:
-    """Whether an object is held to its elements, each in its place."""
+    """Return True if an object is guarded element by element."""
     return isinstance(value, (*_SEQUENCES, dict)) or is_namespace(value)
 
 
 def is_namespace(value: Any) -> bool:
-    """Whether an object is but its attributes; a thread has some of its own of a local one."""
+    """Return True for a namespace object: a ``SimpleNamespace`` or a plain ``threading.local``."""
     return isinstance(value, types.SimpleNamespace) or type(value) is threading.local
 
 
 def changed(copied: Copied) -> bool:
-    """Whether a container has other elements than it had."""
+    """Return True if the elements of a container differ from those at its first read."""
     if isinstance(copied.value, set):
         return bool(copied.value != copied.before)
     now, before = _items(copied.value), _items(copied.before)
@@ -332,7 +335,7 @@ def changed(copied: Copied) -> bool:
 
 
 def put_back(copied: Copied) -> None:
-    """Gives a container the elements again that it had."""
+    """Restore the elements that a container had at its first read."""
     value, before = copied.value, copied.before
     if is_namespace(value):
         value = vars(value)
@@ -341,7 +344,7 @@ def put_back(copied: Copied) -> None:
 
 
 def is_instance(value: Any) -> bool:
-    """Whether an object is one whose attributes are watched."""
+    """Return True if the attributes of an object are watched."""
     cls = type(value)
     root = cls.__module__.partition(".")[0]
     return (
@@ -357,18 +360,18 @@ _OTHERS = (
     torch.Tensor, torch.jit.ScriptModule, type(torch.ops.aten.sin),
     type(torch.ops.aten.sin.default), type, enum.Enum, *_SEQUENCES, *_SETS, dict,
 )  # fmt: skip
-_WATCHED = (  # of the standard library
+_WATCHED = (  # exceptions among the classes of the standard library
     argparse.Namespace, ChainMap, UserDict, UserList, UserString, queue.Queue, threading.Event,
     threading.Semaphore,
 )  # fmt: skip
-_OPERATORS = ("torch._library", "torch._ops")  # where the classes of operators are
-# A class that was made where there is no module says it is of the builtins.
+_OPERATORS = ("torch._library", "torch._ops")  # the modules of the classes of operators
+# A class that was created outside of a module has "builtins" as its module.
 _OPAQUE = frozenset({*sys.stdlib_module_names, "tsfunc"}) - {"builtins"}
 
 
 def has_value(cls: type) -> bool:
-    """Whether objects of a class are compared by what they are: paths, dates, patterns."""
+    """Return True if the objects of a class are compared by value: paths, dates, patterns."""
     compares: Any = cls.__eq__
-    # Weak references compare what they refer to, tensors among others.
+    # Weak references compare their referents, which may be tensors.
     by_value = compares is not object.__eq__ and not issubclass(cls, weakref.ref)
     return by_value and cls.__hash__ is not None

@@ -42,23 +42,23 @@ _TORCH_LOOKUPS = {
 
 
 class KeepsTensors(Exception):
-    """Internal: a function puts tensors into what it only changes, so that is to be taken in."""
+    """Internal: a function puts tensors into an object that it only changes: trace it again."""
 
 
 class Instances:
     """The objects that a trace knows; a context manager in which they are watched.
 
     Args:
-        name: the specialized function's, for errors.
-        closure: what becomes of what is the function's own.
+        name: the name of the specialized function, for errors.
+        closure: the treatment of values that belong to the function: NOTE [closures].
 
     Attributes:
-        held: what was read.
-        generators: those of random numbers that a trace can't record.
-        met: is told of functions and classes whose code the trace runs.
-        others: gives the changes to what is no object's attribute.
-        free_counters: takes traced tensors out of what the function only changes (NOTE [counters]
-            in ``code_reads.py``), and says whether there were any.
+        held: the values that were read.
+        generators: the generators of random numbers that a trace can't record.
+        met: called with the functions and classes whose code the trace runs.
+        others: yields the changes to variables, which are not attributes of a watched object.
+        free_counters: removes traced tensors from objects that the function only changes (NOTE
+            [counters] in ``code_reads.py``); returns True if there were any.
         tells_apart: whether the function compares objects by identity (``x is y``) that may be
             tensors: NOTE [one tensor twice] in ``same_tensors.py``.
     """
@@ -79,7 +79,14 @@ class Instances:
         self._paused = self._met_modules = False
 
     def add(self, value: Any, text: str, way: str | None) -> None:
-        """An object to watch: an argument with the way to it, or, with None, the function's own."""
+        """Watch an object.
+
+        Args:
+            value: the object.
+            text: the user's spelling of its place.
+            way: the Python expression that reaches it from the arguments; None for an object that
+                belongs to the function.
+        """
         facts, cls = self.held.facts_of(way is None), type(value)
         variable = facts.bind(facts.name(value) if way is None else way)
         self.held.take(value, Place(variable, text, cls.__name__, way is None))
@@ -102,7 +109,7 @@ class Instances:
         self.met(type(value))
 
     def _hooks_of_all_modules(self) -> None:
-        """The hooks that torch calls with every module."""
+        """Guard the hooks that torch calls with every module."""
         facts, hooks = self.held.facts_of(True), hooks_of_all_modules()
         if not self._met_modules:
             facts.require(f"{facts.name(hooks_of_all_modules)}() == {facts.name(hooks)}")
@@ -111,13 +118,13 @@ class Instances:
         self._met_modules = True
 
     def read(self, instance: Any, name: str, plain: Any) -> Any:
-        """What reading an attribute gives, see `Watching`."""
+        """Return the value of an attribute; see `Watching`."""
         known = self._instances.get(id(instance))
         if known is None or self._paused:
             return plain(instance, name)
-        # The second frame is who reads. torch's own lookup of parameters reads the __dict__, and
-        # the dicts of a module, for what `Instance.read` has already looked for, or for where to
-        # assign.
+        # The second frame is the reader. torch's own lookup of parameters reads the __dict__ and
+        # the dicts of a module, either for an attribute that `Instance.read` has already looked up
+        # or to find the dict to assign to.
         if name in _HOMES and sys._getframe(2).f_code in _TORCH_LOOKUPS:
             return plain(instance, name)
         if not (name.startswith("__") and name.endswith("__")):
@@ -127,7 +134,7 @@ class Instances:
         return plain(instance, name)
 
     def assigned(self, instance: Any, name: str, *value: Any) -> None:
-        """Check and note an assignment or deletion before it happens, see `Watching`.
+        """Check and note an assignment or deletion before it happens; see `Watching`.
 
         Raises:
             TypeCheckError: the value is not of the type that the class declares.
@@ -141,7 +148,7 @@ class Instances:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What the block reads is not the traced function's doing."""
+        """Pause the watching: reads in the block are not reads of the traced function."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -149,7 +156,7 @@ class Instances:
             self._paused = before
 
     def put_back(self) -> list[Change]:
-        """Undoes what the traced function has assigned; what it was."""
+        """Undo the assignments of the traced function, and return them."""
         with self.paused():
             changes = [change for each in self._instances.values() for change in each.changes()]
             changes += changed_containers(self.held)
@@ -161,16 +168,16 @@ class Instances:
         return changes
 
     def finish(self) -> Updates:
-        """The end of the trace: undoes what the traced function has assigned.
+        """End the trace: undo the assignments of the traced function.
 
         Returns:
-            The assignments that the program is to end with.
+            The assignments that the program ends with.
 
         Raises:
-            TypeCheckError: there was one that a program can't do.
-            KeepsTensors: the function puts tensors into what it only changes.
+            TypeCheckError: a program can't repeat one of the assignments.
+            KeepsTensors: the function puts tensors into an object that it only changes.
         """
-        # What was two objects may not be one in a later call: `a is b` was answered.
+        # Distinct objects must stay distinct in later calls: the trace has answered `a is b`.
         for own in {False, self.held.closure == "freeze"}:
             alike = [i.place for i in self._instances.values()]
             variables = [p.variable for p in alike if self.held.facts_of(p.own) is
@@ -185,10 +192,10 @@ class Instances:
 
 
 class Instance:
-    """A watched object: what it was when it was first met, and what was read of it.
+    """A watched object: its contents when it was first met, and the reads of it.
 
     Attributes:
-        lines: for each attribute that was assigned, where.
+        lines: for each assigned attribute, the line that assigns it.
     """
 
     def __init__(self, instances: Instances, value: Any, place: Place) -> None:
@@ -200,22 +207,22 @@ class Instance:
         self._before = _contents(value)
 
     def read(self, name: str, plain: Any) -> Any:
-        """What reading an attribute gives; later calls are held to it, if it is data."""
+        """Return the value of an attribute; guard it if it is data."""
         found = inspect.getattr_static(type(self.value), name, MISSING)
         if _is_data_descriptor(found):
             if _is_slot(found):
                 return self._hold(name, plain(self.value, name), f".{name}")
             self._descriptor(name, found)
-            return plain(self.value, name)  # a property runs, and what it reads is held
+            return plain(self.value, name)  # a property runs, and the values it reads are guarded
         self._watch_descriptor(name, found)
         home, value = _find(self.value, name)
         if home is not None:
-            # What was assigned during the trace is the trace's own.
+            # A value that was assigned during the trace is not guarded.
             assigned = self._before.get((home, name), MISSING) is not value
             return value if assigned else self._hold(name, value, *_steps(home, name))
         if isinstance(found, functools.cached_property):
             self._require_none_of_its_own(name)
-            return found.func(self.value)  # not kept: the object stays as it is
+            return found.func(self.value)  # the result is not cached: the object stays unchanged
         try:
             value = plain(self.value, name)
         except AttributeError:
@@ -224,11 +231,11 @@ class Instance:
         if found is not MISSING and hasattr(type(found), "__get__"):
             self._method(name, found)
             return value
-        # An attribute of the class, or made by a __getattribute__ of its own.
+        # An attribute of the class, or one made by a user's __getattribute__.
         return self._hold(name, value, f".{name}")
 
     def read_all(self) -> None:
-        """Holds later calls to all that the object has: its ``__dict__`` was read."""
+        """Guard all attributes of the object, since its ``__dict__`` was read."""
         facts = self._facts
         own = [name for home, name in self._before if home == _DICT]
         facts.require_keys(facts.bind(f"{self.place.variable}.__dict__"), own)
@@ -241,7 +248,7 @@ class Instance:
         return self.instances.held.facts_of(self.place.own)
 
     def changes(self) -> Iterator[Change]:
-        """What the function has assigned to attributes."""
+        """Yield the changes to attributes that the function has made."""
         now = _contents(self.value)
         for home, name in {**self._before, **now}:
             before = self._before.get((home, name), MISSING)
@@ -263,7 +270,7 @@ class Instance:
             )
 
     def _hold(self, name: str, value: Any, *steps: str) -> Any:
-        """Holds later calls to the value of an attribute, once."""
+        """Guard the value of an attribute, once."""
         if name not in self._held and not is_traced(value):
             self._held.add(name)
             if self.place.own and not name.startswith("_"):
@@ -279,7 +286,7 @@ class Instance:
         return self._typed(name, value)
 
     def _typed(self, name: str, value: Any) -> Any:
-        """The value, or what stands for one that its class calls ``Any``."""
+        """Return the value, or a stand-in for it if its class declares the attribute as ``Any``."""
         cls = type(self.value)
         if value is None or is_traced(value) or _is_installed(cls) or not says_any(cls, name):
             return value
@@ -309,7 +316,7 @@ class Instance:
             )
 
     def _method(self, name: str, found: Any) -> None:
-        """A method is the same as long as its class has it and the object has none of its own."""
+        """Guard a method: its class still has it, and the object has no attribute of that name."""
         if name in self._held:
             return
         self._require_none_of_its_own(name)
@@ -324,14 +331,14 @@ class Instance:
         self.instances.met(found)
 
     def _descriptor(self, name: str, found: Any) -> None:
-        """A property is the same as long as its class has it."""
+        """Guard a property: its class still has it."""
         if name not in self._held:
             self._held.add(name)
             self._require_in_class(name, found)
         self._watch_descriptor(name, found)
 
     def _watch_descriptor(self, name: str, found: Any) -> None:
-        """A descriptor of a class of the user's is an object too, of which its methods read."""
+        """Watch a descriptor of a user's class: its methods may read its attributes."""
         held = self.instances.held
         if not hasattr(type(found), "__get__") or not is_instance(found) or held.is_known(found):
             return
@@ -341,14 +348,14 @@ class Instance:
         held.take(found, Place(variable, text, text, self.place.own))
 
     def _require_in_class(self, name: str, found: Any) -> None:
-        """The class still has what an attribute is made by, unless torch has put it there."""
+        """Guard the descriptor of an attribute in its class, unless it is in a class of torch."""
         base = next((base for base in type(self.value).__mro__ if name in vars(base)), None)
         if base is not None and not base.__module__.startswith("torch."):
             facts = self._facts
             facts.require_same(facts.bind(f"{facts.name(base)}.__dict__[{name!r}]"), found)
 
     def _require_none_of_its_own(self, name: str) -> None:
-        """The object itself has no such attribute, which would come before that of its class."""
+        """Guard that the object has no attribute of this name, which would hide the class's."""
         if name not in self._held and _has_dict(self.value):
             facts = self._facts
             own = facts.bind(f"{self.place.variable}.__dict__")
@@ -356,7 +363,7 @@ class Instance:
         self._held.add(name)
 
     def _absent(self, name: str) -> None:
-        """There is no such attribute, unless a ``__getattr__`` makes one, which then runs."""
+        """Guard that an attribute is missing; a user's ``__getattr__`` runs and may make it."""
         made = hasattr(type(self.value), "__getattr__")
         if made and not isinstance(self.value, torch.nn.Module):
             self._require_none_of_its_own(name)
@@ -371,13 +378,13 @@ _OF_C = (
     types.WrapperDescriptorType, types.ClassMethodDescriptorType,
 )  # fmt: skip
 
-# --- where the attributes of an object lie
+# --- the locations of an object's attributes
 
 _DICT, _SLOT = "__dict__", "slot"
 
 
 def _contents(value: Any) -> dict[tuple[str, str], Any]:
-    """All that an object has: where it lies, and its name."""
+    """Return all attributes of an object, by their location and name."""
     own = _dict_of(value)
     found = {(_DICT, name): each for name, each in own.items()}
     for kind in _STATE if isinstance(value, torch.nn.Module) else ():
@@ -395,7 +402,7 @@ def _contents(value: Any) -> dict[tuple[str, str], Any]:
 def _dict_of(value: Any) -> dict[str, Any]:
     try:
         own: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:  # it has slots alone
+    except AttributeError:  # it has only slots
         return {}
     return own
 
@@ -405,7 +412,7 @@ def _has_dict(value: Any) -> bool:
 
 
 def _find(value: Any, name: str) -> tuple[str | None, Any]:
-    """Where in the object itself an attribute lies, and what it is."""
+    """Return the location of an attribute in the object itself, and its value."""
     own = _dict_of(value)
     if name in own:
         return _DICT, own[name]
@@ -418,7 +425,7 @@ def _find(value: Any, name: str) -> tuple[str | None, Any]:
 
 
 def _steps(home: str, name: str) -> tuple[str, ...]:
-    """The way to an attribute, past torch's slow lookup of parameters."""
+    """Return the steps to an attribute, which bypass torch's slow lookup of parameters."""
     return (f".{home}", f"[{name!r}]") if home in _STATE else (f".{name}",)
 
 
@@ -436,7 +443,7 @@ def _restore(value: Any, home: str, name: str, before: Any) -> None:
 
 
 def _problem(owner: Any, home: str, before: Any, after: Any) -> str | None:
-    """Why a program can't assign to an attribute: it is a module's, and not for that."""
+    """Return the reason why a program can't assign to an attribute of a module, or None."""
     if not isinstance(owner, torch.nn.Module):
         return None
     if home == "_parameters" or isinstance(after, torch.nn.Parameter):
@@ -460,5 +467,5 @@ def _is_data_descriptor(found: Any) -> bool:
 
 
 def _is_slot(found: Any) -> bool:
-    """Whether a descriptor reads what the object itself has."""
+    """Return True if a descriptor reads a field of the object itself."""
     return isinstance(found, types.MemberDescriptorType | types.GetSetDescriptorType)

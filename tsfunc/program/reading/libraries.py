@@ -1,8 +1,9 @@
-"""Functions of libraries that give what no variable shows: settings, clocks, files.
+"""Functions of libraries whose results no variable shows: settings, clocks, files.
 
-Code of installed packages is not looked through. What the user's code calls of it by name is known
-here: a question whose answer can be asked for again at every call is a guard, ``same_answer``; what
-answers otherwise each time can only be told of, ``changes_by_itself``.
+The code of installed packages is not scanned. This module lists the library functions that user
+code may call. A function whose answer can be asked for again at every call becomes a guard
+(``is_question``). A function that gives another answer each time causes a warning
+(``changes_by_itself``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MODULES = (types.ModuleType, type)
 
 
 def reached(owner: Any, attributes: Sequence[str]) -> Any:
-    """What a way through modules and classes leads to; None where it leads elsewhere."""
+    """Return the object that attributes of modules and classes lead to, or None."""
     for name in attributes:
         if not isinstance(owner, _MODULES):
             return None
@@ -50,7 +51,7 @@ def _questions() -> frozenset[Callable[[], Any]]:
 
 
 def _of_numpy(*names: str) -> list[Any]:
-    """Functions of NumPy, if somebody has imported it."""
+    """Return functions of NumPy; an empty list if NumPy has not been imported."""
     numpy = sys.modules.get("numpy")
     return [] if numpy is None else [getattr(numpy, name) for name in names]
 
@@ -59,14 +60,14 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def settings_of(value: Any) -> tuple[Callable[[], Any], ...]:
-    """The questions on whose answers a function, class or number of a library depends."""
+    """Return the questions whose answers a function, class or number of a library depends on."""
     if (value if isinstance(value, _CODE) else type(value)).__module__ == "decimal":
         return (_decimal_context,)
     return _SETTINGS.get(value, ()) if isinstance(value, types.FunctionType) else ()
 
 
 def _decimal_context() -> str:
-    """How decimal numbers are rounded here."""
+    """Return the context of ``decimal`` as a text: precision, rounding, traps."""
     return repr(sys.modules["decimal"].getcontext())
 
 
@@ -79,13 +80,13 @@ _OF_ENVIRONMENT = (
 
 
 def asks_environment(owner: Any, name: str | None, value: Any) -> bool:
-    """Whether something looks at the process's environment."""
+    """Return True if a value or attribute reads the environment variables of the process."""
     by_name = owner is os and name in ("environ", "environb")
     return by_name or (isinstance(value, types.FunctionType) and value in _OF_ENVIRONMENT)
 
 
 def is_library(owner: Any) -> bool:
-    """Whether a module, class or function is none of the user's."""
+    """Return True if a module, class or function is of the standard library, torch or NumPy."""
     if isinstance(owner, types.BuiltinFunctionType | types.BuiltinMethodType):
         return True
     if not isinstance(owner, (*_MODULES, types.FunctionType)):
@@ -98,14 +99,14 @@ _NAMES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "numpy"})
 
 
 def is_question(value: Any) -> bool:
-    """Whether a function without arguments tells of a setting."""
+    """Return True if a value is a function without arguments that returns a setting."""
     return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and (
         value in _questions()
     )
 
 
 def is_setting(root: Any, attributes: Sequence[str]) -> bool:
-    """Whether a way leads to one of torch's flags (``torch.backends.cudnn.enabled``)."""
+    """Return True for a flag of torch (``torch.backends.cudnn.enabled``) and for ``sys.argv``."""
     if root is not torch or attributes[:1] != ("backends",):
         return root is sys and tuple(attributes) == ("argv",)
     return isinstance(reached(root, attributes), bool | int | str | types.NoneType)
@@ -144,13 +145,13 @@ _NOISE = frozenset({
 
 
 def _module_of(value: Any) -> str:
-    """The public module of a function or class of NumPy, whose own are told by their files."""
+    """Return the public module of a value; NumPy's random functions name a private one."""
     module = getattr(value, "__module__", None) or ""
     return "numpy.random" if module.startswith("numpy.random") else module
 
 
 def changes_of_object(value: Any, name: str) -> bool:
-    """Whether a method of an object reads a file, or noise of the system."""
+    """Return True if a method of an object reads a file or the random source of the system."""
     if isinstance(value, pathlib.PurePath):
         return name in _OF_PATHS
     return isinstance(value, random.SystemRandom)
@@ -160,11 +161,11 @@ _OF_DATES = frozenset({"now", "utcnow", "today"})
 
 
 def changes_by_itself(owner: Any, name: str | None, value: Any, bare: bool = False) -> bool:
-    """Whether a function may give something else each time: a clock, a file, the system's noise.
+    """Return True if a function may give another result each time: a clock, a file, random bytes.
 
     Args:
-        owner: what it is an attribute of, if anything.
-        name: which.
+        owner: the object that has the function as an attribute, if any.
+        name: the name of the attribute.
         value: the function.
         bare: whether it is called without arguments.
     """

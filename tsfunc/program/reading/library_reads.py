@@ -1,4 +1,4 @@
-"""What the user's code reaches for of libraries: what is known of it is held to, or told of."""
+"""Reads of libraries in the user's code, which become guards or warnings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _HAVE_MEMBERS = (types.ModuleType, type)
 
 
 class LibraryReads:
-    """Has a trace's facts take in what a function reads of libraries.
+    """Adds the reads of libraries in a function's code to the guards of a trace.
 
     Args:
-        instances: of the trace.
-        name: names an object for generated code.
-        met: is told of classes.
+        instances: the watched objects of the trace.
+        name: returns the name of an object in the generated code.
+        met: called with each class that is read.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class LibraryReads:
         self, owner: Any, name: str | None, value: Any, attributes: Sequence[str], line: str,
         bare: bool,
     ) -> None:  # fmt: skip
-        """Looks at a variable and what the code reaches for of it.
+        """Look at a variable and the attributes that the code reads from it.
 
         Args:
-            owner: what has the variable.
-            name: which.
-            value: what it is.
-            attributes: those that are reached for, one of the other.
-            line: where.
-            bare: whether what comes of it is called without arguments.
+            owner: the object that has the variable.
+            name: the name of the variable.
+            value: its value.
+            attributes: the chain of attributes that the code reads from it.
+            line: the line of the read.
+            bare: whether the last attribute is called without arguments.
         """
         if value is MISSING and isinstance(owner, dict):
             value = vars(builtins).get(str(name), MISSING)
@@ -77,7 +77,7 @@ class LibraryReads:
                 self._warn(getattr(last, "__qualname__", str(last)), line)
 
     def hold_member(self, owner: Any, way: Sequence[str]) -> None:
-        """Holds later calls to what is reached for of a library: somebody may put another there."""
+        """Guard an attribute that is read from a library, since it may be replaced."""
         above = libraries.reached(owner, way[:-1])
         if not way or not libraries.is_library(above) or not isinstance(above, _HAVE_MEMBERS):
             return
@@ -87,7 +87,7 @@ class LibraryReads:
             if isinstance(found, type):
                 self._met(found)
         elif isinstance(found, list) or (found is MISSING and isinstance(above, types.ModuleType)):
-            # A list, which may be filled; or a flag that the module makes up as it is asked.
+            # A list may be filled; a module's __getattr__ may make a flag at each read.
             value = libraries.reached(above, way[-1:])
             if isinstance(value, (list, *_PLAIN)):
                 text = f"{above.__name__}.{way[-1]}"
@@ -95,7 +95,7 @@ class LibraryReads:
                 self.held.take(value, Place(at, text, text, True))
 
     def hold_environment(self) -> None:
-        """The process's environment variables, all of them: there is no telling which is read."""
+        """Guard all environment variables of the process: the ones that are read are not known."""
         if not self._holds_environment:
             self._holds_environment = True
             at = self.facts.name(os.environ)
@@ -106,12 +106,12 @@ class LibraryReads:
             self.hold_environment()
 
     def _ask(self, question: Callable[[], Any]) -> None:
-        """Holds later calls to what a function answers."""
+        """Guard the answer of a function without arguments."""
         at = self.facts.bind(f"{self._name(question)}()")
         self.held.take(question(), Place(at, f"{question.__name__}()", "", True))
 
     def _warn(self, function: str, line: str) -> None:
-        """Tells of a function that may give something else each time."""
+        """Warn of a function that may give another result at another call."""
         if self.held.closure != "freeze":
             place, _, _ = line.rpartition(", in ")
             filename, _, number = place.rpartition(":")

@@ -1,8 +1,8 @@
-"""What the tensors that a program reads from outside are called: the names that a module has.
+"""Names of the tensors that a program reads from outside, as a module names them.
 
-A program of a module reads its parameters and buffers, and may assign buffers. torch's tools know
-them by the names of ``state_dict()``. Of another function they are known by how it writes them:
-``model.fc.weight``, ``params['w']``.
+A program of a module reads its parameters and buffers, and may assign buffers. torch's tools use
+the names of ``state_dict()`` for them. For another function the names follow the user's spelling
+of the tensors: ``model.fc.weight``, ``params['w']``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tsfunc.program.reading.updates import Update
 
 @dataclass(frozen=True)
 class ModuleState:
-    """The names of what a program reads from outside.
+    """The names of the tensors that a program reads from outside.
 
     Attributes:
-        module: the module that was traced; None where it was another function.
-        names: for each lifted tensor of the program its name.
-        inputs: the same for tensors that each call replaces, by where they stand in the list that
-            the program is called with.
-        assigned: the buffers that its updates assign, by the updates' numbers.
-        attributes: the names of lifted tensors that are attributes of the module or of those in
-            it, and neither parameters nor buffers.
+        module: the module that was traced; None for another function.
+        names: the names of the lifted tensors, keyed by their names in the program.
+        inputs: the names of the tensors that each call replaces, keyed by their index in the list
+            that the program is called with.
+        assigned: the names of the buffers that updates assign, keyed by the updates' indices.
+        attributes: the names of lifted tensors that are attributes of the module or a submodule,
+            but not parameters or buffers.
     """
 
     module: torch.nn.Module | None = None
@@ -51,15 +51,15 @@ def state_of(
     values: Sequence[Any],
     read: Mapping[str, Any],
 ) -> ModuleState:
-    """The names of what a program reads.
+    """Return the names of the tensors that a program reads.
 
     Args:
-        func: what was traced.
-        lifted: the tensors from outside that it reads, by its own names.
+        func: the traced function or module.
+        lifted: the tensors from outside that the program reads, keyed by their names in it.
         updates: its assignments.
-        first: how many flattened arguments there are.
-        values: what it is called with after these.
-        read: what the trace has read, by how a user would write it.
+        first: the number of flattened arguments.
+        values: the values that the program is called with after the arguments.
+        read: the values that the trace has read, keyed by the user's spelling.
     """
     module = func if isinstance(func, torch.nn.Module) else getattr(func, "__self__", None)
     if not isinstance(module, torch.nn.Module):
@@ -85,7 +85,7 @@ def state_of(
 
 
 def _state(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
-    """Each parameter and buffer by its identity; of several names the first one."""
+    """Return each parameter and buffer by its id; the first name of several counts."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return ((id(tensor), name) for name, tensor in named)
 
@@ -95,6 +95,6 @@ def _named(lifted: Mapping[str, torch.Tensor], known: Mapping[int, str]) -> dict
 
 
 def _dotted(text: str) -> str:
-    """A name for what is written so: ``params['w'][0]`` is ``params.w.0``."""
+    """Return the dotted name of a spelling: ``params['w'][0]`` becomes ``params.w.0``."""
     name = re.sub(r"\[(['\"]?)(.*?)\1\]", r".\2", text)
     return re.sub(r"[^\w.]+|(?<=\.)\.+", "_", name).strip(".")

@@ -1,13 +1,13 @@
-"""Random numbers that a trace can't record: those of Python and NumPy, and seeds that are set.
+"""Random numbers that a trace can't record: those of Python and NumPy, and seeding.
 
 NOTE [random numbers from outside]
-What ``torch.rand`` draws is an operator of the program, which draws anew at every call. Numbers of
-``random`` and ``numpy.random`` are Python's own: the trace would keep those that it got. And a
-generator that is seeded while the function is traced is not seeded when its program runs. Both are
-told by the states of the generators, before and after the trace: it does not change them itself.
-Those that all threads share tell nothing by themselves: they count where the function's code has
-something of their modules. The functions of ``torch.random`` that seed, or read a state, are met
-where they are called (``bridge/trace/seeding.py``).
+A draw of ``torch.rand`` is an operator of the program, which draws anew at every call. Numbers of
+``random`` and ``numpy.random`` are Python values, which the trace would record as constants. A
+generator that is seeded while the function is traced is not seeded when its program runs. Both
+cases are detected by comparing the states of the generators before and after the trace: the trace
+itself does not change them. The global generators are shared by all threads, so a change of their
+state counts only if the function's code refers to their modules. Calls of functions of
+``torch.random`` that seed, or read a state, are handled in ``bridge/trace/seeding.py``.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _State = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 class Generators:
-    """The generators that a traced function may draw from, and their states before.
+    """The generators that a traced function may draw from, and their states before the trace.
 
     Args:
-        what: how errors call the trace.
+        what: the name of the trace in errors.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._before: dict[int, tuple[str, _State, Any]] = {}
-        self._known: list[Any] = []  # kept alive, so that ids stay theirs
+        self._known: list[Any] = []  # keeps the objects alive, so that ids stay unique
         self._lines: dict[str, list[str]] = {}
         self._moved: list[str] = []
 
     def start(self) -> None:
-        """Takes the states of those that any code can draw from."""
+        """Record the states of the global generators, which any code can draw from."""
         self._watch("random", random, (random.getstate, random.setstate))
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
@@ -49,8 +49,8 @@ class Generators:
             self._watch("numpy.random", numpy, state)
 
     def add(self, text: str, value: Any) -> None:
-        """Looks at a value that the function reads, if it is a generator."""
-        if isinstance(value, random.SystemRandom):  # which has no state
+        """Record the state of a value that the function reads, if it is a generator."""
+        if isinstance(value, random.SystemRandom):  # it has no state
             return
         if isinstance(value, random.Random):
             self._watch(text, value, (value.getstate, value.setstate))
@@ -62,7 +62,7 @@ class Generators:
                 self._watch(text, value, (lambda: bits.state, lambda s: setattr(bits, "state", s)))
 
     def mentioned(self, value: Any, line: str) -> None:
-        """Some code has a function or module of random numbers at a line."""
+        """Record that some code refers to a function or module of random numbers at a line."""
         owner = getattr(value, "__self__", value)
         module = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__module__
         module = module.removesuffix(".mtrand")
@@ -70,7 +70,7 @@ class Generators:
             self._lines.setdefault(module, []).append(line)
 
     def put_back(self) -> None:
-        """Gives generators their states again."""
+        """Restore the states of generators that have changed."""
         for text, (get, put), before in self._before.values():
             shared = text in _SHARED and text not in self._lines
             if not shared and not _same(get(), before):
@@ -78,10 +78,10 @@ class Generators:
                 self._moved.append(text)
 
     def refuse_moved(self) -> None:
-        """Raises where generators had other states at the end.
+        """Raise an error if generators had another state at the end of the trace.
 
         Raises:
-            TypeCheckError: some had.
+            TypeCheckError: the function drew from a generator or seeded it.
         """
         if self._moved:
             places = [line for text in self._moved for line in self._lines.get(text, ())]

@@ -1,8 +1,8 @@
-"""What a program was made under, and reaches for, as straight-line Python that every call runs.
+"""Guards of a program as straight-line Python that every call runs.
 
-The generated function takes the flattened arguments, looks at torch's settings, goes the ways to
-all that the trace has read (``instances.py``, ``surroundings.py``), and gives the tensors among it
-that are inputs of the program, or None where something is not as it was.
+The generated function takes the flattened arguments and checks torch's settings. It then follows
+the expressions for all values that the trace has read (``instances.py``, ``surroundings.py``). It
+returns the tensors among these values that are inputs of the program, or None if a guard fails.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tsfunc.types.values import same_value
 
 Reach = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
 
-# What the way to something may raise where it is not there any more.
+# The exceptions of an expression for a value that does not exist any more.
 _GONE = "(AttributeError, LookupError, TypeError, ValueError)"
 
 
 def same_float(a: Any, b: float) -> bool:
-    """Whether a value is this float: equal or both NaN, and of one sign."""
+    """Return True if a value is this float: equal or both NaN, with the same sign."""
     if type(a) is not float:
         return False
     return (a == b or (a != a and b != b)) and math.copysign(1, a) == math.copysign(1, b)
@@ -40,7 +40,7 @@ def _compiled(source: str, scope: dict[str, Any]) -> Any:
 
 
 def _compiled_late(source: str, scope: dict[str, Any]) -> Reach:
-    """The function of a source, which is compiled when it is first called."""
+    """Return the function of a source, which is compiled at its first call."""
     made: list[Reach] = []
 
     def reach(flat: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -52,7 +52,7 @@ def _compiled_late(source: str, scope: dict[str, Any]) -> Reach:
 
 
 class Facts:
-    """The lines of the function, and the objects that they name."""
+    """The lines of the guard function, and the objects that they refer to by name."""
 
     def __init__(self) -> None:
         self._lines: list[str | list[str]] = []
@@ -76,13 +76,13 @@ class Facts:
         scope: dict[str, Any] | None = None,
         late: bool = False,
     ) -> Reach:
-        """The function that the lines make.
+        """Return the guard function.
 
         Args:
             now: torch's settings.
-            guard: lines that come before the others, about the arguments.
-            scope: what these name.
-            late: whether it is compiled when it is first called, which it may never be.
+            guard: lines about the arguments, which come first.
+            scope: the names that these lines use.
+            late: whether the function is compiled at its first call, which may never happen.
         """
         results = "".join(f"{name}, " for name, _ in self._results)
         written = self._written("args", now, guard, scope, f"({results})")
@@ -96,7 +96,7 @@ class Facts:
         guard: Sequence[str],
         scope: dict[str, Any],
     ) -> Enter:
-        """The same for arguments that are not flattened; it gives all that the program runs on.
+        """Return the guard function for unflattened arguments; it returns all program inputs.
 
         Args:
             opening: lines that flatten ``args, kwargs`` to ``args``.
@@ -129,12 +129,12 @@ class Facts:
         return f"def reach({parameters}):\n    try:\n{body}{ending}", names
 
     def _still_there(self, scope: dict[str, Any]) -> Iterator[str]:
-        """Lines for what modules and classes of libraries have, those of each looked at at once."""
+        """Yield lines that check members of library modules and classes, one for each owner."""
         for i, (owner, members) in enumerate(self._members.values()):
             found = operator.itemgetter(*members)
             scope[f"get_{i}"], scope[f"of_{i}"] = found, vars(owner)
             scope[f"had_{i}"] = found(members)
-            # A tuple's items are compared as objects first, and NaN is not equal to itself.
+            # Tuples compare their items by identity first, and NaN does not equal itself.
             differs = "is not" if len(members) == 1 else "!="
             yield f"if get_{i}(of_{i}) {differs} had_{i}: return None"
         for i, (owner, names) in enumerate(self._not_members.values()):
@@ -142,7 +142,7 @@ class Facts:
             yield f"if not not_in_{i}.keys().isdisjoint(absent_{i}): return None"
 
     def _still_alike(self) -> tuple[list[str], Any]:
-        """Lines for the tensors that are the same: a look at all of them at once, else at each."""
+        """Return lines that check the own tensors, all at once first and one by one next."""
         own = list(self._own.values())
         closely = [
             line
@@ -156,10 +156,10 @@ class Facts:
         given = ", ".join(at for at, _ in own)
         return [f"if not quick_own({given}):", *(f"    {line}" for line in closely)], check
 
-    # --- what the function gives
+    # --- the results of the function
 
     def result(self, at: str, value: Any) -> int:
-        """Has the function give what a variable has, too; its number among the results."""
+        """Add a variable to the results of the guard function; return its index among them."""
         for i, (known, _) in enumerate(self._results):
             if known == at:
                 return i
@@ -168,19 +168,19 @@ class Facts:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What the function would give now."""
+        """The current values of the results."""
         return tuple(value for _, value in self._results)
 
-    # --- ways
+    # --- expressions
 
     def name(self, value: Any) -> str:
-        """A name for an object."""
+        """Return a name for an object."""
         name = f"v{len(self._scope)}"
         self._scope[name] = value
         return name
 
     def bind(self, expression: str) -> str:
-        """A variable for what an expression gives; the same for the same expression."""
+        """Return a variable for the value of an expression, one for each expression."""
         known = self._variables.get(expression)
         if known is None:
             known = self._variables[expression] = f"p{len(self._variables)}"
@@ -188,20 +188,20 @@ class Facts:
         return known
 
     def spell(self, key: Any) -> str:
-        """The key of a container."""
+        """Return the Python expression of a container's key."""
         return repr(key) if type(key) in (int, str) else self.name(key)
 
-    # --- what must hold there
+    # --- the guards
 
     def require(self, condition: str) -> None:
         self._lines.append(f"if not ({condition}): return None")
 
     def require_member(self, owner: Any, name: str, value: Any) -> None:
-        """What a module or class of a library has by a name, compared by identity, or equal."""
+        """Guard a member of a library's module or class, by identity or equality."""
         self._members.setdefault(id(owner), (owner, {}))[1][name] = value
 
     def require_no_member(self, owner: Any, name: str) -> None:
-        """A class has nothing of its own by a name."""
+        """Guard that a class itself has no attribute of this name."""
         self._not_members.setdefault(id(owner), (owner, set()))[1].add(name)
 
     def require_type(self, at: str, cls: type) -> None:
@@ -216,7 +216,7 @@ class Facts:
         self._lines.append(f"if {at} is not {self.name(value)}: return None")
 
     def require_equal(self, at: str, value: Any) -> None:
-        """For values that are equal only if they are of one type, which is compared too."""
+        """Guard a value by equality and type."""
         if value is None or type(value) is bool:
             self._lines.append(f"if {at} is not {value}: return None")
             return
@@ -228,27 +228,27 @@ class Facts:
         self.require(f"same_float({at}, {self.name(value)})")
 
     def require_same_value(self, at: str, value: Any) -> None:
-        """For a container whose elements are plain values, compared as a whole."""
+        """Guard a container of plain values by the equality of the whole."""
         self.require(f"same_value({at}, {self.name(copy.copy(value))})")
 
     def require_keys(self, at: str, keys: Sequence[Any]) -> None:
-        """The same keys in the same order: 1 and 1.0 are equal, and are not the same."""
+        """Guard the keys and their order; 1 and 1.0 are equal but different keys."""
         self._lines.append(f"if {other_keys(at, keys, self.name)}: return None")
 
     def require_own_tensor(self, at: str, value: torch.Tensor) -> None:
-        """One tensor, still of the type and sizes that it had: ``.data`` can be assigned."""
+        """Guard a tensor by identity, type and sizes: an assignment of ``.data`` changes these."""
         lines = [f"if {at} is not {self.name(value)}: return None"]
         self._lines.append(lines)
         self._same[id(value)] = lines
         self._own[id(value)] = at, value
 
     def require_tensor(self, at: str, example: torch.Tensor) -> None:
-        """A tensor like the example, which becomes one of the results."""
+        """Guard a tensor by its type and sizes, and add it to the results."""
         self._lines.append(self._like(at, example))
         self._results.append((at, example))
 
     def loosen(self, at: str, value: torch.Tensor) -> None:
-        """A tensor that had to be the same has only to be like it, and is a result."""
+        """Relax a tensor's guard from identity to type and sizes, and add it to the results."""
         self._same[id(value)][:] = self._like(at, value)
         del self._own[id(value)]
         self._results.append((at, value))

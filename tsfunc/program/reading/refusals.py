@@ -1,4 +1,4 @@
-"""What a traced function may not do, each with the error that says so."""
+"""Checks for the things that a traced function may not do, with their errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tsfunc.types.signatures import signature_of
 def check_texts(
     what: str, leaves: Sequence[Any], tree: optree.PyTreeSpec, symbols: Symbols
 ) -> None:
-    """Refuses results with a text, or a key, that spells what a trace has in a value's place.
+    """Refuse a string result, or a key, that contains the text of a traced value.
 
     Raises:
-        DataDependentError: there is one.
+        DataDependentError: there is such a string.
     """
     keys = (entry for path in tree.paths() for entry in path)
     for text in (*leaves, *keys):
@@ -43,7 +43,7 @@ def check_texts(
 
 
 def check_bodies(what: str, updates: Updates, leaves: Sequence[Any], level: TraceLevel) -> None:
-    """Refuses what a body of control flow assigns, or lets out by another way than its results.
+    """Refuse values of control-flow bodies that leave the body other than as its results.
 
     Raises:
         TypeCheckError: there is such a value.
@@ -63,9 +63,9 @@ def check_bodies(what: str, updates: Updates, leaves: Sequence[Any], level: Trac
             )
 
 
-_TRACER = "TraceTracer(%"  # how a tensor is spelled in a trace
+_TRACER = "TraceTracer(%"  # the text of a tensor in a trace
 
-# What torch says of its symbolic numbers, and what can't be done with them.
+# Errors of torch about symbolic numbers, and the unsupported use that each is about.
 _NO_SYMBOLS = {
     "unhashable type: non-nested Sym": (
         "can't be a key of a dict, an element of a set or an argument of lru_cache"
@@ -75,10 +75,10 @@ _NO_SYMBOLS = {
 
 
 def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
-    """Puts an error of torch's about sizes in the user's names.
+    """Rewrite torch's error about sizes in the user's names.
 
     Raises:
-        DataDependentError: a size that depends on data was asked for as a Python value.
+        DataDependentError: a size that depends on data was used as a Python value.
     """
     text, about_data = symbols.explained(error)
     if about_data:
@@ -97,7 +97,7 @@ def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
                 f"(at {place}{source_of(place, ': ')})\nint(...) of it does, and ties the program "
                 f"to one number: describe the size as None, or the number by its value."
             )
-    # The text of a KeyError is the spelling of its key, which stays the key.
+    # The text of a KeyError is the repr of its key; the key stays unchanged.
     if len(error.args) == 1 and isinstance(error.args[0], str) and text != str(error):
         error.args = (text,)
 
@@ -109,10 +109,10 @@ def check_containers(
     leaves: Sequence[Any],
     tree: optree.PyTreeSpec,
 ) -> None:
-    """Refuses a function that changes a list or dict that it was given, which a program can't.
+    """Refuse a function that changes a list or dict among its arguments.
 
     Raises:
-        TypeCheckError: it did.
+        TypeCheckError: the function did so.
     """
     now, structure = pytrees.flatten(given)
     if structure == tree and all(a is b for a, b in zip(now, leaves, strict=True)):
@@ -135,10 +135,10 @@ def check_containers(
 
 
 def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> None:
-    """Refuses a program that writes into tensors that it has copies of.
+    """Refuse a program that writes into tensors that it holds as constants.
 
     Raises:
-        ClosureError: it does.
+        ClosureError: the program writes into such a tensor.
     """
     memory = {
         tracer.value.untyped_storage()._cdata

@@ -1,19 +1,20 @@
-"""What a traced function returns, as its program gives it anew at every call.
+"""The results of a traced function, which its program makes anew at every call.
 
 NOTE [objects among results]
-Containers are taken apart into leaves, and of these tensors and symbolic numbers are values of the
-program. Of other leaves there are three kinds:
+Containers are flattened into leaves. Tensors and symbolic numbers among the leaves are values of
+the program. There are three kinds of other leaves:
 
-- what comes from outside, an argument or what is reached from one, is at every call that of the
-  call: an ``Outside``, by where it stands in the list that the program is called with. A list or
-  dict from outside is such a leaf, too: its elements may change, and it is returned itself;
-- what the function has made of traced values is made anew: an instance of a class gets its
-  attributes, without a call of ``__init__``, and a set or a container of a class of its own its
-  elements. ``Made`` stands for it while the results are taken apart;
-- anything else is a constant of the program.
+- an object from outside, which is an argument or was reached from one, is replaced by an
+  ``Outside``: its index in the list of values that the program is called with. Each call returns
+  its own object. A list or dict from outside is such a leaf as well: the list itself is returned,
+  and its elements may change;
+- an object that the function has made from traced values is made anew at every call: an instance
+  of a class gets its attributes without a call of ``__init__``, and a set or a container of a
+  user's class gets its elements. ``Made`` stands for the object while the results are flattened;
+- any other leaf is a constant of the program.
 
-What would run only after the function has returned (a generator, a function that closes over
-traced values) can't be made of values, and is refused.
+An object that runs code after the function has returned (a generator, a function that closes over
+traced values) can't be rebuilt from values, and is refused.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ Known = Callable[[Any], Any]
 
 
 class Made:
-    """An object that a program makes: its elements, where it is a container, and attributes.
+    """An object that a program makes from its elements (for a container) and attributes.
 
     Attributes:
         kind: its class.
-        keys: those of its elements, where it has any: of a mapping its own, else numbers.
-        names: of its attributes.
+        keys: the keys of its elements: the keys of a mapping, the indices of another container.
+        names: the names of its attributes.
         children: the elements, then the attributes.
     """
 
@@ -58,7 +59,7 @@ def _parts(made: Made) -> tuple[Sequence[Any], Any]:
 
 
 def _built(shape: tuple[type, tuple[Any, ...], tuple[str, ...]], children: Sequence[Any]) -> Any:
-    """The object itself, of such children."""
+    """Make the object with the given children."""
     kind, keys, names = shape
     items, attributes = children[: len(keys)], children[len(keys) :]
     value: Any
@@ -77,7 +78,7 @@ def _built(shape: tuple[type, tuple[Any, ...], tuple[str, ...]], children: Seque
         elif isinstance(value, list | deque):
             _base_of(kind).extend(value, items)
     for name, attribute in zip(names, attributes, strict=True):
-        object.__setattr__(value, name, attribute)  # a frozen class's own refuses
+        object.__setattr__(value, name, attribute)  # a frozen class's own __setattr__ refuses
     return value
 
 
@@ -87,7 +88,7 @@ _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque, tuple, set, frozenset
 
 
 def _base_of(kind: type) -> Any:
-    """The built-in class that a class's instances are made and filled by."""
+    """Return the built-in class whose methods make and fill instances of a class."""
     return next((base for base in _BASES if issubclass(kind, base)), object)
 
 
@@ -95,15 +96,15 @@ optree.register_pytree_node(Made, _parts, _built, namespace=pytrees.NAMESPACE)
 
 
 def with_objects_apart(what: str, out: Any, known: Known) -> Any:
-    """What a function returned, with `Made` and `Outside` in the places of objects.
+    """Return the results of a function with `Made` and `Outside` in the places of objects.
 
     Args:
-        what: how an error calls the function.
-        out: what it returned.
-        known: what stands for an object from outside, None for what is not.
+        what: the name of the function in errors.
+        out: the value that the function returned.
+        known: returns the stand-in for an object from outside, or None for another object.
 
     Raises:
-        TypeCheckError: there is something that would run only later.
+        TypeCheckError: a result runs code after the function has returned.
     """
     return _Results(what, known).taken_apart(out)
 
@@ -112,10 +113,10 @@ class _Results:
     def __init__(self, what: str, known: Known) -> None:
         self.what = what
         self.known = known
-        self._above: list[int] = []  # the objects that hold what is looked at
+        self._above: list[int] = []  # the ids of the objects that contain the value
 
     def taken_apart(self, value: Any) -> Any:
-        """A value in which nothing is an object that a program has to make."""
+        """Return a value in which stand-ins replace the objects that a program has to make."""
         leaves, structure = pytrees.flatten(value, self._is_from_outside)
         apart = [leaf if _is_simple(leaf) else self._leaf(leaf) for leaf in leaves]
         if all(a is b for a, b in zip(apart, leaves, strict=True)):
@@ -123,7 +124,7 @@ class _Results:
         return pytrees.unflatten(structure, apart)
 
     def _is_from_outside(self, value: Any) -> bool:
-        """Whether a list or dict is itself to be returned, and not one with such elements."""
+        """Return True if a list or dict from outside is a result itself."""
         return isinstance(value, _CHANGEABLE) and isinstance(self.known(value), Outside)
 
     def _leaf(self, value: Any) -> Any:
@@ -161,12 +162,12 @@ _ITERATORS = ("builtins", "itertools")
 
 
 def _is_simple(value: Any) -> bool:
-    """Whether a leaf is a value of the program, or its type is that of a constant."""
+    """Return True if a leaf is a value of the program or has the type of a constant."""
     return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *PLAIN))
 
 
 def _is_container(value: Any) -> bool:
-    """Whether an object is a container of a class that is no pytree's, which graphs do not keep."""
+    """Return True for a container; as a leaf it is of a class that is not a registered pytree."""
     return isinstance(value, _BASES)
 
 
@@ -181,18 +182,18 @@ def _can_be_made(value: Any) -> bool:
     )
 
 
-_HEAP_TYPE = 1 << 9  # the class is one of Python's, not of C's
+_HEAP_TYPE = 1 << 9  # of CPython's type flags: the class is not a static type of a C extension
 
 
 def _items(value: Any) -> dict[Any, Any]:
-    """The elements of a container, by their keys."""
+    """Return the elements of a container by their keys."""
     if isinstance(value, dict):
         return dict(dict.items(value))
     return dict(enumerate(value)) if _is_container(value) else {}
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object has in its ``__dict__`` and slots."""
+    """Return the attributes in the ``__dict__`` and the slots of an object."""
     found = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
@@ -203,7 +204,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _reaches(value: Any, seen: set[int]) -> bool:
-    """Whether something traced is found in an object, or in what it refers to."""
+    """Return True if an object is traced or refers to a traced value, directly or indirectly."""
     if isinstance(value, Tracer | torch.SymInt | torch.SymFloat | torch.SymBool):
         return True
     if isinstance(value, _NOT_LOOKED_INTO) or id(value) in seen:
@@ -216,7 +217,7 @@ _NOT_LOOKED_INTO = (*PLAIN, torch.Tensor, type, types.ModuleType, types.CodeType
 
 
 def _references(value: Any) -> Iterator[Any]:
-    """What an object refers to: elements, attributes, what a function closes over."""
+    """Yield the objects that an object refers to: elements, attributes, closure variables."""
     leaves = pytrees.leaves_of(value)
     if len(leaves) != 1 or leaves[0] is not value:
         yield from leaves

@@ -1,6 +1,7 @@
-"""Objects that show what something else has: views, references, buffers of bytes, enum members.
+"""Objects that show the contents of another: views, references, byte buffers, enum members.
 
-Later calls are held to what they show, which changes without them: a view of a dict with the dict.
+Later calls are guarded on the contents, which change without the object: a view of a dict changes
+with the dict.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _DICT: dict[Any, Any] = {}
 _VIEWS = (type(_DICT.keys()), type(_DICT.values()), type(_DICT.items()))
 _BYTES = (bytearray, array.array, memoryview)
 
-# Objects with a state, and the Python for that part of it which others can ask for.
+# Objects with a state, and the Python expression for the part of it that can be read.
 _TELL: dict[type, str] = {
     type(threading.Lock()): "{}.locked()",
     threading.Thread: "{}.name",
@@ -29,20 +30,21 @@ _TELL: dict[type, str] = {
     logging.Logger: "[{0}.getEffectiveLevel(), {0}.disabled]",
 }
 
-_OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}  # which every enum member has
+_OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}  # every enum member has these
 
 
 def has_contents(value: Any) -> bool:
-    """Whether an object that is no pytree's container has elements, or shows something."""
+    """Return True if an object that is not a pytree container has elements or shows contents."""
     array_like = hasattr(type(value), "__array__") and not isinstance(value, torch.Tensor)
     return array_like or isinstance(value, set) or shown(value) is not None
 
 
 def shown(value: Any) -> tuple[str, Any] | None:
-    """What an object shows.
+    """Return the contents that an object shows.
 
     Returns:
-        The Python for it, with ``{}`` for the object, and what it is now; None for other objects.
+        The Python expression for the contents, with ``{}`` for the object, and the contents now;
+        None for an object that shows nothing.
     """
     if isinstance(value, _VIEWS):
         return "list({})", list(value)
@@ -61,7 +63,7 @@ def shown(value: Any) -> tuple[str, Any] | None:
         if isinstance(value, cls):
             return expression, eval(expression.format("value"), {"value": value})
     if isinstance(value, weakref.ref):
-        # A tensor that is referred to is the same for as long as it is there.
+        # A referenced tensor is compared by identity, as the reference itself is.
         referent = value()
         return None if isinstance(referent, torch.Tensor) else ("{}()", referent)
     return None

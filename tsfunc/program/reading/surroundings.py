@@ -1,10 +1,11 @@
-"""What a function reads beside its arguments: variables, defaults, modules, classes.
+"""Reads of a function beyond its arguments: variables, defaults, modules, classes.
 
-Looked through are the function's own code and the functions, methods and classes that it refers
-to, outside of installed packages; more are met while it is traced (an attribute that is a
-function, a method of an object). Numbers and strings are held to by value, containers by their
-elements, tensors and everything else by identity (the program reads a tensor's data anew at every
-call, so writing into it is seen). Of objects, what was reached for of them: NOTE [attributes].
+The function's own code is scanned, and so are the functions, methods and classes that it refers
+to, except those of installed packages. Further code is scanned when the trace meets it (an
+attribute that is a function, a method of an object). Numbers and strings are guarded by value,
+containers by their elements, tensors and all other objects by identity. The program reads a
+tensor's data anew at every call, so writes to it are seen. The attributes of objects: NOTE
+[attributes] in ``holding.py``.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ _NO_TENSORS = (*CODE, *_PLAIN, torch.dtype, torch.layout, torch.device, enum.Enu
 
 
 class Surroundings:
-    """Has a trace's objects and facts take in what a function reads from outside.
+    """Adds the reads of a function from outside to the guards and watched objects of a trace.
 
     Args:
-        instances: of the trace.
-        every: whether what is only changed is taken in too: NOTE [counters] in ``code_reads.py``.
+        instances: the watched objects of the trace.
+        every: whether variables that are only changed are included: NOTE [counters] in
+            ``code_reads.py``.
     """
 
     def __init__(self, instances: Instances, every: bool = False) -> None:
@@ -77,7 +79,7 @@ class Surroundings:
         instances.free_counters = self._free_counters
 
     def add(self, func: Any) -> None:
-        """The specialized function itself."""
+        """Add the specialized function itself."""
         with self.instances.paused():
             self._object("self", func)
             self.scan(func)
@@ -85,7 +87,7 @@ class Surroundings:
     # --- code
 
     def scan(self, code: Any) -> None:
-        """Looks through a callable, or a class, that the function uses."""
+        """Scan a callable, or a class, that the function uses."""
         if id(code) in self._seen:
             return
         self._seen[id(code)] = code
@@ -104,7 +106,7 @@ class Surroundings:
                 self._object("self", code.__self__)
                 self.scan(code.__func__)
             elif is_instance(code):
-                # Others have called it by the way that it is reached, if it is by one.
+                # An object that is reached from a variable already has a place.
                 self._object(type(code).__name__, code)
                 called = "forward" if isinstance(code, torch.nn.Module) else "__call__"
                 self.scan(inspect.getattr_static(type(code), called, None))
@@ -113,7 +115,8 @@ class Surroundings:
                     inner = getattr(code, name, None)
                     if callable(inner):
                         self.scan(inner)
-                # A function that was loaded from a file has no code: it says what it assigns to.
+                # A function that was loaded from a file has no code: it names the state that it
+                # assigns.
                 for text, state in getattr(code, "__assigned_state__", {}).items():
                     self._value(self.facts.bind(self.facts.name(state)), state, text)
 
@@ -127,7 +130,7 @@ class Surroundings:
         self.facts.require_same(self.facts.bind(f"{self.facts.name(func)}.__code__"), func.__code__)
         self._defaults(func)
         found = code_reads(func.__code__)
-        # NOTE [counters] in ``code_reads.py``: what is only changed is looked at if it is read too.
+        # NOTE [counters] in ``code_reads.py``: a variable that is only changed counts if read too.
         looked_at = {(each.kind, each.name) for each in found.reads if not each.only_changes}
         for access in found.writes:
             if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
@@ -135,7 +138,7 @@ class Surroundings:
         for access in found.reads:
             if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
                 self._follow(func, access)
-                way = access.attributes  # a name in `__dict__` is one of what has that
+                way = access.attributes  # a name in `__dict__` is an attribute of its owner
                 way = way[: way.index("__dict__")] if "__dict__" in way else way
                 for text in found.texts - {*way}:
                     self._follow(func, replace(access, attributes=(*way, text)))
@@ -151,7 +154,7 @@ class Surroundings:
                 look()
 
     def _transformed(self, func: types.FunctionType) -> None:
-        """The functions that one of ours closes over, as that which ``vmap`` returns does."""
+        """Scan the functions that a function of ours closes over (one that ``vmap`` returns)."""
         if func.__code__.co_filename.startswith(PACKAGE):
             for cell in func.__closure__ or ():
                 inner = Variable(cell, None, "", "", "").before
@@ -180,8 +183,8 @@ class Surroundings:
         self.scan(func.func)
 
     def _class(self, cls: type) -> None:
-        """Those methods and attributes of a class whose names the function's code has."""
-        derived: list[type] = []  # which get an attribute of their own in its place if they have it
+        """Look at the methods and attributes of a class that the function's code names."""
+        derived: list[type] = []  # the classes that override an attribute if they have it
         for base in cls.__mro__:
             if is_library_code(base) or is_installed(base):
                 continue
@@ -194,7 +197,7 @@ class Surroundings:
             derived.append(base)
 
     def _module(self, module: types.ModuleType) -> None:
-        """The variables of a module whose names the function's code has as those of attributes."""
+        """Look at the variables of a module whose names the code uses as attribute names."""
         if not is_library_code(module) and not is_installed(module):
             for name in list(vars(module)):
                 if not (name.startswith("__") and name.endswith("__")):
@@ -202,27 +205,27 @@ class Surroundings:
                     self._when_named(name, functools.partial(self._find, module, name, text))
 
     def _find(self, owner: Any, name: str, text: str) -> None:
-        """Holds later calls to a variable that the code may read, if its name is meant so."""
+        """Guard a variable that the code may read, judged by its name."""
         self._read(self._variable(owner, name, text, ""))
 
     def _when_named(self, name: str, look: Callable[[], None]) -> None:
-        """Looks at something now if the function's code has its name, else when it is met."""
+        """Call `look` now if the name occurs in the function's code, else when it does."""
         if name in self._names:
             look()
         else:
             self._waiting.setdefault(name, []).append(look)
 
     def _registered(self, cls: type) -> None:
-        """What is an instance of an abstract class changes as classes are registered for it."""
+        """Guard the registrations of abstract classes, on which ``isinstance`` depends."""
         if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
             self._looks_at_registered = True
             token = self.facts.name(abc.get_cache_token)
             self.facts.require(f"{token}() == {abc.get_cache_token()}")
 
     def _member(self, cls: type, name: str, value: Any, derived: Sequence[type]) -> None:
-        """Hold later calls to an attribute of a class, and to that no derived class overrides it.
+        """Guard an attribute of a class, and that no derived class overrides it.
 
-        Of the names that Python gives a meaning, only methods count.
+        A dunder name is guarded only if it is a method.
         """
         if isinstance(value, _METHODS) or not name.startswith("__"):
             for each in derived:
@@ -230,7 +233,7 @@ class Surroundings:
                     self.facts.require_no_member(each, name)
         if isinstance(value, _METHODS) and name not in OURS:
             self.facts.require_member(cls, name, value)
-        for attribute in ("fget", "func", "__func__"):  # of properties and the like
+        for attribute in ("fget", "func", "__func__"):  # of properties and other wrappers
             value = getattr(value, attribute, None) or value
         if isinstance(value, types.FunctionType):
             self.scan(value)
@@ -240,7 +243,7 @@ class Surroundings:
     # --- variables
 
     def _follow(self, func: types.FunctionType, access: Access, writes: bool = False) -> None:
-        """Takes in a variable, and the attributes that the code reaches for of it."""
+        """Read a variable, and the attributes that the code reads from it."""
         line = f"{func.__code__.co_filename}:{access.line}, in {func.__code__.co_name}"
         found = _root(func, access)
         if found is None:
@@ -263,7 +266,7 @@ class Surroundings:
             text = f"{text}.{name}"
 
     def _may_be_tensor(self, func: types.FunctionType, access: Access | None) -> bool:
-        """Whether what an object is compared with by identity may be a tensor."""
+        """Return True if the object of an identity comparison may be a tensor."""
         found = None if access is None else _root(func, access)
         if found is None:
             return True
@@ -276,7 +279,7 @@ class Surroundings:
         return isinstance(value, torch.Tensor) or not isinstance(value, _NO_TENSORS)
 
     def _count(self, func: types.FunctionType, access: Access) -> None:
-        """Keeps what a variable is that the function only changes."""
+        """Keep the value of a variable that the function only changes."""
         found = _root(func, access)
         if found is not None and not found[-1]:
             variable = Variable(*found[:3], at="", line="")
@@ -284,7 +287,11 @@ class Surroundings:
             self._counters.append((variable, copy.copy(value) if type(value) in _FILLED else None))
 
     def _free_counters(self) -> bool:
-        """Takes traced tensors out of what the function only changes; whether there were any."""
+        """Remove traced tensors from variables that the function only changes.
+
+        Returns:
+            True if there were any.
+        """
         kept = False
         for variable, elements in self._counters:
             value = variable.read()
@@ -298,7 +305,7 @@ class Surroundings:
         return kept
 
     def _of_object(self, owner: Any, name: str, text: str) -> None:
-        """Holds later calls to what functions and classes are called, and to what tensors lack."""
+        """Guard the names of functions and classes, and attributes that tensors lack."""
         if name in _TOLD and isinstance(owner, types.FunctionType | type):
             at = self.facts.bind(f"{self._owner(owner)}.{name}")
             self.held.take(getattr(owner, name), Place(at, text, text, True))
@@ -319,7 +326,7 @@ class Surroundings:
         return self._owners[id(owner)]
 
     def _read(self, variable: Variable) -> None:
-        """Holds later calls to a variable."""
+        """Guard the value of a variable."""
         value, way = variable.before, variable.target.format(variable.at)
         if variable.line and value is not MISSING and not isinstance(value, CODE):
             self.held.refuse_own(variable.text, variable.line)
@@ -333,7 +340,7 @@ class Surroundings:
             way = way if isinstance(value, staticmethod) else f"{way}.__func__"
             value = value.__func__
         elif isinstance(variable.owner, type) and (
-            isinstance(value, types.ClassMethodDescriptorType)  # a new bound method at each read
+            isinstance(value, types.ClassMethodDescriptorType)  # each read makes a new bound method
             or (is_instance(value) and hasattr(value, "__get__"))
         ):
             base = next(each for each in bases_of(variable.owner) if variable.name in vars(each))
@@ -344,7 +351,7 @@ class Surroundings:
         self._value(self.facts.bind(way), value, variable.text)
 
     def _absent(self, variable: Variable) -> None:
-        """There is no such variable; if one is made, it comes before a builtin's name."""
+        """Guard that a variable is missing; a new one would hide a builtin of the same name."""
         if isinstance(variable.owner, types.ModuleType):
             self.scan(vars(variable.owner).get("__getattr__"))
         if variable.name is None:
@@ -364,7 +371,7 @@ class Surroundings:
         elif is_instance(value):
             self.facts.require_same(at, value)
             self._object(text, value)
-            self.held.take(value, Place(at, text, text, True))  # an argument may be the same one
+            self.held.take(value, Place(at, text, text, True))  # an argument may be the same object
             self.scan(value)
         else:
             self.held.take(value, Place(at, text, text, True))
@@ -374,7 +381,7 @@ class Surroundings:
             self.instances.add(value, text, None)
 
     def _changes(self) -> Iterator[Change]:
-        """The variables that the function has assigned."""
+        """Yield the variables that the function has assigned."""
         for each in self._variables.values():
             after = each.read()
             if after is each.before:
@@ -387,7 +394,7 @@ class Surroundings:
 
 
 def _has_tracers(container: Any) -> bool:
-    """Whether there are tracers among the elements of a container."""
+    """Return True if the elements of a container include a tracer."""
     items: Iterable[Any] = container.values() if isinstance(container, dict) else container
     return any(isinstance(leaf, Tracer) for leaf in pytrees.flatten(list(items))[0])
 
@@ -395,9 +402,11 @@ def _has_tracers(container: Any) -> bool:
 def _root(
     func: types.FunctionType, access: Access
 ) -> tuple[Any, str | None, str, tuple[str, ...]] | None:
-    """Where an access starts: what has the variable, its name there and in the code, and the rest.
+    """Return the start of an access: the variable's owner and name, and the attributes.
 
-    None where there is nothing to look at.
+    Returns:
+        The owner, the name in the owner, the user's spelling, and the attributes after it; None if
+        there is nothing to guard.
     """
     if access.kind == "global":
         return func.__globals__, access.name, access.name, access.attributes
@@ -411,7 +420,7 @@ def _root(
 
 
 def _imported(func: types.FunctionType, access: Access) -> types.ModuleType | None:
-    """The module that a function imports, if it is there."""
+    """Return the module that a function imports, or None if it is not imported yet."""
     name = "." * access.level + access.name
     try:
         name = importlib.util.resolve_name(name, func.__globals__.get("__package__") or "")

@@ -1,15 +1,17 @@
-"""What a traced function assigns, and how its program does the same at every call.
+"""Assignments of a traced function, which its program repeats at every call.
 
 NOTE [updates]
-A function may assign to objects, variables and containers that live on after the call. While it
-is traced that happens, so what it reads after is the new value; then everything is put back, and
-the program ends with the same assignments: a value without tensors is a constant of the program,
-and a tensor one of its results. What was read before it was assigned is guarded as anything that
-is read, so a function that counts its calls in Python is traced anew for each count; a tensor that
-is replaced by each call is an input, which only has to look alike.
+A function may assign to objects, variables and containers that outlive the call. Such an
+assignment takes effect during the trace, so later reads in the trace see the new value. After the
+trace all old values are restored, and the program ends with the same assignments: a value without
+tensors is a constant of the program, and a tensor is one of its results. A value that is read
+before it is assigned is guarded like any value that is read. A function that counts its calls in
+Python is therefore retraced for each count. A tensor that each call replaces is an input, so the
+guard checks its type and sizes and not its identity.
 
-Of a module's state (``torch.export``'s rules): buffers, and attributes without tensors, can be
-assigned. A parameter, a submodule, or an attribute with a tensor that is no buffer can't.
+The state of a module follows the rules of ``torch.export``: buffers, and attributes without
+tensors, can be assigned. A parameter, a submodule, or an attribute with a tensor that is not a
+buffer can't be assigned.
 """
 
 from __future__ import annotations
@@ -29,17 +31,19 @@ from tsfunc.types.values import same_value
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor in the value of an update: its number among the updates' tensors."""
+    """Stand-in for a tensor in the value of an update: its index among the updates' tensors."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Outside:
-    """Stands for an object from outside in a value that a program gives, which is that of the call.
+    """Stand-in for an object from outside in a value that a program returns or assigns.
+
+    Each call replaces it with its own object.
 
     Attributes:
-        index: where it stands in the list that the program is called with.
+        index: the index of the object in the list that the program is called with.
     """
 
     index: int
@@ -50,15 +54,15 @@ class Update:
     """An assignment that a program ends with.
 
     Attributes:
-        text: what is assigned to, for people.
-        owner: what it belongs to, by its position in the list that the program is called with.
-        target: the Python for what is assigned to, with ``{}`` for the owner.
+        text: the user's spelling of the target.
+        owner: the owner of the target, by its index in the list that the program is called with.
+        target: the Python expression of the target, with ``{}`` for the owner.
         value: lists, tuples and dicts of constants, with a ``Slot`` for each tensor.
-        fills: whether the owner is a container that gets all elements anew.
+        fills: whether the owner is a container whose elements are all replaced.
         deletes: whether the target is deleted.
-        buffer: the name of the buffer that is assigned, where the owner is a module.
-        keeps: whether what the program has read of the target's value, beside tensors, is so
-            after the assignment too.
+        buffer: the name of the assigned buffer if the owner is a module.
+        keeps: whether the guards on the target's value, except on its tensors, still hold after
+            the assignment.
     """
 
     text: str
@@ -71,22 +75,22 @@ class Update:
     keeps: bool = True
 
     def current(self, owner: Any) -> Any:
-        """What the target is now; None where it is not."""
+        """Return the current value of the target; None if the target does not exist."""
         try:
             return eval(self.target.format("owner"), {"owner": owner})
         except (AttributeError, LookupError, ValueError):
             return None
 
     def slots(self) -> list[Slot]:
-        """The places of the tensors in its value."""
+        """Return the places of the tensors in its value."""
         return list(_slots(self.value))
 
     def statements(self, owner: str, spell: Callable[[Any], str]) -> list[str]:
-        """The update as Python.
+        """Return the update as Python statements.
 
         Args:
-            owner: the Python for the owner.
-            spell: writes a value.
+            owner: the Python expression of the owner.
+            spell: returns the Python expression of a value.
         """
         target = self.target.format(owner)
         if self.deletes:
@@ -109,7 +113,7 @@ def _slots(value: Any) -> Iterator[Slot]:
 
 
 def fill(value: Any, tensors: Sequence[Any]) -> Any:
-    """The value of an update with something in the places of its tensors."""
+    """Return the value of an update with tensors, or other values, in its slots."""
     if isinstance(value, Slot):
         return tensors[value.index]
     if isinstance(value, dict):
@@ -120,7 +124,7 @@ def fill(value: Any, tensors: Sequence[Any]) -> Any:
 
 
 def same_updates(some: tuple[Update, ...], others: tuple[Update, ...]) -> bool:
-    """Whether two programs end with the same assignments, their tensors aside."""
+    """Return True if two programs end with the same assignments, apart from their tensors."""
     return len(some) == len(others) and all(
         (a.text, a.owner, a.target, a.fills, a.deletes)
         == (b.text, b.owner, b.target, b.fills, b.deletes)
@@ -130,14 +134,14 @@ def same_updates(some: tuple[Update, ...], others: tuple[Update, ...]) -> bool:
 
 
 class NotKept(Exception):
-    """A value that a program can't make anew at every call; the message says what it is."""
+    """A value that a program can't make anew at every call; the message describes the value."""
 
 
 class Values:
     """The values of a program's updates, and the tensors among them.
 
     Args:
-        known: what stands for an object from outside, None for what is not.
+        known: returns the stand-in for an object from outside, or None for another object.
     """
 
     def __init__(self, known: Callable[[Any], Any]) -> None:
@@ -145,10 +149,10 @@ class Values:
         self._known = known
 
     def kept(self, value: Any) -> Any:
-        """A value as an update has it.
+        """Return a value in the form that an update stores.
 
         Raises:
-            NotKept: it was made by the traced function and is not of a kind that can be copied.
+            NotKept: the traced function made the value, and its type can't be copied.
         """
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
             self.tensors.append(value)
@@ -171,7 +175,7 @@ class Values:
 
 
 def replaced(before: Any, after: Any) -> Iterator[torch.Tensor]:
-    """The tensors in whose places others come."""
+    """Yield the tensors that an assignment replaces by other tensors."""
     if isinstance(before, torch.Tensor):
         if isinstance(after, torch.Tensor) and after is not before:
             yield before
@@ -184,7 +188,7 @@ def replaced(before: Any, after: Any) -> Iterator[torch.Tensor]:
 
 
 def unchanged(before: Any, after: Any) -> bool:
-    """Whether two values differ in nothing but in which tensors they have."""
+    """Return True if two values differ at most in their tensors."""
     if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
     if isinstance(before, dict) and isinstance(after, dict):
@@ -202,7 +206,7 @@ _SHARED = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
 def has_tensor(value: Any) -> bool:
-    """Whether a value is a tensor, or a container with one in it."""
+    """Return True if a value is a tensor or a container with a tensor in it."""
     if isinstance(value, torch.Tensor):
         return True
     return any(has_tensor(item) for item in _elements(value))

@@ -1,6 +1,6 @@
-"""Variables of modules, classes and functions: where each lies, and what it was.
+"""Variables of modules, classes and functions: their locations and former values.
 
-Whether they are the user's is told by the module that they are of.
+The module of a variable's owner decides whether the variable belongs to the user.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ CODE = (
 
 
 class Variable:
-    """A variable from outside: where it is, and what it was when it was first met.
+    """A variable from outside: its location, and its value when it was first met.
 
     Args:
         owner: a namespace (dict), a cell, a module or a class.
-        name: the variable's; None for a cell's content.
-        text: how a user would write it.
-        at: what generated code calls the owner.
-        line: where it is read or assigned; empty if that is not known.
+        name: the name of the variable; None for the content of a cell.
+        text: the user's spelling of it.
+        at: the name of the owner in the generated code.
+        line: the line that reads or assigns it; empty if it is not known.
     """
 
     def __init__(self, owner: Any, name: str | None, text: str, at: str, line: str) -> None:
@@ -36,7 +36,7 @@ class Variable:
         self._is_own = isinstance(owner, dict) or name is None or name in vars(owner)
 
     def read(self) -> Any:
-        """What it is now, or ``MISSING``."""
+        """Return its current value, or ``MISSING``."""
         if self.name is None:
             try:
                 return self.owner.cell_contents
@@ -47,13 +47,13 @@ class Variable:
 
     @property
     def target(self) -> str:
-        """As an update has it."""
+        """The Python expression of the variable in an update, with ``{}`` for the owner."""
         if self.name is None:
             return "{}.cell_contents"
         return f"{{}}[{self.name!r}]" if isinstance(self.owner, dict) else f"{{}}.{self.name}"
 
     def put_back(self) -> None:
-        """Gives it the value again that it had."""
+        """Restore the value that the variable had when it was first met."""
         missing = self.before is MISSING or not self._is_own
         if self.name is None:
             if missing:
@@ -72,7 +72,7 @@ class Variable:
 
 
 def is_empty(cell: types.CellType) -> bool:
-    """Whether a variable of an enclosing function has no value yet."""
+    """Return True if a variable of an enclosing function has no value yet."""
     try:
         cell.cell_contents  # noqa: B018 - it may raise
     except ValueError:
@@ -81,7 +81,7 @@ def is_empty(cell: types.CellType) -> bool:
 
 
 def bases_of(owner: Any) -> tuple[Any, ...]:
-    """Where an attribute of a module, class or function may lie."""
+    """Return the objects that may hold an attribute of a module, class or function."""
     if not isinstance(owner, type):
         return (owner,)
     metas = [meta for meta in type.mro(type(owner)) if not is_library_code(meta)]
@@ -92,7 +92,10 @@ LIBRARIES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "tsfunc"})
 
 
 def is_followed(owner: Any, name: str) -> bool:
-    """Whether an attribute is one of a module, class or function, and is the user's, or data."""
+    """Return True if an attribute of a module, class or function is guarded itself.
+
+    It is not if its owner is library code, or if it is code of an installed package.
+    """
     has_members = isinstance(owner, types.ModuleType | types.FunctionType | type)
     if not has_members or is_library_code(owner):
         return False
@@ -102,13 +105,13 @@ def is_followed(owner: Any, name: str) -> bool:
 
 
 def is_library_code(owner: Any) -> bool:
-    """Whether a module, class or function is of the standard library, of torch, or ours."""
+    """Return True if a module, class or function is of the standard library, torch or tsfunc."""
     module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
     return (module or "").partition(".")[0] in LIBRARIES
 
 
 def is_installed(code: Any) -> bool:
-    """Whether a function, class or module is no code of the user's."""
+    """Return True if a function, class or module belongs to an installed package or to tsfunc."""
     if isinstance(code, types.FunctionType):
         filename = code.__code__.co_filename
     elif isinstance(code, types.ModuleType):

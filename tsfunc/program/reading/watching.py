@@ -1,12 +1,11 @@
-"""Watching objects: while a function is traced, which attributes it reaches for.
+"""Recording of the attributes that a function reads and assigns while it is traced.
 
 NOTE [watched classes]
-A class is made to tell of the attributes that are read and assigned by giving it a
-``__getattribute__`` and a ``__setattr__`` of ours for the time of a trace. The objects stay what
-they are: their class, identity and ``isinstance`` are the user's own, and a method that is reached
-for runs as it is, with everything that it reaches for watched too. An object that nobody watches,
-and any object on another thread, answers as before. What can't be given attributes (a class that
-is written in C) is not watched.
+For the time of a trace, a watched class has a ``__getattribute__`` and a ``__setattr__`` of ours,
+which report the attributes that are read and assigned. The objects stay the same: their class,
+identity and ``isinstance`` are unchanged, and a method runs as it is, with its own reads reported
+too. Objects without a watcher, and objects on other threads, behave as before. A class that does
+not accept attributes (one that is written in C) is not watched.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ OURS = frozenset({_GET, _SET, _DELETE})
 
 
 class Watcher(Protocol):
-    """What is told of attributes."""
+    """The receiver of reads and assignments of attributes."""
 
     def read(self, instance: Any, name: str, plain: Callable[[Any, str], Any]) -> Any:
-        """What reading an attribute gives; `plain` reads it as the class itself does."""
+        """Return the value of an attribute; `plain` reads it as the class itself does."""
 
     def assigned(self, instance: Any, name: str, *value: Any) -> None:
-        """Take note that an attribute is about to be assigned, or deleted if there is no value."""
+        """Note that an attribute is about to be assigned, or deleted if there is no value."""
 
 
 class _Here(threading.local):
-    """The watcher on this thread."""
+    """The watcher of this thread."""
 
     watcher: Watcher | None = None
 
@@ -46,15 +45,15 @@ _watched: dict[type, tuple[int, dict[str, Any]]] = {}
 
 
 def can_watch(cls: type) -> bool:
-    """Whether the class takes attributes."""
-    # Metaclasses of C extensions (pybind11's) refuse to have attributes of their classes set so.
+    """Return True if attributes of the class can be set."""
+    # Metaclasses of C extensions (pybind11's) refuse `type.__setattr__` on their classes.
     plain: Any = type(cls).__setattr__
     mutable = cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE
     return bool(mutable) and plain is type.__setattr__
 
 
 class Watching:
-    """A block in which a watcher is told of attributes; classes are added as they are met."""
+    """A block in which a watcher receives the reads and assignments of attributes."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -72,7 +71,7 @@ class Watching:
         self._classes.clear()
 
     def add(self, cls: type) -> None:
-        """Has the instances of a class tell of their attributes."""
+        """Report the attributes of a class's instances to the watcher."""
         if cls not in self._classes:
             self._classes.add(cls)
             _watch(cls)
@@ -104,7 +103,7 @@ def _unwatch(cls: type) -> None:
 
 
 def _plain(cls: type, name: str) -> Any:
-    """The class's own function, past ours of a class that it is derived from."""
+    """Return the class's own function, skipping ours in the class and its bases."""
     for base in cls.__mro__:
         own = _watched[base][1].get(name, _ABSENT) if base in _watched else _ABSENT
         found = own if base in _watched else vars(base).get(name, _ABSENT)
