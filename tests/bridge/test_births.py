@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -120,3 +122,17 @@ def test_the_collector_keeps_objects_in_the_order_of_their_births() -> None:
     gc.collect(0)
     young = {id(item) for item in gc.get_objects(generation=0)}
     assert not young & {id(tensor) for tensor in kept}
+
+
+def test_a_collection_in_the_first_call_of_a_process() -> None:
+    program = """
+import gc, torch, tsfunc
+def func(x):
+    z = torch.zeros(3, 2)
+    z[..., 1].fill_(x[1])
+    return z.sum()
+gc.set_threshold(1, 1, 1)
+x = torch.ones(3, 2)
+assert tsfunc.vmap(tsfunc.grad(func), in_dims=1)(x).tolist() == [[0, 3, 0], [0, 3, 0]]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

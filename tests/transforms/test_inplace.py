@@ -114,6 +114,53 @@ def test_a_changed_shape_and_views_differentiated(name: str, of_view: bool) -> N
     same(vmap(tsfunc.grad(lambda x: _in_shape(x, change, of_view)))(x), want)
     tangents = vmap(lambda x: tsfunc.jvp(lambda x: _in_shape(x, change, of_view), (x,), (x,))[1])(x)
     same(tangents, (want * x).flatten(1).sum(1))
+    program = tsfunc.specialize(tsfunc.grad(lambda x: _in_shape(x, change, of_view)))
+    same(program(x[1]), want[1])
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: torch.zeros(3, 2),
+    "computed": lambda x: x[:2].sin().expand(3, 2) * 2,
+    "expanded": lambda x: torch.ones_like(x[:2]).expand(3, 2).clone(),
+}
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda z: z,
+    "t_": lambda z: z.t_(),
+    "swapaxes_": lambda z: z.swapaxes_(0, 1),
+    "swapdims_": lambda z: z.swapdims_(1, 0),
+    "transpose_": lambda z: z.transpose_(0, 1),
+    "unsqueeze_": lambda z: z.unsqueeze_(0),
+    "squeeze_": lambda z: z.unsqueeze_(0).squeeze_(),
+}
+WRITTEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "none": lambda z, x: z,
+    "mul_": lambda z, x: z.mul_(x[0]),
+    "an item": lambda z, x: z.__setitem__((..., 0), x[0]),
+    "fill_ of a view": lambda z, x: z[..., 1].fill_(x[1]),
+    "copy_": lambda z, x: z[..., :1].copy_(x[1].sin()),
+}
+
+
+@pytest.mark.parametrize("write", WRITTEN)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("made", MADE)
+def test_a_tensor_that_is_made_changed_in_shape_and_written(
+    made: str, shape: str, write: str
+) -> None:
+    def func(x: Tensor) -> Tensor:
+        z = MADE[made](x)
+        SHAPES[shape](z)
+        WRITTEN[write](z, x)
+        return (z.sin() * torch.arange(z.numel()).view(z.shape)).sum() + (x**2).sum()
+
+    x = torch.randn(3, 2)
+    want = torch.stack([torch.autograd.functional.jacobian(func, x[:, i]) for i in range(2)])
+    for one in (tsfunc.grad, tsfunc.jacfwd):
+        same(one(func)(x[:, 1].clone()), want[1])
+        same(tsfunc.specialize(one(func))(x[:, 0].clone()), want[0])
+        same(vmap(one(func), in_dims=1)(x), want)
+        same(tsfunc.specialize(vmap(one(func), in_dims=1))(x), want)
+    same(tsfunc.grad(lambda x: vmap(func, in_dims=1)(x).sum())(x), want.T)
 
 
 def test_a_view_and_its_base_stay_one() -> None:

@@ -180,6 +180,9 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "aten::logcumsumexp": logcumsumexp,
     "aten::triangular_solve": triangular_solve,
 }
+# torch's formula writes the tangent of the value into that of the tensor, which lacks the batch dim
+# that the tensor lacks.
+PUSHED_WRITTEN_OUT: dict[str, Callable[..., Any]] = {"aten::fill_.Tensor": Tensor.copy_}
 # Formulas of backward passes that torch differentiates once, and wrongly any further: they take
 # the statistics for constants.
 BACKWARD_WRITTEN_OUT: dict[str, Callable[..., Any]] = {

@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.factories import on_first_level
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
-from tsfunc.ops.written_out import BACKWARD_WRITTEN_OUT, WRITTEN_OUT
+from tsfunc.ops.written_out import BACKWARD_WRITTEN_OUT, PUSHED_WRITTEN_OUT, WRITTEN_OUT
 
 # Operators whose pullbacks can be differentiated any number of times.
 PULLED_BACK = (
@@ -57,10 +57,13 @@ def install() -> None:
     _libraries.append(library)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
-        for name in (*WRITTEN_OUT, *(f"aten::{name}" for name in PULLED_BACK)):
+        twice = dict.fromkeys(f"aten::{name}" for name in PULLED_BACK) | WRITTEN_OUT
+        replaced = [(name, part, _differentiated_twice) for name, part in twice.items()]
+        replaced += [(name, part, _pushed_forward) for name, part in PUSHED_WRITTEN_OUT.items()]
+        for name, part, met in replaced:
             overload = overload_of(name)
             if overload is not None:
-                kernel = _kernel(overload, WRITTEN_OUT.get(name))
+                kernel = _kernel(overload, part, met)
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
         for name, written_out in BACKWARD_WRITTEN_OUT.items():
             overload = overload_of(name)
@@ -72,20 +75,31 @@ def install() -> None:
 on_first_level(install)
 
 
-def _kernel(overload: Any, written_out: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the kernel of an operator for use while a level or a jvp is active."""
+def _kernel(
+    overload: Any,
+    written_out: Callable[..., Any] | None,
+    met: Callable[[Sequence[Any]], bool],
+) -> Callable[..., Any]:
+    """Return the kernel of an operator for use while a level or a jvp is active.
+
+    Args:
+        written_out: the operator in other operators. None: its tangents come from its pullback.
+        met: True for arguments with which torch's own tangents are not used.
+    """
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
         # Below autograd, in the kernel of another operator, no tangents are visible.
         pushing = forward_ad._current_level >= 0 and not below_autograd()
-        twice = pushing and _differentiated_twice((*args, *kwargs.values()))
-        if twice and written_out is not None:
+        replaced = pushing and met((*args, *kwargs.values()))
+        if replaced and written_out is not None:
             out = written_out(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         out = overload.redispatch(keys & rest, *args, **kwargs)
-        return _with_tangents(out, overload, args, kwargs) if twice and not written_out else out
+        if replaced and written_out is None:
+            return _with_tangents(out, overload, args, kwargs)
+        return out
 
     return operator
 
@@ -113,12 +127,19 @@ def _recorded(values: Sequence[Any]) -> bool:
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
-def _differentiated_twice(values: Sequence[Any]) -> bool:
-    """Return True if an argument has a tangent and another transform differentiates by one."""
+def _pushed_forward(values: Sequence[Any]) -> bool:
+    """Return True if one of the tensors has a tangent."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     with DisableTorchFunctionSubclass():
-        if all(forward_ad.unpack_dual(x).tangent is None for x in tensors):
-            return False
+        return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def _differentiated_twice(values: Sequence[Any]) -> bool:
+    """Return True if an argument has a tangent and another transform differentiates by one."""
+    if not _pushed_forward(values):
+        return False
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return True
         return any(_differentiated(value) for x in tensors for value in _inside(x))

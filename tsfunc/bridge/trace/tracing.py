@@ -178,6 +178,10 @@ class TraceLevel(TracerLevel):
         return depth == _ENDED or depth > self.functorch_depth
 
 
+# Operators whose results share memory with an argument and are not views of it to autograd.
+_CUT = frozenset({"aten::detach", "aten::_lazy_clone"})
+
+
 class TraceTracer(Tracer):
     """A tensor with known shape, dtype and device, and without data."""
 
@@ -223,6 +227,17 @@ class TraceTracer(Tracer):
 
     def from_outside(self) -> bool:
         return self.node.op != "call_function"
+
+    def origin(self) -> torch.fx.Node:
+        """Return the node of the tensor that the graph takes views of: fake tensors are no views."""
+        node = self.node
+        while node.args and isinstance(source := node.args[0], torch.fx.Node):
+            op = node.meta.get("op")
+            view = node.target is operator.getitem if op is None else op.is_view or op.inplace
+            if not view or (op is not None and op.name in _CUT):
+                break
+            node = source
+        return node
 
     def read(self, name: str) -> Any:
         if name == "item" and self.value.numel() == 1:

@@ -297,6 +297,13 @@ class Tracer(torch.Tensor):
         """True if the values are from outside, so the transformed function may not write them."""
         return False
 
+    def origin(self) -> Any:
+        """Return an object that identifies the tensor which the tracer is a view of, or itself.
+
+        None: the value that the tracer stands for tells.
+        """
+        return None
+
     def read(self, name: str) -> Any:
         """Return the result of a method that reads data as Python or NumPy values (``item``)."""
         raise DataDependentError(

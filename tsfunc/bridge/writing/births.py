@@ -72,10 +72,10 @@ def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
 
 @on_first_level
 def _watch_collections() -> None:
-    """Register the callback; the first level is active already, and may have left generation 0."""
-    for level in tuple(active_levels):
-        if isinstance(level, TracerLevel):
-            level.born = _births.levels = 1
+    """Register the callback; the first level is there already, and may have left generation 0."""
+    for item in gc.get_objects():
+        if issubclass(type(item), TracerLevel):
+            item.born = _births.levels = 1
     gc.callbacks.append(_before_collection)
 
 

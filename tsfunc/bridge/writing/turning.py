@@ -327,10 +327,14 @@ def _counterparts(
                 yield tensor, _view(made, places[id(tensor)], at)
 
 
-def _base(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the base of the physical tensor, or the tensor itself if it is not a view."""
-    plain = _physical(tensor)
-    return plain if plain._base is None else plain._base
+def _base(tensor: torch.Tensor) -> Any:
+    """Return an object that identifies the tensor that a tensor is a view of, or itself."""
+    while isinstance(tensor, Tracer):
+        origin = tensor.origin()
+        if origin is not None:
+            return origin
+        tensor = tensor.value  # type: ignore[attr-defined]
+    return tensor if tensor._base is None else tensor._base
 
 
 def _first(tensors: Tensors, places: Mapping[int, _Place]) -> torch.Tensor:
