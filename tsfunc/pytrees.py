@@ -269,9 +269,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Shape:
-    """The structure of a dataclass container: the names of its children, and its kept
-    attributes.
-    """
+    """The structure of a dataclass container: its children's names and its kept attributes."""
 
     __slots__ = ("kept", "names")
 

@@ -138,9 +138,7 @@ def below_each_other(x: Tensor) -> Tensor:
 
 
 def one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
-    """Return one matrix in place of the batch, and the other factor, for one product of
-    matrices.
-    """
+    """Return one matrix in place of the batch, and the other factor, for a single product."""
     if x.dim() != 3:
         raise NotImplementedError(
             f"vmap: a product of a batch of tensors of layout {x.layout} and rank {x.dim() - 1}. "

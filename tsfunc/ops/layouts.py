@@ -44,7 +44,5 @@ def channels_back(x: Tensor) -> Tensor:
 
 
 def moved_dim(dim: int, rank: int) -> int:
-    """Return the place of a logical dim after ``channels_moved``, for examples of ``rank``
-    dims.
-    """
+    """Return the place of a logical dim after ``channels_moved``; examples have ``rank`` dims."""
     return {0: 1, 1: rank}.get(dim, dim)

@@ -21,9 +21,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
 
 def result_dims(out: Any, size: Any) -> Any:
-    """Return the batch dims of results: 0, except None for empty vectors (results not
-    requested).
-    """
+    """Return the batch dims of results: None for empty vectors (not requested), else 0."""
     if isinstance(out, Tensor):
         return None if out.dim() == 1 and out.shape[0] == 0 != size else 0
     return tuple(result_dims(o, size) for o in out)

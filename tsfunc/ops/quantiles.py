@@ -52,9 +52,7 @@ def quantile(
 
 
 def _quantiles(q: Any, at: int | None, x: Tensor) -> Tensor:
-    """Return the quantiles as (batch, 1, ..., quantiles), to be broadcast over the rows of
-    ``x``.
-    """
+    """Return quantiles as (batch, 1, ..., quantiles), which broadcast over the rows of ``x``."""
     if not isinstance(q, Tensor):
         q = torch.full((), q, dtype=x.dtype, device=x.device)
     require((q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]")

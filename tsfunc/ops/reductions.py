@@ -129,9 +129,7 @@ _keyword_keepdim = reduction(1, None)
 def variance(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Reduce with correction -1 for an empty batch: torch would warn about its degrees of
-    freedom.
-    """
+    """Reduce with correction -1 for an empty batch, or torch warns about degrees of freedom."""
     if type(level.batch_size) is int and level.batch_size == 0:
         kwargs = {**kwargs, "correction": -1}
     return _keyword_keepdim(op, level, dims, args, kwargs)

@@ -52,21 +52,15 @@ def _example(value: Any, at: Any) -> Any:
 
 
 def ranks_at_least(dims: Dims, args: Sequence[Any], *ranks: int) -> bool:
-    """True if each of the first arguments, tensors, has at least the given number of logical
-    dims.
-    """
+    """True if each of the first arguments, tensors, has at least the given logical rank."""
     return all(logical_rank(x, at) >= rank for x, at, rank in zip(args, dims, ranks, strict=False))
 
 
 def ranks_are(dims: Dims, args: Sequence[Any], *ranks: int) -> bool:
-    """True if each of the first arguments, tensors, has exactly the given number of logical
-    dims.
-    """
+    """True if each of the first arguments, tensors, has exactly the given logical rank."""
     return all(logical_rank(x, at) == rank for x, at, rank in zip(args, dims, ranks, strict=False))
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Raise if a condition on values is false for any example, without a device
-    synchronization.
-    """
+    """Raise if a condition on values is false for any example, without a synchronization."""
     torch.ops.aten._assert_async.msg(condition.all(), message)

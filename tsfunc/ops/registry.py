@@ -94,9 +94,7 @@ class BatchLevel(Protocol):
         """Return the index of each example of the batch in the whole vmapped call."""
 
     def keys(self, nonce: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the key of a draw with that nonce: one for all examples, or one row per
-        example.
-        """
+        """Return the key of a draw with that nonce: one for all examples, or one per example."""
 
     def draws(self, generator: torch.Generator | None) -> None:
         """Record that an operator is about to draw from the generator (None: torch's default)."""

@@ -18,9 +18,7 @@ from tsfunc.ops.splitting import agree
 
 
 def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:
-    """Return the tensor, its physical dim, and True if a dim was added to a scalar for the
-    kernel.
-    """
+    """Return the tensor, its physical dim, and True if it was a scalar and got a dim."""
     if x.dim() == 1:
         return x.unsqueeze(1), 1 + wrap(dim, 0), True
     return x, physical_dim(dim, x.dim() - 1, at), False

@@ -1,6 +1,4 @@
-"""Splitting of a batch by values: compare the examples, group equal ones, and take some of
-them.
-"""
+"""Splitting of a batch by values: compare the examples, group equal ones, take some of them."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def agree(op: Any, level: BatchLevel, answers: Tensor) -> None:
 
 
 def agree_on_results(op: Any, level: BatchLevel, results: Sequence[Any]) -> None:
-    """Call :func:`agree` on the shapes and Python values of the results, one result per
-    example.
-    """
+    """Call :func:`agree` on the shapes and Python values of the results of each example."""
     known: dict[Any, int] = {}
     kinds = [known.setdefault(_kind(result), len(known)) for result in results]
     agree(op, level, torch.tensor(kinds, device="cpu"))

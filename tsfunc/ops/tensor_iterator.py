@@ -91,8 +91,10 @@ def pointwise_inplace(
 def clamp(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Batch all arguments: torch's derivative writes results of one shape into masks of
-    another.
+    """Batch all three arguments if both bounds are tensors.
+
+    torch's derivative compares two of the arguments and writes values that depend on the third one
+    into the comparison, in place.
     """
     bounds = [x for x in args[1:] if isinstance(x, Tensor)]
     if len(bounds) == 2 and any(dim is None for dim in dims):
@@ -134,9 +136,7 @@ def masked_fill(
 def masked_fill_tensor(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The operator accepts only a value without dims, so a batched value is filled by
-    ``where``.
-    """
+    """A batched value is filled by ``where``: the operator accepts only a value without dims."""
     if dims[2] is None:
         (x, mask), at = align(args[:2], dims[:2])
         return op(x, mask, args[2], **kwargs), at

@@ -21,9 +21,7 @@ def in_front(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -
 def together(
     tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
 ) -> tuple[Sequence[Tensor], int]:
-    """Return the tensors with equal batch dims, and that dim: unchanged if they are equal
-    already.
-    """
+    """Return the tensors with one common batch dim, and that dim. Equal dims are unchanged."""
     at = dims[0]
     if at is not None and dims.count(at) == len(dims):
         return tensors, at
