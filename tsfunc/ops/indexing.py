@@ -28,9 +28,7 @@ def _is_inplace(op: Any) -> bool:
 
 
 def _rows_of(x: Tensor, at: int | None, size: int) -> tuple[Tensor, bool]:
-    """Return the tensor with its batch dim first, and True if a logical dim was added to a
-    scalar.
-    """
+    """Return the tensor with its batch dim first, and True if it was a scalar and got a dim."""
     x = batched_front(x, at, size)
     return (x.unsqueeze(1), True) if x.dim() == 1 else (x, False)
 

@@ -61,9 +61,7 @@ def _is_coo(x: Tensor) -> bool:
 
 
 def _of_both(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
-    """Multiply two sparse matrices: the examples are diagonal blocks of one matrix, before and
-    after.
-    """
+    """Multiply two batches of sparse matrices as two block-diagonal matrices."""
     size = x.shape[p] if p is not None else y.shape[q or 0]
     x, y = (batched_sparse(x, p, size).coalesce(), batched_sparse(y, q, size).coalesce())
     high, wide = x.shape[1], y.shape[2]
@@ -305,9 +303,7 @@ def to_sparse(
 def to_sparse_of_any(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run before decomposition: C++ would ask a compressed tracer for its layout and get a wrong
-    one.
-    """
+    """Batch before decomposition: C++ reads the layout first, which a compressed tracer lacks."""
     return op(front(args[0], dims[0]), **kwargs), 0
 
 

@@ -92,9 +92,7 @@ def view(
 def unsafe_view(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Reshape: the operand is an intermediate result whose batch dim can lie between other
-    dims.
-    """
+    """Reshape: the batch dim of an intermediate result can lie between other dims."""
     return view(torch.ops.aten.reshape.default, level, dims, args, kwargs)
 
 
@@ -211,8 +209,9 @@ def squeeze_dims(
 def unsqueeze(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A new dim at the place of the batch dim is inserted after it, so a first batch dim stays
-    first.
+    """A new dim at the place of the batch dim is inserted after it.
+
+    A first batch dim stays first.
     """
     x, at = args[0], dims[0]
     dim = wrap(args[1], x.dim())
