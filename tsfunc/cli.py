@@ -30,9 +30,7 @@ def show_operators(
     name: str = typer.Argument("", help="An operator, such as aten::add.Tensor."),
     category: str = typer.Option("", help="List the operators of one shape category."),
 ) -> None:
-    """Show the catalogue of operators: a census, one operator, or the operators of one
-    category.
-    """
+    """Show the catalogue of operators: a census, one operator, or one category."""
     if name:
         _one_operator(name)
     elif category:
@@ -47,9 +45,7 @@ def show_record(
     listed: bool = typer.Option(False, "--list", help="List the runs that are remembered."),
     output: str = typer.Option("", help="Write to a file."),
 ) -> None:
-    """Show what a run of Python did with tsfunc and the errors it met, to attach to a bug
-    report.
-    """
+    """Show what a run of Python did with tsfunc and its errors, to attach to a bug report."""
     found = rage.runs()
     if not found:
         _fail(f"No run is remembered. Files are kept in {folder_of_files() or 'no folder'}.")

@@ -37,9 +37,7 @@ from tsfunc import rage
 
 
 class TsfuncError(Exception):
-    """The base class of all errors of tsfunc: ``except tsfunc.errors.TsfuncError`` catches
-    them.
-    """
+    """The base class of tsfunc's errors: ``except tsfunc.errors.TsfuncError`` catches them all."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)

@@ -57,9 +57,7 @@ class Decisions:
             self.exact[name] = decision
 
     def of(self, name: str) -> Decision | None:
-        """Return the decision for an overload (``add.Tensor``), else its packet, else a
-        pattern.
-        """
+        """Return the decision for an overload (``add.Tensor``), its packet, or a pattern."""
         packet, dot, _ = name.partition(".")
         full = name if dot else f"{name}.default"
         found = self.exact.get(full) or self.exact.get(packet)

@@ -94,9 +94,7 @@ _found: dict[str, Line] = {}
 
 
 def _outside_of_the_table(name: str) -> Line | None:
-    """Classify an operator that is not in the table: a custom one, or one of another torch
-    release.
-    """
+    """Classify an operator outside of the table: a custom one, or one of another torch release."""
     if name not in _found:
         signature = reader().signature(name)
         if signature is None:

@@ -189,9 +189,7 @@ class Trial:
             return []
 
     def keeps(self, names: Sequence[str], rank: int, setting: Setting) -> bool:
-        """True if arguments of one shape, with a different size in each dim, give a result of that
-        shape.
-        """
+        """True if arguments of one shape, its sizes all different, give results of that shape."""
         shape = [2, 3, 4, 5, 6, 7][:rank]
         found = self.on(dict.fromkeys(names, shape), setting)
         return bool(found) and all(list(t.shape) == shape for t in found)
