@@ -94,9 +94,7 @@ def _cells(gates: Sequence[Tensor], c: Tensor) -> Tensor:
 def _gate_grads(
     gates: Sequence[Tensor], cells: Tensor, weight: Tensor, grads: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of all gates and of the first state, from the last step to the
-    first.
-    """
+    """Return the gradients of all gates and of the first state, from the last step backward."""
     i, f, g, o = gates
     grad_out, dh, dc = grads
     shaped = cells.tanh()[:, 1:]
