@@ -62,13 +62,11 @@ def attribute_type(type_: TSAllType, name: str, *, of: str = "a value") -> Resol
         of: the value's name, for error messages.
 
     Returns:
-        The type of a data attribute, or the `Signature` of a method. The signature of a method in
-        C
+        The type of a data attribute, or the `Signature` of a method. The signature of a method in C
         accepts any arguments.
 
     Raises:
-        TypeCheckError: values of this type lack the attribute, can be None, or have an unknown
-        type
+        TypeCheckError: values of this type lack the attribute, can be None, or have an unknown type
             (`Any`).
 
     Example:
@@ -81,9 +79,8 @@ def attribute_type(type_: TSAllType, name: str, *, of: str = "a value") -> Resol
         Traceback (most recent call last):
         ...
         tsfunc.errors.TypeCheckError: x.shape: x is of type Any, of which nothing is known, so \
-    that nothing can be computed with it. Say what it is where it comes from: annotate it, or
-    describe \
-    it, with a concrete type.
+that nothing can be computed with it. Say what it is where it comes from: annotate it, or describe \
+it, with a concrete type.
 
     Source: the check of attribute resolution in the TorchScript type system proposal.
     """
@@ -161,9 +158,7 @@ def _missing(type_: TSAllType, name: str, of: str) -> TypeCheckError:
 
 
 def _of_class(cls: type, type_: TSAllType, name: str, of: str) -> Resolved:
-    """Resolve an attribute of a class: a method, an annotation, a property or a class
-    attribute.
-    """
+    """Resolve an attribute of a class: a method, an annotation, a property or a class variable."""
     missing = object()
     value: Any = inspect.getattr_static(cls, name, missing)
     if isinstance(value, staticmethod | classmethod):

@@ -189,7 +189,7 @@ def compile_descriptors(
           x.shape[1]: expected 200, got 100
           flag: expected the value True (bool), got 1 (int)
         Pass arguments that fit, or give descriptors that these arguments fit (None leaves an \
-    attribute open).
+attribute open).
 
     Source: the checking of calls in the TorchScript Input Descriptor proposal.
     """
@@ -248,9 +248,7 @@ _STARRED = {
 def _require_kind(
     signature: inspect.Signature, parameter: inspect.Parameter, descriptor: Descriptor
 ) -> None:
-    """Raise for a descriptor of ``*args`` or ``**kwargs`` that does not describe a tuple or a
-    dict.
-    """
+    """Raise if the descriptor of ``*args`` or ``**kwargs`` does not describe a tuple or dict."""
     if parameter.kind not in _STARRED or isinstance(descriptor, TSMetaType | TSUnion | TSOptional):
         return
     stars, words, kind, spelling = _STARRED[parameter.kind]

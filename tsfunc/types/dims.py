@@ -387,9 +387,7 @@ LARGEST = 2**63 - 1
 
 
 def _simplify(expression: DimExpr) -> DimForm:
-    """Return a number for an expression without names, a `Dim` for a single name, else the
-    expression.
-    """
+    """Return the form of an expression: an int without names, a `Dim` for a single name."""
     if is_dim_name(expression.text):
         return Dim(expression.text)
     if expression.names:

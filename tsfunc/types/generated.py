@@ -199,8 +199,7 @@ def refused_sizes(dim: Dim, at: str) -> Iterator[str]:
 
 
 class _Source(abc.ABC):
-    """The lines of a generated function, the objects they name, and a variable for each named
-    size.
+    """The lines of a function, the objects they refer to, and a variable for each named size.
 
     Args:
         taken: names that are in use already.
@@ -230,9 +229,7 @@ class _Source(abc.ABC):
         return f"not {self.known[isinstance]}({at}, {self.known.get(cls) or self.new(cls)})"
 
     def function(self, name: str, parameters: str, result: str = "True") -> Fits:
-        """Compile the lines to a function, which returns the expression `result` if nothing
-        fails.
-        """
+        """Compile the lines to a function, which returns `result` (an expression) on success."""
         name = name if name.isidentifier() and not keyword.iskeyword(name) else "call"
         start = [f"    {variable} = -1" for variable in self.sizes.values()]
         start += [f"    {variable} = None" for variable in self.seen]

@@ -36,8 +36,7 @@ def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor
     Example:
         >>> from tsfunc import Dim, MetaTensorType
         >>> from tsfunc.types import as_descriptor
-        >>> print(with_dims(as_descriptor(MetaTensorType(["n", "2*n", 3])), {"n": Dim("n",
-        min=5)}))
+        >>> print(with_dims(as_descriptor(MetaTensorType(["n", "2*n", 3])), {"n": Dim("n", min=5)}))
         tensor[n>=5, 2 * n, 3]
         >>> print(with_dims(as_descriptor(MetaTensorType(["n", "n+1"])), {"n": "2*m"}))
         tensor[2 * m, 2 * m + 1]

@@ -198,9 +198,7 @@ def annotated_types(func: Any) -> dict[str, TSType]:
 
 
 def _function(func: Any) -> Any:
-    """Return the Python function behind wrappers, partials, bound methods, classes and
-    instances.
-    """
+    """Return the Python function inside of a wrapper, partial, method, class or instance."""
     func = inspect.unwrap(func)
     if isinstance(func, functools.partial):
         return _function(func.func)

@@ -247,9 +247,7 @@ class Generalization:
         return None
 
     def _computed(self, pair: tuple[SideForm, SideForm]) -> DimExpr | None:
-        """Return a pair as an expression in names of other pairs that is right on both sides, or
-        None.
-        """
+        """Return an expression in names of pairs that gives the pair on both sides, or None."""
         found = [
             text
             for side in (0, 1)
@@ -259,9 +257,7 @@ class Generalization:
         return DimExpr(min(found, key=lambda text: (len(text), text))) if found else None
 
     def _in_names(self, expression: DimExpr, side: int, other: SideForm) -> Iterator[str]:
-        """Yield an expression of one side in names of pairs, if it equals `other` on the other
-        side.
-        """
+        """Yield one side's expression in names of pairs if it equals `other` on the other side."""
         pairs = [
             [each for each in self._counts if each[side] == Dim(name) and self._is_named(each)]
             for name in expression.names

@@ -62,8 +62,7 @@ def _same_of_one_type(expected: Any, got: Any) -> bool:
 
 
 def same_keys(expected: Collection[Any], got: Collection[Any]) -> bool:
-    """True if two collections of distinct hashable values are equal, including the types of
-    values.
+    """True if two collections of distinct hashable values are equal, and have equal types.
 
     Example:
         >>> same_keys({1: "a"}, {1: "b"}), same_keys({1}, {True}), same_keys({(1,)}, {(1.0,)})
