@@ -1,14 +1,12 @@
 """The errors and warnings that tsfunc raises, in one tree.
 
     TsfuncError
-    ├── DispatchError (RuntimeError)          an operator has no kernel, or a registration is
-    invalid
+    ├── DispatchError (RuntimeError)          no kernel for a call, or an invalid registration
     ├── DescriptorError (ValueError)          a descriptor is not well formed
     │   └── AnnotationError (TypeError)       an annotation is not a type of the language
     ├── TypeCheckError (TypeError)            types disagree, or lack an attribute or operator
     ├── DescriptorViolation (ValueError)      a call breaks the contract of a descriptor
-    ├── ConstraintViolation (ValueError)      a trace needs more of a dim than its descriptor
-    states
+    ├── ConstraintViolation (ValueError)      a trace needs a fact that no descriptor states
     ├── ClosureError (RuntimeError)           a function reads a value that is not an argument
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
     ├── FailedCheckError (RuntimeError)       a size at run time breaks a check of the program
@@ -16,11 +14,11 @@
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
     ├── UnknownOperatorError (LookupError)    torch has no operator of this name
     ├── MalformedProgramError (RuntimeError)  a program's graph is not well formed
-    ├── ExportError (RuntimeError)          another torch tool can't represent a program
+    ├── ExportError (RuntimeError)            another torch tool can't represent a program
     ├── UnboundAxisError (NameError)          a collective names an axis that no vmap binds
-    ├── MeshError (ValueError)              a mesh does not fit a call or a program
-    ├── RanksDisagree (RuntimeError)        ranks call different collectives or have unequal values
-    ├── RanksFailed (RuntimeError)          ranks of a distributed call raised, exited or hang
+    ├── MeshError (ValueError)                a mesh does not fit a call or a program
+    ├── RanksDisagree (RuntimeError)          ranks call different collectives, or differ in values
+    ├── RanksFailed (RuntimeError)            ranks of a distributed call raised, exited or hang
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
     MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
@@ -45,7 +43,7 @@ class TsfuncError(Exception):
 
 
 class DispatchError(TsfuncError, RuntimeError):
-    """An operator has no kernel for a call, or a registration or key definition is refused."""
+    """An operator has no kernel for a call, or a registration or key definition is invalid."""
 
 
 class DescriptorError(TsfuncError, ValueError):

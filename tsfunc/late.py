@@ -1,10 +1,9 @@
 """Lazy loading of a package's names.
 
 The subpackages are large, and a call of ``vmap`` needs few of them. A package therefore has a
-table
-of its public names and the modules that define them. A module is loaded when one of its names is
-first used. The package imports the same names under ``TYPE_CHECKING``, for tools that read code
-(``tests/test_imports.py`` compares the two).
+table of its public names and the modules that define them. A module is loaded when one of its
+names is first used. The package imports the same names under ``TYPE_CHECKING``, for tools that
+read code (``tests/test_imports.py`` compares the two).
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 NOTE [one matrix of many]
 A batched tensor in a compressed layout stores the same number of elements for each example, and
-its
-batch dims come first. torch has few kernels for batched ones, so the kernels for matrices are
-used:
-the matrices of the examples become the diagonal blocks of one matrix, or, if all examples share
-the other factor, they are stacked vertically. The elements share memory with the batch, only the
-indices are recomputed, and a product is one kernel call.
+its batch dims come first. torch has few kernels for batched ones, so the kernels for matrices are
+used: the matrices of the examples become the diagonal blocks of one matrix, or, if all examples
+share the other factor, they are stacked vertically. The elements share memory with the batch, only
+the indices are recomputed, and a product is one kernel call.
 """
 
 from __future__ import annotations

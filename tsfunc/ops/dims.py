@@ -99,8 +99,7 @@ def place(x: Tensor, at: int | None, right: int) -> Tensor:
     """Move the batch dim so that ``right`` logical dims follow it.
 
     An unbatched tensor with more than ``right`` dims gets a dim of size 1 in the place of the
-    batch
-    dim, so that its leading dims do not broadcast with the batch dim.
+    batch dim, so that its leading dims do not broadcast with the batch dim.
     """
     if at is None:
         return x.unsqueeze(-right - 1) if x.dim() > right else x
@@ -122,9 +121,8 @@ def align(
         dims: the batch dim of each, or None.
         right: the number of dims that follow the batch dim. By default, it is the number of dims
             that follow it in the batched tensor of the largest rank, which is then not moved. If
-            an
-            unbatched tensor has a larger rank, all dims follow the batch dim, so that each example
-            of the result has the layout that it has without vmap.
+            an unbatched tensor has a larger rank, all dims follow the batch dim, so that each
+            example of the result has the layout that it has without vmap.
 
     Returns:
         The aligned arguments and the batch dim of the result.
@@ -171,8 +169,7 @@ def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence
     """Cast batched tensors without logical dims if torch would promote them wrongly.
 
     A scalar tensor affects the result dtype only by its kind. The physical value of a batched
-    scalar
-    has one dim, so torch would treat it like any other tensor.
+    scalar has one dim, so torch would treat it like any other tensor.
     """
     wide: torch.dtype | None = None
     narrow: torch.dtype | None = None

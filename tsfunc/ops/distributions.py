@@ -1,11 +1,10 @@
 """Samples of distributions for each example, computed from the random words of a ``Draw``.
 
 Every function returns a row of ``count`` numbers for each example. Most samples follow from
-uniform
-numbers by a formula. Poisson, binomial and gamma samples need rejection. The attempts of an
-example are numbered and the first accepted one counts, so rejections of other examples change
-nothing. The number of attempts is bounded: the chance that all attempts fail is below 1e-15.
-If values can be read, sampling stops once every attempt has ended. Several attempts run at a time.
+uniform numbers by a formula. Poisson, binomial and gamma samples need rejection. The attempts of
+an example are numbered and the first accepted one counts, so rejections of other examples change
+nothing. The number of attempts is bounded: the chance that all attempts fail is below 1e-15. If
+values can be read, sampling stops once every attempt has ended. Several attempts run at a time.
 """
 
 from __future__ import annotations

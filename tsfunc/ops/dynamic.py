@@ -43,7 +43,8 @@ def item(
     choose a computation.
 
     Raises:
-        DataDependentError: the examples cannot be split, and no formula asks for the value.
+        DataDependentError: the vmap does not split batches, and the value is not read by a formula
+            or differs between examples.
     """
     one = args[0].select(dims[0], 0)
     if level.splitter is None:

@@ -122,8 +122,7 @@ def new_zeros_with_same_feature_meta(
     """Return zeros for a tangent (the first argument), with the strides of the primal.
 
     The zeros have every batch dim of the tangent, because the tangent is written into them. The
-    first
-    ``self_num_batch_dims`` dims of the tangent are the dims that the primal lacks.
+    first ``self_num_batch_dims`` dims of the tangent are the dims that the primal lacks.
     """
     (tangent, primal), (at, primal_at) = args, dims
     count = kwargs.get("self_num_batch_dims", 0)

@@ -116,7 +116,7 @@ def _ranks(
 ) -> Tensor:
     """Return the ranks of one matrix for several tolerances.
 
-    Torch's function warns about those.
+    torch's function warns about several tolerances.
     """
     values = torch.linalg.eigvalsh(x).abs() if hermitian else torch.linalg.svdvals(x)
     if rtol is None:

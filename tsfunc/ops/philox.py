@@ -12,8 +12,8 @@ within the draw, and its purpose. This has four consequences:
   such as ``torch.utils.checkpoint``, work as they do without vmap;
 - the chunks of a batch start with the same generator state, so an example gets the same nonces in
   every chunk;
-- if some examples run separately, each example still gets its nonces in order
-  (NOTE [courses of draws] in ``bridge/tracers/courses``);
+- if some examples run separately, each example still gets its nonces in order (NOTE [courses of
+  draws] in ``bridge/tracers/courses``);
 - an outer vmap draws the nonce by its own ``randomness``: one for each of its examples, or one
   for all. A trace records how the nonce is drawn.
 
@@ -48,8 +48,7 @@ def philox(even: Tensor, odd: Tensor, key: Tensor) -> Tensor:
         The four output words, as the last dim.
 
     Products wrap around modulo 2**64, and only their bits are used. ``odd`` and the key can have
-    bits
-    above the 32nd, which are masked after multiplication.
+    bits above the 32nd, which are masked after multiplication.
     """
     multipliers = _column(_MULTIPLIERS, even)
     step = _column(_WEYL, even)

@@ -362,8 +362,8 @@ def _slopes_in_order(x: Tensor, at: int, lower: float, upper: float) -> Tensor:
     """Return the numbers that each example gets when it draws alone.
 
     On the CPU only elements that are not positive draw a number, in double precision and in
-    element
-    order. The number of an element therefore depends on the count of such elements before it.
+    element order. The number of an element therefore depends on the count of such elements before
+    it.
     """
     low = x.movedim(at, 0) <= 0
     count = low[:1].numel()

@@ -1,8 +1,7 @@
 """Reductions and scans: logical dims are shifted past the batch dim.
 
 A tensor without logical dims accepts dims 0 and -1. It gets a dim of size 1 for the kernel,
-because
-its only physical dim is the batch dim.
+because its only physical dim is the batch dim.
 """
 
 from __future__ import annotations
@@ -208,8 +207,7 @@ def _shared(x: Tensor, found: Tensor) -> Tensor:
     """Return elements found along dim 1, whose gradient is shared by all equal elements.
 
     torch shares the gradient for medians of all elements. Along a dim, the gradient goes to the
-    found
-    element only.
+    found element only.
     """
     if not x.is_floating_point():
         return found

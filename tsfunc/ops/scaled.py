@@ -46,8 +46,7 @@ def scaled_mm(
     """Return ``self @ mat2``, each multiplied by its scale.
 
     The CPU kernel applies the scale of a float8 result depending on the bias, so the per-example
-    loop
-    runs such calls.
+    loop runs such calls.
     """
     x, y, by_x, by_y, bias, by_out, dtype, _ = filled(args, *[None] * 7, False)
     p, q, s, t, b, *_ = filled(dims, *[None] * 8)

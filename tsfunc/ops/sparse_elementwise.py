@@ -36,7 +36,7 @@ def elementwise_instead(
 
     Raises:
         RuntimeError: the current error is raised again if neither is sparse, or for other
-        operators.
+            operators.
     """
     name = op_name(op).rpartition("::")[2].partition(".")[0]
     if len(args) != 2 or not any(_is_sparse(x) for x in args):

@@ -44,8 +44,7 @@ def pointwise(
             at, other = dims
             if other is None:
                 # No alignment is needed if the batched tensor has logical dims and the other one
-                # has no dim to
-                # the left of the batch dim. Equal dtypes need no promotion.
+                # has no dim to the left of the batch dim. Equal dtypes need no promotion.
                 if (
                     not isinstance(y, Tensor)
                     or 1 < x.dim() > y.dim() + at
@@ -115,7 +114,7 @@ def pointwise_pair(
 def where(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The condition takes no part in type promotion."""
+    """The condition does not affect type promotion."""
     if uniform(args, dims):
         return op(*args, **kwargs), dims[0]
     x, y = promote_scalars(args[1:], dims[1:])

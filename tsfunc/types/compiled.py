@@ -60,10 +60,8 @@ class Bindings:
         """Return the form of each dim of the tensor at `path`.
 
         An int is fixed, a `Dim` named, a `DimExpr` computed from named sizes, and None open. The
-        result
-        is None if the rank is not described: all dims are open. If it has fewer entries than the
-        tensor
-        has dims, they describe the last dims.
+        result is None if the rank is not described: all dims are open. If it has fewer entries
+        than the tensor has dims, they describe the last dims.
         """
         meta = self.leaves.get(path)
         if meta is None or meta.shape is None:
@@ -95,8 +93,7 @@ class CompiledDescriptors:
 
         Raises:
             DescriptorViolation: the call breaks the descriptors; the message lists every mismatch
-            by
-                its path, as expected and got.
+                by its path, as expected and got.
         """
         quick = self._quick
         sizes = None if quick is None else quick(arguments)
@@ -142,8 +139,7 @@ class CompiledDescriptors:
                 ``optree.tree_flatten_with_path(value, none_is_leaf=True)``.
 
         A leaf with several alternatives is open here; the `Bindings` of a call have the
-        alternative that
-        was chosen.
+        alternative that was chosen.
         """
         if not path or path[0] not in self.descriptors:
             return None

@@ -106,8 +106,7 @@ def check_carry(
 
     Raises:
         TypeCheckError: the body's result does not have the type of the initial value. The message
-        has
-            both types, and each place where they differ.
+            has both types, and each place where they differ.
 
     Example:
         >>> from tsfunc.types import parse

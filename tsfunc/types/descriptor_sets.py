@@ -89,7 +89,7 @@ class Descriptors(Mapping[str, Descriptor]):
         Args:
             text: one ``name: descriptor`` per line, or several separated by commas.
             scope: the objects that the names of classes in the text refer to, see
-            `tsfunc.types.parse`.
+                `tsfunc.types.parse`.
 
         Raises:
             DescriptorError: the text is not a list of descriptors, or names a parameter twice.
@@ -123,8 +123,7 @@ class Descriptors(Mapping[str, Descriptor]):
         """Return the least descriptors that every call of either fits.
 
         Sizes that differ get a name; sizes that agree in all places get the same name. The join of
-        values
-        that differ is their type.
+        values that differ is their type.
 
         Example:
             >>> d, e = (Descriptors.parse(f"x: f32[{n}, 64], y: f32[{n}], k: Literal[{n}]")
@@ -162,8 +161,7 @@ class Descriptors(Mapping[str, Descriptor]):
 
         Args:
             alternatives: by the name of a parameter its narrower descriptors or values; by the
-            name of
-                a size its sizes, which can be `Dim` with bounds. Several names give all
+                name of a size its sizes, which can be `Dim` with bounds. Several names give all
                 combinations.
 
         Raises:
@@ -294,8 +292,7 @@ def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
     Tensors are described by the dtype, shape, device, requires_grad and layout that agree in all
     examples. Sizes that differ get a name; sizes that are equal in every example get the same name.
     Other values that differ are described by their type. A parameter that is missing in an example
-    has
-    its default there, and is open.
+    has its default there, and is open.
 
     Args:
         examples: parameter name to value; at least one.

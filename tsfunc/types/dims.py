@@ -48,8 +48,7 @@ class Dim:
     """A named size with its bounds.
 
     One name stands for one size within all descriptors of a function. If a name has several
-    bounds,
-    all of them hold.
+    bounds, all of them hold.
 
     Args:
         name: a Python identifier.
@@ -59,8 +58,7 @@ class Dim:
         one_of: the only allowed sizes, or None.
 
     The bounds are normalized: `min` and `max` are allowed sizes, and `one_of` has only sizes that
-    the
-    other bounds allow.
+    the other bounds allow.
 
     Raises:
         DescriptorError: the name is not an identifier, a bound is not a non-negative int, or no
@@ -342,8 +340,7 @@ def parse_dim(spec: object) -> DimForm:
 
     Args:
         spec: a non-negative int; a name; an expression such as ``"2*n+1"``; a `Dim`; or None for
-        an
-            unknown size.
+            an unknown size.
 
     Raises:
         DescriptorError: the value is none of these.

@@ -20,8 +20,7 @@ NOTE [normal forms]
 Two types that are subtypes of each other are equal, so that types can be compared, hashed and
 printed. ``Optional`` therefore does not contain ``None``, ``Any`` or another ``Optional``:
 `optional` returns the normal form of such a spelling, and the constructor rejects it. Names of
-sizes
-are an exception: ``f32[n]`` and ``f32[m]`` alone are equivalent.
+sizes are an exception: ``f32[n]`` and ``f32[m]`` alone are equivalent.
 """
 
 from __future__ import annotations
@@ -232,8 +231,7 @@ class Value:
         value: the value that the argument must equal; see `same_value`.
 
     Two are equal if their values are equal, including types: 1, 1.0 and True differ. Tensors are
-    equal
-    if their metadata and elements are equal, and neither requires grad.
+    equal if their metadata and elements are equal, and neither requires grad.
 
     Example:
         >>> from tsfunc.types import as_descriptor

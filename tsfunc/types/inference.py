@@ -47,8 +47,7 @@ def of_value(value: Any, *, describe: bool = False) -> TSAllType:
 
     Args:
         value: any value. A tensor of any class is a ``Tensor``. A list or dict has the common type
-        of
-            its elements, which are tensors if it is empty. A module has a separate type, a
+            of its elements, which are tensors if it is empty. A module has a separate type, a
             `TSModuleType`. The type of any other object is its class.
         describe: True to describe tensors in full, including their sizes.
 
@@ -81,8 +80,7 @@ def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
     """Return the common type of several values in the same place.
 
     The elements of containers are collected before they are joined. In ``[[1], [None], []]`` all
-    inner
-    lists together have the elements 1 and None, so they are lists of Optional[int].
+    inner lists together have the elements 1 and None, so they are lists of Optional[int].
     """
     rest = [value for value in values if value is not None]
     if len(rest) < len(values):

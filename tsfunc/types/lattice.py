@@ -305,9 +305,8 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
     """Return the least type that two types are subtypes of.
 
     It is the type of a value of either type, as after the branches of a condition. It is `Any` if
-    no
-    other type is above both. Nothing can be computed with `Any`; `join_branches` raises an error
-    then.
+    no other type is above both. Nothing can be computed with `Any`; `join_branches` raises an
+    error then.
 
     Example:
         >>> from tsfunc.types import parse
@@ -352,8 +351,7 @@ def join_parts(left: TSType, right: TSType) -> TSType:
     """Return the least type above the types of two parts of one value.
 
     Unlike `join` it makes no names of sizes: a name states that sizes are equal within a value,
-    but the
-    parts of one value have both sizes.
+    but the parts of one value have both sizes.
 
     Example:
         >>> from tsfunc.types import parse

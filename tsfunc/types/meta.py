@@ -199,8 +199,7 @@ class MetaTensorType:
 
         Args:
             alternatives: by the name of an attribute its values (``dtype=[...]``), or by the name
-            of a
-                size its sizes, which can be `Dim` with bounds. Several names give all
+                of a size its sizes, which can be `Dim` with bounds. Several names give all
                 combinations.
 
         Raises:

@@ -82,7 +82,7 @@ class Polynomial:
 
         Args:
             ranges: the least and the largest value (or None) of each name; (0, None) for a missing
-            name.
+                name.
         """
         total = 0.0
         for monomial, factor in self.terms.items():

@@ -88,15 +88,13 @@ def signature(func: Any) -> Signature:
     """Return the types of a function's parameters and of its result.
 
     A parameter has the type of its annotation. Without an annotation, it has the type of its
-    default
-    value (an optional tensor for None). Without either it is a Tensor. If the default is None,
-    None is
-    allowed regardless of the annotation. `self` has the type of its class and must not be
-    annotated.
+    default value (an optional tensor for None). Without either it is a Tensor. If the default is
+    None, None is allowed regardless of the annotation. `self` has the type of its class and must
+    not be annotated.
 
     Args:
         func: a function, a method, a ``functools.partial``, a module, a class, or another
-        callable.
+            callable.
 
     Raises:
         AnnotationError: an annotation is not a type, or `self` has one.
@@ -216,7 +214,8 @@ def _owner(func: Any) -> type | None:
     """Return the class in whose body a function was defined, if its name leads to it."""
     *path, _ = getattr(func, "__qualname__", "").split(".")
     found: Any = getattr(func, "__globals__", {})
-    for name in path:  # "<locals>" has no entry: a class made inside of a function isn't found
+    # "<locals>" is not found, so a class made inside of a function is not found either.
+    for name in path:
         found = found.get(name) if isinstance(found, dict) else vars(found).get(name)
         if not isinstance(found, type):
             return None

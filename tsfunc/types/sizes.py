@@ -93,8 +93,7 @@ class Instance:
         """True if the computed sizes of the wider type fit too.
 
         A name that occurs only in expressions is solved for. A name that can't be solved for
-        stands for
-        the same name of the narrower type.
+        stands for the same name of the narrower type.
         """
         while any(self._solve(wider, key) for wider, key in self._pending):
             pass
@@ -149,13 +148,10 @@ class Generalization:
     """The common sizes of two types.
 
     A pair of sizes that occurs in several places is the same size there, and gets one name. All
-    pairs
-    are first counted by `count`; `size` then returns the generalized size of a pair. A pair that
-    occurs
-    once is open, or named too with `always_named`. An expression is kept if it has the names of
-    pairs
-    and holds on both sides. Bounds are kept if they hold on both sides; numbers do not become
-    bounds.
+    pairs are first counted by `count`; `size` then returns the generalized size of a pair. A pair
+    that occurs once is open, or named too with `always_named`. An expression is kept if it has the
+    names of pairs and holds on both sides. Bounds are kept if they hold on both sides; numbers do
+    not become bounds.
 
     Source: least general generalization, Plotkin, "A note on inductive generalization" (1970).
     """

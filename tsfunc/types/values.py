@@ -22,11 +22,9 @@ def same_value(expected: object, got: object) -> bool:
     """Return True if a program with the constant `expected` is right for `got`.
 
     The comparison is stricter than ``==``. The types must agree too (``1``, ``1.0`` and ``True``
-    give
-    different dtypes), ``0.0`` differs from ``-0.0``, and NaN equals NaN. Tensors are equal if they
-    are
-    the same object, or if neither requires grad and all of their attributes and elements agree.
-    Values that can't be compared are equal only if they are the same object.
+    give different dtypes), ``0.0`` differs from ``-0.0``, and NaN equals NaN. Tensors are equal if
+    they are the same object, or if neither requires grad and all of their attributes and elements
+    agree. Values that can't be compared are equal only if they are the same object.
 
     Example:
         >>> same_value(1, 1), same_value(1, True), same_value(float("nan"), float("nan"))

@@ -32,8 +32,7 @@ class Setting:
     Attributes:
         size: the size of every dim.
         length: the length of lists of sizes and strides. None means the rank of the first tensor,
-        and
-            a negative number is added to that rank.
+            and a negative number is added to that rank.
         dtype: the dtype of tensors that are not indices or masks by their names.
         labels: True if ``target`` and similar arguments are class labels, not values.
         optional: True if optional tensors are given.

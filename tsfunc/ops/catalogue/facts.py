@@ -17,9 +17,7 @@ class Result(enum.Enum):
     BROADCAST = "broadcast"  # the dims of all carriers, broadcast
     SAME = "same"  # the dims of the first carrier
     REDUCED = "reduced"  # the dims of the carriers without the reduced ones
-    REARRANGED = (
-        "rearranged"  # those of the carriers moved, cut, added or removed, as arguments say
-    )
+    REARRANGED = "rearranged"  # dims of the carriers, moved, cut, added or removed by arguments
     BATCH = "batch"  # leading dims of the carriers, then new dims
     FEATURES = "features"  # new dims, then trailing dims of the carriers
     COMPUTED = "computed"  # a fixed number of dims
@@ -63,8 +61,7 @@ class Facts:
         aliases: the arguments that the results alias, or can alias.
         random: True if the operator draws random numbers.
         data_dependent: True if the shapes of the results, or a result that is not a tensor, depend
-        on
-            values.
+            on values.
     """
 
     carriers: tuple[str, ...]

@@ -26,8 +26,7 @@ class OperatorEntry:
         facts: facts about its arguments and results.
         evidence: the ranks that each tensor argument accepted in trial calls.
         rule: its batching rule, or None if vmap runs it by its decomposition, by its functional
-        form,
-            or in a loop.
+            form, or in a loop.
         file: the file of the rule, or the empty string.
         line: the line of the rule, or 0.
     """
@@ -55,10 +54,6 @@ def lookup(operator: Any) -> OperatorEntry:
     Raises:
         UnknownOperatorError: torch has no operator of this name; the message lists similar names.
 
-    Raises:
-        UnknownOperatorError: torch has no operator of this name; the message has the names
-            that are alike.
-
     Example:
         >>> import tsfunc
         >>> entry = tsfunc.ops.lookup("aten::add.Tensor")
@@ -69,8 +64,7 @@ def lookup(operator: Any) -> OperatorEntry:
         >>> tsfunc.ops.lookup("aten::add.Tensr")
         Traceback (most recent call last):
         ...
-        tsfunc.errors.UnknownOperatorError: lookup('aten::add.Tensr'): torch has no operator of
-        this
+        tsfunc.errors.UnknownOperatorError: lookup('aten::add.Tensr'): torch has no operator of this
         name. Alike are: aten::add.Tensor, aten::add_.Tensor, aten::div.Tensor.
 
     Source:

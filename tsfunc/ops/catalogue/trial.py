@@ -3,8 +3,7 @@
 Every tensor has the same size in all dims, so an error is about the rank. Some operators crash the
 process instead of raising (``aten::_chunk_cat`` on tensors without dims). torch's operators are
 therefore tried in a separate process (``python -m tools.catalogue``). Custom operators are tried
-on
-meta tensors, which run only their fake kernels.
+on meta tensors, which run only their fake kernels.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class Evidence:
         same: True if the result then has that shape, for any sizes.
         broadcasts: True if the arguments broadcast against each other.
         elements: how values depend on the first argument: ``copied`` from it, ``ignored``,
-        ``apart``
-            (each element separately), ``mixed``; empty if not tried.
+            ``apart`` (each element separately), ``mixed``; empty if not tried.
     """
 
     ranks: dict[str, list[int]] = field(default_factory=dict)
