@@ -251,9 +251,10 @@ def normal(
 def multinomial(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Draw by search in cumulative weights; without replacement, take the largest weighted waits.
+    """Draw by search in the cumulative weights.
 
-    The result has the batch dim first.
+    Without replacement, take the largest weights after division by exponential numbers. The result
+    has the batch dim first.
     """
     x, number, replacement = (*args, False)[:3]
     weights = x.detach().unsqueeze(0) if dims[0] is None else front(x.detach(), dims[0])

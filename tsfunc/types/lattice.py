@@ -34,7 +34,7 @@ below the other, the join is the other.
 
 NOTE [joins of several]
 ``a.join(b).join(c)`` and ``a.join(b.join(c))`` are equivalent if they have no bounds, expressions
-and written unions; the names in them can differ. Stronger guarantees are impossible:
+and written unions; the names in them can differ. No useful join guarantees more:
 
 - Names. The join of ``[n, 3]`` and ``[7, 4]`` keeps its name and gives the other dim a new one:
   ``[n, m]``. A further join with ``[7, n]``, which is below it, changes nothing. But ``[7, 4]`` is
