@@ -12,8 +12,8 @@ within the draw, and its purpose. This has four consequences:
   such as ``torch.utils.checkpoint``, work as they do without vmap;
 - the chunks of a batch start with the same generator state, so an example gets the same nonces in
   every chunk;
-- if some examples run separately, each example still gets its nonces in order (NOTE [courses of
-  draws] in ``bridge/tracers/courses``);
+- if some examples run separately, each example still gets its nonces in order
+  (NOTE [courses of draws] in ``bridge/tracers/courses``);
 - an outer vmap draws the nonce by its own ``randomness``: one for each of its examples, or one
   for all. A trace records how the nonce is drawn.
 

@@ -19,13 +19,13 @@ def register(operator: Any, *, category: Category | str, rule: Rule | None = Non
             (``"mylib::scale"``).
         category: how the shapes of its results follow from those of its arguments, as a
             :class:`Category` or its name.
-        rule: its batching rule, ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``: NOTE
-            [batching rules] in ``tsfunc/ops/registry.py``. Without a rule, vmap uses the rule of
-            the category if one exists (TensorIterator; Identity and Batched with one tensor and
-            without arguments that name dims) and if the operator's fake kernel agrees with it on
-            shapes. Otherwise vmap loops over the examples, with a ``SlowFallbackWarning``.
-            Identity asserts that each element of the result depends only on the element at the
-            same place.
+        rule: its batching rule, ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``;
+            see NOTE [batching rules] in ``tsfunc/ops/registry.py``. Without a rule, vmap uses the
+            rule of the category if one exists (TensorIterator; Identity and Batched with one
+            tensor and without arguments that name dims) and if the operator's fake kernel agrees
+            with it on shapes. Otherwise vmap loops over the examples, with a
+            ``SlowFallbackWarning``. Identity asserts that each element of the result depends only
+            on the element at the same place.
 
     A rule that was registered with ``torch.library.register_vmap`` is used without registration
     here. If both exist, the rule registered here has precedence.
