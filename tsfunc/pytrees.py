@@ -52,7 +52,7 @@ _lock = threading.RLock()  # reentrant: the contents of a leaf can have unregist
 def on_unknown(adopt: Adopt) -> None:
     """Register a callback for classes that are not containers.
 
-    It returns True if one is one now.
+    The callback returns True if the class is a container afterwards.
     """
     _adopters.append(adopt)
 
@@ -126,7 +126,8 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> 
 def _take_in(leaves: Sequence[Any]) -> bool:
     """Register the classes of unknown leaves.
 
-    Return True if one of the leaves is a container now.
+    Returns:
+        True if one of the leaves is a container now.
     """
     found = False
     for leaf in leaves:
@@ -182,7 +183,7 @@ def _can_be_container(kind: type) -> bool:
 def parts_of_dataclass(value: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Return the children and the kept attributes of a dataclass container.
 
-    None for other values.
+    The result is None for other values.
     """
     if type(value) not in _taken_in or not isinstance(_entry_of(type(value)), _Rebuild):
         return None

@@ -228,7 +228,7 @@ def is_true(
 ) -> Any:
     """Reduce over all examples.
 
-    Only torch's checks call it (anomaly mode, TORCH_CHECK_TENSOR_ALL).
+    Only torch's internal checks call it (anomaly mode, TORCH_CHECK_TENSOR_ALL).
     """
     return op(args[0]), None
 

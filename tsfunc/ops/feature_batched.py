@@ -151,7 +151,7 @@ def native_group_norm_backward(
 ) -> Any:
     """The kernel computes the input's gradient, with the batch in N.
 
-    Weight gradients are summed here.
+    The gradients of the weights are summed here.
     """
     grad, x, mean, rstd, weight, n, c, hw, group, mask = args
     size = level.batch_size

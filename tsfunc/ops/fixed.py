@@ -260,9 +260,9 @@ def _added(
 def _sum(
     x: Tensor, at: int | None, out: Tensor, p: int | None, alpha: Any = 1
 ) -> tuple[Tensor, int] | None:
-    """Return ``x + alpha * out`` in the shape of ``out``.
+    """Return ``x + alpha * out`` in the shape of ``out``, or None.
 
-    None if ``x`` does not broadcast to it.
+    The result is None if ``x`` does not broadcast to ``out``.
     """
     shape = _logical_shape(out, p)
     (x, out), at = align((x, out), (at, p))

@@ -319,7 +319,7 @@ def masked_scatter_backward(
 ) -> Any:
     """Collect the gradients at the mask's True elements, in order.
 
-    Others go to an extra column.
+    Gradients at other elements go to an extra column, which is cut off.
     """
     grad, mask, sizes = args
     size = level.batch_size

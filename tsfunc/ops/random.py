@@ -38,7 +38,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 def check_randomness(op: Any, level: BatchLevel, kwargs: Mapping[str, Any]) -> None:
     """Raise if the vmap forbids random operators.
 
-    Else record on the level that one is about to draw.
+    Otherwise record on the level that an operator is about to draw.
     """
     refuse_in_error_mode(op, level)
     level.draws(kwargs.get("generator"))

@@ -65,7 +65,7 @@ def scaled_mm_v2(
 ) -> Any:
     """Like ``scaled_mm``, with lists of scales.
 
-    Only one scale per tensor or per row is covered.
+    The rule covers only one scale per tensor or per row.
     """
     x, y, by_x, of_x, _, by_y, of_y, _, bias, dtype, contracted, _ = filled(
         args, *[None] * 10, (), False

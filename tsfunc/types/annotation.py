@@ -274,7 +274,7 @@ def _from_class(cls: type, reading: _Reading) -> TSType:
 def _from_named_tuple(cls: type, reading: _Reading) -> TSType:
     """Convert a named tuple class.
 
-    A field without annotation is a tensor, like such a parameter.
+    A field without annotation is a tensor, like a parameter without annotation.
     """
     if cls in reading.inside:
         raise reading.error(

@@ -231,7 +231,7 @@ def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, Met
 def governing(descriptor: Descriptor, path: tuple[Any, ...]) -> set[MetaTensorType | None]:
     """Return the metadata that can describe a tensor at a path.
 
-    None in the set means no description.
+    None in the set means that the tensor can be without a description.
     """
     match descriptor:
         case TSTensor(cls, meta):

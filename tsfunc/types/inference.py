@@ -173,7 +173,7 @@ def schema_of(instance: Any) -> dict[str, TSAllType]:
 def _schema(instance: Any, inside: tuple[object, ...]) -> dict[str, TSAllType]:
     """Return `schema_of` an instance.
 
-    Objects in `inside`, which contain it, get only their class.
+    Objects in `inside`, which contain the instance, are described only by their class.
     """
     inside = (*inside, instance)
     found: dict[str, TSAllType] = {}

@@ -170,7 +170,7 @@ class _Reader:
     def take(self, pattern: str | re.Pattern[str]) -> str | None:
         """Take the next characters if they match, and skip blanks before them.
 
-        Else return None.
+        The result is None if they do not match.
         """
         found = re.compile(rf"\s*({getattr(pattern, 'pattern', pattern)})").match(
             self.text, self.at

@@ -128,9 +128,9 @@ def _place(rule: Rule | None) -> tuple[str, int]:
 
 
 def category_of(name: str) -> Category | None:
-    """Return the category of an operator by its dispatcher name.
+    """Return the category of an operator by its dispatcher name, or None.
 
-    None if torch has no such operator.
+    The result is None if torch has no such operator.
     """
     line = read_table().get(name) or _outside_of_the_table(name)
     row = find(name)

@@ -89,9 +89,10 @@ class Signature:
 
     @property
     def form(self) -> str:
-        """``out``, ``in-place``, ``view`` or ``functional``.
+        """``out``, ``in-place``, ``view``, ``functional`` or ``writing``.
 
-        ``writing`` for other mutating operators.
+        ``writing`` stands for mutating operators that have neither an out= argument nor an
+        in-place name.
         """
         if any(a.out for a in self.arguments):
             return "out"

@@ -53,9 +53,9 @@ class Evidence:
         return self.ranks.get(name) == list(RANKS)
 
     def in_words(self) -> str:
-        """Return ``self 0-6, other 0-6; together same broadcasts apart``.
+        """Return a text such as ``self 0-6, other 0-6; together same broadcasts apart``.
 
-        Empty if no call succeeded.
+        The text is empty if no call succeeded.
         """
         if not self.tried:
             return ""
@@ -173,7 +173,7 @@ class Trial:
     def on(self, shapes: Mapping[str, Sequence[int]], setting: Setting) -> list[torch.Tensor]:
         """Return the result tensors for arguments of these shapes.
 
-        An empty list if the call raises.
+        The list is empty if the call raises.
         """
         rest = iter(shapes.values())
 
