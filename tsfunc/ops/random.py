@@ -235,7 +235,7 @@ def bernoulli(
 def normal(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """ "split" has a separate rule, which scales standard normal numbers."""
+    """A separate rule serves ``"split"``: it scales standard normal numbers."""
     check_randomness(op, level, kwargs)
     if level.randomness == "split":
         return random_split.normal(op, level, dims, args, kwargs)
