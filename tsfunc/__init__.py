@@ -8,7 +8,7 @@ import torch
 
 from tsfunc.releases import warn_if_untested
 
-warn_if_untested(torch.__version__)  # before an import that a newer torch can break
+warn_if_untested(torch.__version__)  # before any import that can fail with a newer torch
 
 from tsfunc import dispatch, errors, ops  # noqa: E402
 from tsfunc import transforms as transforms  # noqa: E402  # with what it tells the bridge
@@ -16,7 +16,7 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel  # noqa: E402
 from tsfunc.config import config  # noqa: E402
 from tsfunc.late import late  # noqa: E402
 
-# What every transform needs is loaded above, each transform itself when it is asked for.
+# Every transform needs the modules above. The other names are loaded when they are first used.
 if TYPE_CHECKING:
     from tsfunc import program as program
     from tsfunc import types as types

@@ -1,4 +1,4 @@
-"""``python -m tsfunc``."""
+"""The entry point of ``python -m tsfunc``."""
 
 from __future__ import annotations
 

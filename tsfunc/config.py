@@ -11,7 +11,7 @@ Traceback = Literal["filtered", "full"]
 class Config:
     """The settings of tsfunc; the only instance is ``tsfunc.config``.
 
-    Each has an environment variable, which is read when tsfunc is imported.
+    Each setting has an environment variable, which is read when tsfunc is imported.
 
     Example:
         >>> import tsfunc
@@ -26,12 +26,14 @@ class Config:
 
     @property
     def traceback(self) -> Traceback:
-        """``"filtered"`` shows the user's frames alone; ``"full"`` shows those of the library too.
+        """The frames that a traceback shows: ``"filtered"`` or ``"full"``.
 
-        The environment variable is ``TSFUNC_TRACEBACK``. As ``jax_traceback_filtering``.
+        ``"filtered"`` shows the user's frames only; ``"full"`` also shows those of the library.
+        The environment variable is ``TSFUNC_TRACEBACK``. The setting corresponds to
+        ``jax_traceback_filtering``.
 
         Raises:
-            ValueError: on assignment of another value.
+            ValueError: another value is assigned.
         """
         return self._traceback
 

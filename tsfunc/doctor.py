@@ -44,7 +44,7 @@ def examine() -> Report:
     """Collect facts about the installation, and check torch's private names.
 
     Returns:
-        The report. It prints as the command does.
+        The report. Its ``str`` is the output of the command.
 
     Example:
         >>> examine().failures
@@ -82,7 +82,7 @@ def _tested() -> str:
 
 
 def _handlers() -> str:
-    """Say which code serves batched tensors."""
+    """Return a description of the code that handles batched tensors: compiled or Python."""
     if not compiled.is_enabled():
         return f"Python ({compiled.SWITCH}=0)"
     if compiled.library_path().exists():

@@ -1,30 +1,30 @@
-"""Every error and warning that tsfunc raises, in one tree.
+"""The errors and warnings that tsfunc raises, in one tree.
 
     TsfuncError
-    ├── DispatchError (RuntimeError)          the table has no kernel, or a registration is refused
+    ├── DispatchError (RuntimeError)          no kernel for a call, or an invalid registration
     ├── DescriptorError (ValueError)          a descriptor is not well formed
-    │   └── AnnotationError (TypeError)       what is written is no type of the language
-    ├── TypeCheckError (TypeError)            types do not go together, or lack what is used of them
+    │   └── AnnotationError (TypeError)       an annotation is not a type of the language
+    ├── TypeCheckError (TypeError)            types disagree, or lack an attribute or operator
     ├── DescriptorViolation (ValueError)      a call breaks the contract of a descriptor
-    ├── ConstraintViolation (ValueError)      a trace needs more of a dim than is promised
-    ├── ClosureError (RuntimeError)           a function reads what is no argument, and may not
+    ├── ConstraintViolation (ValueError)      a trace needs a fact that no descriptor states
+    ├── ClosureError (RuntimeError)           a function reads a value that is not an argument
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
-    ├── FailedCheckError (RuntimeError)       sizes are not what the running program relies on
+    ├── FailedCheckError (RuntimeError)       a size at run time breaks a check of the program
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
-    ├── UnknownOperatorError (LookupError)    torch has no operator of a name
+    ├── UnknownOperatorError (LookupError)    torch has no operator of this name
     ├── MalformedProgramError (RuntimeError)  a program's graph is not well formed
-    ├── ExportError (RuntimeError)          a program can't be given to another of torch's tools
+    ├── ExportError (RuntimeError)            another torch tool can't represent a program
     ├── UnboundAxisError (NameError)          a collective names an axis that no vmap binds
-    ├── MeshError (ValueError)              a mesh of processes is not what a call or program needs
-    ├── RanksDisagree (RuntimeError)        ranks call other collectives, or have other values
-    ├── RanksFailed (RuntimeError)          ranks of a distributed call raised, ended or hang
+    ├── MeshError (ValueError)                a mesh does not fit a call or a program
+    ├── RanksDisagree (RuntimeError)          ranks call different collectives, or differ in values
+    ├── RanksFailed (RuntimeError)            ranks of a distributed call raised, exited or hang
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
     MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
-    UntestedTorchWarning (UserWarning)        torch is newer than the releases that were tested
+    UntestedTorchWarning (UserWarning)        torch is newer than the tested releases
 
-Each is also the built-in exception that a caller of torch.func would catch.
+Each class is also the built-in exception that torch.func raises in the same case.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tsfunc import rage
 
 
 class TsfuncError(Exception):
-    """The root of the tree: ``except tsfunc.errors.TsfuncError`` catches all that is ours."""
+    """The base class of tsfunc's errors: ``except tsfunc.errors.TsfuncError`` catches them all."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -43,37 +43,37 @@ class TsfuncError(Exception):
 
 
 class DispatchError(TsfuncError, RuntimeError):
-    """An operator has no kernel for a call, or a registration or key definition is refused."""
+    """An operator has no kernel for a call, or a registration or key definition is invalid."""
 
 
 class DescriptorError(TsfuncError, ValueError):
-    """A descriptor is not well formed: it could not describe any call."""
+    """A descriptor is not well formed: it cannot describe any call."""
 
 
 class AnnotationError(DescriptorError, TypeError):
-    """An annotation, or a text, is no type of the language.
+    """An annotation or its text is not a type of the language.
 
     Attributes:
-        undefined: whether for a name that is not defined, or not yet.
+        undefined: True if a name in it is not defined, or not yet.
     """
 
     undefined = False
 
 
 class TypeCheckError(TsfuncError, TypeError):
-    """Branches or loops disagree in their types, or a type has no such attribute or operator."""
+    """Types of branches or loops disagree, or a type lacks an attribute or operator."""
 
 
 class DescriptorViolation(TsfuncError, ValueError):
-    """A call breaks what its descriptors promise; the message has the path of each leaf."""
+    """A call breaks the contract of its descriptors; the message has the path of each leaf."""
 
 
 class ConstraintViolation(TsfuncError, ValueError):
     """Tracing relied on a fact about a named dim that its descriptor does not state.
 
     Args:
-        message: what the error says.
-        mended: for each dim of which more was asked the dim that promises it, as it is offered.
+        message: the error message.
+        mended: for each affected dim, a dim that states the missing fact, as a suggestion.
     """
 
     def __init__(self, message: str = "", mended: Mapping[str, object] | None = None) -> None:
@@ -82,39 +82,39 @@ class ConstraintViolation(TsfuncError, ValueError):
 
 
 class ClosureError(TsfuncError, RuntimeError):
-    """A function reads what is not among its arguments, which ``closure="error"`` forbids."""
+    """A function reads a value that is not an argument, which ``closure="error"`` forbids."""
 
 
 class DataDependentError(TsfuncError, RuntimeError):
-    """A value that is traced or batched was asked for as a Python bool, number or list."""
+    """A traced or batched value is used as a Python bool, number or list."""
 
 
 class FailedCheckError(TsfuncError, RuntimeError):
-    """A size that depends on data is not what a program relies on, or ``torch._check`` says."""
+    """A size that depends on data breaks an assumption of a program, or a ``torch._check``."""
 
 
 class EscapedTracerError(TsfuncError, RuntimeError):
-    """A traced or batched value was used after the transform that made it had ended."""
+    """A traced or batched value is used after the transform that made it has ended."""
 
 
 class UndefinedRuleError(TsfuncError, RuntimeError, AttributeError):
-    """A function that was to be given a rule of the user's has none."""
+    """A function with custom rules lacks the rule that a transform needs."""
 
 
 class CustomRuleError(TsfuncError, TypeError, ValueError):
-    """A rule of the user's does not return what it must."""
+    """A custom rule returns an invalid result."""
 
 
 class UndefinedDerivativeError(TsfuncError, RuntimeError, TypeError):
-    """A derivative is asked for of which a rule of the user's says nothing."""
+    """A custom rule does not define a derivative that a transform needs."""
 
 
 class MissingRuleError(TsfuncError, NotImplementedError):
-    """An operator has no rule for a transform, and no loop can stand in for one."""
+    """An operator has no rule for a transform, and a loop cannot replace the rule."""
 
 
 class UnknownOperatorError(TsfuncError, LookupError):
-    """torch has no operator of the name that was asked for."""
+    """torch has no operator of this name."""
 
 
 class UnboundAxisError(TsfuncError, NameError):
@@ -126,14 +126,14 @@ class UnboundAxisError(TsfuncError, NameError):
 
 
 class MeshError(TsfuncError, ValueError):
-    """A mesh, or a spec of one, does not fit what it is used for."""
+    """A mesh, or a spec of a mesh, does not fit its use."""
 
 
 class RanksDisagree(TsfuncError, RuntimeError):
-    """Ranks call other collectives than one another, or differ where they promise to be equal.
+    """Ranks call different collectives, or have unequal values that must be equal.
 
     Attributes:
-        axis_name: the mesh axis along which they differ.
+        axis_name: the mesh axis along which the ranks differ.
     """
 
     def __init__(self, message: str, axis_name: object = None) -> None:
@@ -142,15 +142,15 @@ class RanksDisagree(TsfuncError, RuntimeError):
 
 
 class RanksFailed(TsfuncError, RuntimeError):
-    """Ranks of a distributed call raised, ended, or did not finish in time."""
+    """Ranks of a distributed call raised, exited, or did not finish in time."""
 
 
 class MalformedProgramError(TsfuncError, RuntimeError):
-    """A program's graph uses what is not there, or is not what it is said to be."""
+    """A program's graph uses an undefined value, or contradicts its declared structure."""
 
 
 class ExportError(TsfuncError, RuntimeError):
-    """A program has what torch.export, or a backend, has no place for."""
+    """A program contains something that torch.export, or a backend, cannot represent."""
 
 
 class FileFormatError(TsfuncError, ValueError):
@@ -158,7 +158,10 @@ class FileFormatError(TsfuncError, ValueError):
 
 
 class ReadOnceWarning(UserWarning):
-    """A traced function reads a clock, a file, or noise of the system; its program has it once."""
+    """A traced function reads a clock, a file or system randomness.
+
+    Its program keeps the value.
+    """
 
 
 class SlowFallbackWarning(UserWarning):
@@ -168,10 +171,10 @@ class SlowFallbackWarning(UserWarning):
 class UntestedTorchWarning(UserWarning):
     """torch is newer than the releases that the package was tested with.
 
-    The package warns once, as it is imported. A filter by category would import the package, so
+    The package warns once, when it is imported. A filter by category would import the package, so
     filter by the message: ``warnings.filterwarnings("ignore", message="tsfunc was tested")``.
     """
 
 
 class MemoryBudgetWarning(UserWarning):
-    """A call takes more memory than its budget even when it runs one example at a time."""
+    """A call takes more memory than its budget even if it runs one example at a time."""

@@ -1,18 +1,19 @@
-"""Pytrees: which values are containers, and their leaves.
+"""Pytrees: the containers that transforms look into, and their leaves.
 
-Containers are what optree knows of itself: tuples, lists, dicts, named tuples, ordered and
-default dicts, deques, torch's return types; and classes registered with it, in the global
-namespace, in "tsfunc", else in any other (of several the first). Beside these, each taken in when
-a value of it is first seen: classes registered for torch's pytrees, and dataclasses whose
-instances hold tensors, which nobody has to register.
+Containers are the types that optree supports itself (tuples, lists, dicts, named tuples, ordered
+and default dicts, deques, torch's return types) and the classes registered with optree in the
+global namespace, in "tsfunc", or in another namespace (the first one found). Two more kinds of
+class are registered in "tsfunc" when one of their instances is first seen: classes registered
+with torch's pytrees, and dataclasses whose instances hold tensors. Such dataclasses need no
+registration by the user.
 
 NOTE [dataclasses as containers]
-A dataclass is a container of its fields, and of other attributes that hold tensors; what else an
-instance has is kept as it is, but for cached properties, which are worked out anew. A new
-instance is given its attributes without a call of ``__init__``: each has its value already, and
-what ``__post_init__`` works out for one example is not what it works out for the batch. A
-dataclass that makes its instances by a ``__new__`` of its own, and one whose instances hold no
-tensor (settings, a configuration), is a leaf.
+The children of a dataclass container are its fields and its other attributes that hold tensors.
+Other attributes are kept unchanged, except cached properties, which are computed again on the new
+instance. A new instance gets its attributes without a call of ``__init__``: every attribute
+already has a value, and ``__post_init__`` can compute another value for one example than for the
+batch. A dataclass is a leaf if it defines ``__new__``, or if its instances hold no tensor
+(settings, a configuration).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from typing import Any, Final
 import optree
 import torch
 
-NAMESPACE: Final = "tsfunc"  # where the classes are that are taken in
+NAMESPACE: Final = "tsfunc"  # the namespace of the classes that this module registers
 
-# Types that are leaves for good. A class that is unknown now can be registered later.
+# Types that are leaves permanently. A class that is not registered now can be registered later.
 _LEAVES: set[type] = {
     torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes,
     torch.dtype, torch.device, torch.Size,
@@ -36,20 +37,23 @@ _LEAVES: set[type] = {
 
 
 def add_leaf(kind: type) -> None:
-    """Has the instances of a class be leaves for good; nothing is asked of them."""
+    """Treat the instances of a class as leaves permanently, without further checks."""
     _LEAVES.add(kind)
 
 
-# Whether a class was taken in: what is known elsewhere, asked for each unknown leaf.
+# Registers a class that is a container elsewhere; returns True if the class is a container now.
 Adopt = Callable[[type], bool]
 _adopters: list[Adopt] = []
 
 _taken_in: set[type] = set()
-_lock = threading.RLock()  # looking into a leaf can meet other classes that are new
+_lock = threading.RLock()  # reentrant: the contents of a leaf can have unregistered classes too
 
 
 def on_unknown(adopt: Adopt) -> None:
-    """Registers who is asked about a class that is no container; True if it is one now."""
+    """Register a callback for classes that are not containers.
+
+    The callback returns True if the class is a container afterwards.
+    """
     _adopters.append(adopt)
 
 
@@ -60,7 +64,7 @@ def flatten(
 
     Args:
         tree: the tree.
-        is_leaf: whether a container is a leaf nevertheless.
+        is_leaf: returns True for a container that is to be treated as a leaf.
     """
     leaves, structure = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     if not _LEAVES.issuperset(map(type, leaves)):
@@ -71,38 +75,39 @@ def flatten(
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a tree, ``None`` among them."""
+    """Return the leaves of a tree, ``None`` among them."""
     return flatten(tree)[0]
 
 
 def structure_of(tree: Any) -> optree.PyTreeSpec:
-    """The structure of a tree."""
+    """Return the structure of a tree."""
     return flatten(tree)[1]
 
 
-# ``unflatten(structure, leaves)``: the tree of a structure and leaves.
+# ``unflatten(structure, leaves)`` returns the tree with that structure and those leaves.
 unflatten: Callable[[optree.PyTreeSpec, Sequence[Any]], Any] = optree.tree_unflatten
 
 
 def children_of(tree: Any) -> list[Any]:
-    """The entries of a container, which may be containers."""
+    """Return the entries of a container, which can be containers themselves."""
     return list(optree.tree_flatten_one_level(tree, none_is_leaf=True, namespace=NAMESPACE)[0])
 
 
 def tree_map(func: Callable[..., Any], tree: Any) -> Any:
-    """The tree with each leaf replaced by what the function makes of it."""
+    """Return the tree with ``func`` applied to each leaf."""
     leaves, structure = flatten(tree)
     return optree.tree_unflatten(structure, [func(leaf) for leaf in leaves])
 
 
 def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    """The prefix's leaf for each leaf of a tree.
+    """Return, for each leaf of the tree, the corresponding leaf of the prefix.
 
     Raises:
-        ValueError: it is no prefix.
+        ValueError: ``prefix`` is not a prefix of ``tree``.
     """
-    leaves = flatten(tree)[0]  # takes in what is unknown
-    # The forms that most have, in a tenth of the time: one for all, and one for each of a tuple.
+    leaves = flatten(tree)[0]  # registers unknown classes
+    # Fast paths for the common forms, in a tenth of the time: a single leaf, and a tuple of
+    # leaves.
     if is_leaf(prefix):
         return [prefix] * len(leaves)
     pairs = type(prefix) is tuple and type(tree) is tuple and len(prefix) == len(tree)
@@ -119,7 +124,11 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> 
 
 
 def _take_in(leaves: Sequence[Any]) -> bool:
-    """Whether one of the leaves is a container from now on."""
+    """Register the classes of unknown leaves.
+
+    Returns:
+        True if one of the leaves is a container now.
+    """
     found = False
     for leaf in leaves:
         kind = type(leaf)
@@ -136,7 +145,11 @@ def _take_in(leaves: Sequence[Any]) -> bool:
 
 
 def _has_become_container(value: Any) -> bool:
-    """Registers the class of a leaf, if it is known elsewhere or a dataclass of tensors."""
+    """Register the class of a leaf if it is a container elsewhere or a dataclass of tensors.
+
+    Returns:
+        True if the class is a container now.
+    """
     kind: Any = type(value)
     registered = _registered_elsewhere(kind, len(_registry))
     if registered is not None:
@@ -152,14 +165,14 @@ def _has_become_container(value: Any) -> bool:
         return True
     if not _can_be_container(kind) or not _holds_tensors(value, set()):
         return False
-    if kind in _taken_in:  # met inside of the leaf
+    if kind in _taken_in:  # registered while the leaf's own attributes were searched
         return True
     optree.register_pytree_node(kind, _parts_of, _Rebuild(kind), namespace=NAMESPACE)
     return True
 
 
 def _can_be_container(kind: type) -> bool:
-    """Whether instances of a class can be NOTE [dataclasses as containers]."""
+    """Return True if instances of a class can be containers: NOTE [dataclasses as containers]."""
     return (
         dataclasses.is_dataclass(kind)
         and kind.__new__ is object.__new__
@@ -168,7 +181,10 @@ def _can_be_container(kind: type) -> bool:
 
 
 def parts_of_dataclass(value: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The children of a container that is a dataclass, and what else it has; None for others."""
+    """Return the children and the kept attributes of a dataclass container.
+
+    The result is None for other values.
+    """
     if type(value) not in _taken_in or not isinstance(_entry_of(type(value)), _Rebuild):
         return None
     children, shape, names = _parts_of(value)
@@ -176,7 +192,7 @@ def parts_of_dataclass(value: Any) -> tuple[dict[str, Any], dict[str, Any]] | No
 
 
 def dataclass_of_parts(kind: type, children: dict[str, Any], kept: dict[str, Any]) -> Any:
-    """The instance of a dataclass that has these parts; None where the class is no container."""
+    """Return the dataclass instance with these parts; None if the class is not a container."""
     with _lock:
         if kind not in _taken_in and _can_be_container(kind) and _entry_of(kind) is None:
             optree.register_pytree_node(kind, _parts_of, _Rebuild(kind), namespace=NAMESPACE)
@@ -188,21 +204,22 @@ def dataclass_of_parts(kind: type, children: dict[str, Any], kept: dict[str, Any
 
 
 def _entry_of(kind: type) -> Any:
-    """What makes instances of a class that optree knows; None without."""
+    """Return the unflatten function that optree has for a class, or None."""
     entry = _registered_elsewhere(kind, len(_registry))
     return None if entry is None else entry.unflatten_func
 
 
 @functools.lru_cache(maxsize=256)
 def _registered_elsewhere(kind: type, registered: int) -> Any:
-    """What optree was given for a class, in whichever namespace; None without.
+    """Return optree's registration of a class in any namespace, or None.
 
-    ``registered`` is how many classes optree knows, which tells when to look again.
+    ``registered`` is the number of classes that optree has registered. It is part of the cache
+    key, so that a new registration causes a new lookup.
     """
     return next((entry for entry in _registry.values() if entry.type is kind), None)
 
 
-# optree has no public way to ask in all namespaces at once.
+# optree has no public function that searches all namespaces at once.
 _registry: Any = optree.registry._NODETYPE_REGISTRY
 
 
@@ -221,7 +238,7 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an instance of a dataclass has, by name: its fields first."""
+    """Return the attributes of a dataclass instance by name, its fields first."""
     found = {
         field.name: getattr(value, field.name)
         for field in dataclasses.fields(value)
@@ -235,7 +252,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _parts_of(value: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
-    """The children of a dataclass, what rebuilding it needs, and the children's names."""
+    """Return the children of a dataclass, the data to rebuild it, and the children's names."""
     fields = {field.name for field in dataclasses.fields(value)}
     attributes = _attributes(value)
     kept = {
@@ -252,7 +269,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Shape:
-    """What two instances of a dataclass must have in common to be of one structure."""
+    """The structure of a dataclass container: its children's names and its kept attributes."""
 
     __slots__ = ("kept", "names")
 
@@ -277,7 +294,7 @@ class _Shape:
 
 
 class _Rebuild:
-    """Makes instances of a dataclass from their attributes."""
+    """A function that makes instances of a dataclass from their attributes."""
 
     __slots__ = ("kind",)
 
@@ -287,7 +304,7 @@ class _Rebuild:
     def __call__(self, shape: _Shape, children: Sequence[Any]) -> Any:
         made: Any = object.__new__(self.kind)
         for name, value in self._all(shape, children):
-            object.__setattr__(made, name, value)  # a frozen one's own refuses
+            object.__setattr__(made, name, value)  # bypasses the __setattr__ of a frozen dataclass
         return made
 
     def _all(self, shape: _Shape, children: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -59,7 +59,7 @@ __all__ = [
     "rows",
 ]
 
-# The catalogue is loaded when it is asked for: transforms do not need it.
+# The catalogue is loaded at its first use, because transforms do not need it.
 if TYPE_CHECKING:
     from tsfunc.ops.catalogue.counts import census, operators
     from tsfunc.ops.catalogue.custom import register

@@ -1,10 +1,10 @@
 """Indexing with tensors: ``x[i, :, j]`` and ``x[i, :, j] = v``.
 
 NOTE [advanced indexing]
-Of logical dims that are indexed the results' dims, the broadcast shape of the indices, stand
-where the first index stood, or first of all where the indices are not neighbours. The batch dim
-counts as one that is not indexed while only the values are batched, as part of the indices'
-broadcast shape while only these are, and as one that is indexed by ``arange`` where both are.
+The broadcast shape of the indices replaces the indexed logical dims. It stands in the place of
+the first index if the indices are adjacent, and before all other dims if they are not. If only the
+values are batched, the batch dim is a dim that is not indexed. If only the indices are batched,
+it is part of their broadcast shape. If both are batched, it is indexed by ``arange``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 class Lookup(NamedTuple):
-    """Logical indices: masks replaced by integers, batch dims first and lined up."""
+    """Logical indices: masks are replaced by integers, batch dims are first and aligned."""
 
     indices: list[Tensor | None]
     batched: bool
     first: int  # the dim of the first index
-    adjacent: bool  # whether the indices are neighbours
-    rank: int  # of the indices' broadcast shape
-    used: int  # how many indices there are
+    adjacent: bool  # True if the indices are adjacent
+    rank: int  # the rank of the indices' broadcast shape
+    used: int  # the number of indices
 
 
 def _is_mask(index: Any) -> bool:
@@ -37,7 +37,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _without_masks(indices: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """A mask that is the same for all examples stands for the integers of its places."""
+    """Replace each unbatched mask by the integer indices of its True elements."""
     found: list[Any] = []
     found_dims: list[Any] = []
     for index, dim in zip(indices, dims, strict=True):
@@ -52,7 +52,7 @@ def _without_masks(indices: Sequence[Any], dims: Sequence[Any]) -> tuple[list[An
 
 
 def lookup(indices: Sequence[Any], dims: Sequence[Any] | None) -> Lookup:
-    """What is to be known about indices of which none is a batched mask."""
+    """Analyze indices that contain no batched mask."""
     dims = [None] * len(indices) if dims is None else dims
     if any(_is_mask(index) for index in indices):
         indices, dims = _without_masks(indices, dims)
@@ -70,7 +70,7 @@ def lookup(indices: Sequence[Any], dims: Sequence[Any] | None) -> Lookup:
 
 
 def _every_example(found: Lookup, like: Tensor) -> list[Tensor | None]:
-    """The indices after one that pairs each example with itself."""
+    """Return the indices preceded by one that pairs each example with itself."""
     examples = torch.arange(like.shape[0], device=like.device)
     return [examples.view(-1, *[1] * found.rank), *found.indices]
 
@@ -102,7 +102,7 @@ def index(
 def _places_of_masks(
     op: Any, level: BatchLevel, indices: Sequence[Any], dims: Sequence[Any], instead: str
 ) -> tuple[list[Any], list[Any]]:
-    """A mask for each example stands for the integers of its places, of which all have as many."""
+    """Replace each batched mask by integer indices; all examples must have equally many."""
     if level.splitter is None:
         refuse_dynamic(op, instead)
     masks = [
@@ -129,7 +129,7 @@ def _batched_mask(indices: Sequence[Any], dims: Sequence[Any]) -> bool:
 
 
 def _values(found: Lookup, v: Tensor, at: int | None, rank: int) -> Tensor:
-    """The values to be written, lined up with what the physical indexing gives."""
+    """Align the values to be written with the result of the physical indexing."""
     rank += found.rank - found.used
     if not found.batched:
         return place(v, at, rank if found.adjacent else rank - found.rank)
@@ -142,7 +142,7 @@ def _values(found: Lookup, v: Tensor, at: int | None, rank: int) -> Tensor:
 
 
 def _write(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor:
-    """Puts the values into ``x``, whose batch dim is first."""
+    """Write the values into ``x``, whose batch dim is first."""
     _, indices, v, *rest = args
     found = lookup(indices, dims[1])
     values = _values(found, v, dims[2], x.dim() - 1)
@@ -152,7 +152,7 @@ def _write(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor:
 
 
 def _one_mask(indices: Sequence[Any]) -> int | None:
-    """The place of the only index, if that is a mask."""
+    """Return the position of the only index if it is a mask, else None."""
     named = [i for i, index in enumerate(indices) if index is not None]
     return named[0] if len(named) == 1 and _is_mask(indices[named[0]]) else None
 
@@ -160,7 +160,9 @@ def _one_mask(indices: Sequence[Any]) -> int | None:
 def _masked_values(
     x: Tensor, first: int, mask: Tensor, values: Tensor, at: int | None
 ) -> tuple[Tensor, Tensor]:
-    """A mask over dims of ``x`` from ``first`` on, and the values, both as broadcast over ``x``.
+    """Return the mask and the values, both broadcastable to ``x``.
+
+    The mask starts at dim ``first``.
 
     ``x`` and ``mask`` have the batch dim first.
     """
@@ -169,7 +171,7 @@ def _masked_values(
     rank = logical_rank(values, at)
     values = values.unsqueeze(0) if at is None else front(values, at)
     if rank > right:
-        along = values.dim() - 1 - right  # the dim that runs over the places of the mask
+        along = values.dim() - 1 - right  # the dim of the mask's True elements
         if values.shape[along] == 1:
             values = unit_dims(values.squeeze(along), along, over)
         else:
@@ -180,7 +182,7 @@ def _masked_values(
 
 
 def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
-    """Values that are given for each place of a mask, in order, spread over the mask's dims."""
+    """Scatter one value for each True element of a mask, in order, over the dims of the mask."""
     count, over = values.shape[along], mask.dim() - 1
     require(
         mask.flatten(1).sum(1) == count,
@@ -202,7 +204,7 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
 
 
 def _put(op: Any, level: BatchLevel, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:
-    """The result of an ``index_put``; None where it was written in place."""
+    """Return the result of an ``index_put``, or None if ``x`` was written in place."""
     inplace = op.name() in ("aten::index_put_", "aten::_index_put_impl_")
     indices, values = args[1], args[2]
     index_dims = dims[1] or [None] * len(indices)
@@ -230,7 +232,7 @@ def _put(op: Any, level: BatchLevel, x: Tensor, dims: Dims, args: Sequence[Any])
 def index_put(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A copy for each example, written into."""
+    """Write into a copy for each example."""
     return _put(op, level, batched_front(args[0], dims[0], level.batch_size), dims, args), 0
 
 
@@ -238,7 +240,7 @@ def index_put(
 def index_put_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Written where it lies, through a view that has the batch dim first."""
+    """Write through a view that has the batch dim first."""
     if dims[0] is None:
         refuse_inplace(op)
     _put(op, level, front(args[0], dims[0]), dims, args)

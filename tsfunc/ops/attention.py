@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: examples are more samples."""
+"""Scaled dot-product attention: the batch is folded into the samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _samples(x: Tensor, at: int | None, size: int) -> Tensor:
-    """(samples, heads, ...) of a value whose logical form is (N, heads, ...)."""
+    """Return (samples, heads, ...) for a logical shape of (N, heads, ...)."""
     return batched_front(x, at, size).flatten(0, 1)
 
 
@@ -26,7 +26,10 @@ def _split(x: Tensor, size: int) -> Tensor:
 
 
 def _mask(mask: Tensor | None, at: int | None, size: int, n: Any, rank: int) -> Tensor | None:
-    """A mask for ``rank`` logical dims, N being first of four, in the form of the samples."""
+    """Return a mask in the form of the folded samples, for ``rank`` logical dims.
+
+    With four logical dims the first one is N.
+    """
     if mask is None:
         return None
     if at is None:
@@ -43,7 +46,7 @@ def _mask(mask: Tensor | None, at: int | None, size: int, n: Any, rank: int) -> 
 
 
 def _refuse_dropout(op: Any, level: BatchLevel, p: float) -> None:
-    """Fused kernels draw for each sample: right for "different" only."""
+    """Raise unless randomness is "different": fused kernels draw separately for each sample."""
     if p:
         check_randomness(op, level, {})
         if level.randomness != "different":
@@ -58,7 +61,7 @@ def _refuse_dropout(op: Any, level: BatchLevel, p: float) -> None:
 def attention(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Whole, with as many dims as the fused kernels take; what is left over goes by its parts."""
+    """Call the whole operator for ranks that fused kernels support; other calls are decomposed."""
     given = [*args[3:], *(None, 0.0, False)[len(args) - 3 :]]
     mask, dropout, causal = given
     m = dims[3] if len(dims) > 3 else None
@@ -98,7 +101,7 @@ def _with_mask(
 def flash_cpu(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Returns the logarithm of the sums too, for the backward pass."""
+    """Return the result and the log-sum-exp for the backward pass."""
     _refuse_dropout(op, level, args[3] if len(args) > 3 else 0.0)
     size = level.batch_size
     n = _sample_count(args[0], dims[0])
@@ -111,7 +114,7 @@ def flash_cpu(
 def flash_cpu_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Folded as the forward pass is."""
+    """Fold the batch as in the forward pass."""
     size = level.batch_size
     n = _sample_count(args[1], dims[1])
     tensors = [_samples(x, d, size) for x, d in zip(args[:6], dims[:6], strict=True)]
@@ -136,7 +139,7 @@ def _bias(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
 def efficient(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Returns the state of the random numbers too, which is one for all samples."""
+    """The third and fourth results are the random state, which all samples share."""
     _refuse_dropout(op, level, args[5] if len(args) > 5 else 0.0)
     size = level.batch_size
     tensors = [_bias(x, d, size) for x, d in zip(args[:4], dims[:4], strict=True)]
@@ -148,7 +151,7 @@ def efficient(
 def efficient_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Folded as the forward pass is."""
+    """Fold the batch as in the forward pass."""
     size = level.batch_size
     tensors = [_bias(x, d, size) for x, d in zip(args[:7], dims[:7], strict=True)]
     out = op(*tensors, *args[7:], **kwargs)
@@ -163,7 +166,7 @@ def efficient_backward(
 def flash(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As above; the cuDNN form takes a bias and a flag more."""
+    """Like ``efficient``. The cuDNN form has a bias and one more flag."""
     count = 3 if "flash" in op.name() else 4
     place = 3 if count == 3 else 5
     _refuse_dropout(op, level, args[place] if len(args) > place else 0.0)
@@ -180,7 +183,7 @@ def flash(
 def flash_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The cuDNN form has a bias after the state of the random numbers."""
+    """The cuDNN form has a bias after the random state."""
     size = level.batch_size
     folded = list(args)
     places = [*range(6)] if "flash" in op.name() else [*range(6), 8]
@@ -197,7 +200,7 @@ SOURCE_MASK, PADDING_MASK, FULL_MASK = 0, 1, 2  # kinds of masks of ``_masked_so
 def masked_softmax(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """With a mask for each element, which the two short kinds of masks are brought to."""
+    """Expand the two shorter kinds of masks to one value per element."""
     x, mask, dim, kind = filled(args[:4], None, None, None, FULL_MASK)
     rank = logical_rank(x, dims[0])
     fits = 2 if kind in (SOURCE_MASK, PADDING_MASK) else rank
@@ -205,11 +208,11 @@ def masked_softmax(
         return refused(op, dims, args, kwargs)
     x = batched_front(x, dims[0], level.batch_size)
     mask = batched_front(mask, dims[1], level.batch_size)
-    if kind == SOURCE_MASK:  # for each pair of places
+    if kind == SOURCE_MASK:  # one value per pair of positions
         mask = unit_dims(mask, 1, rank - 2)
-    elif kind == PADDING_MASK:  # for each sequence and place
+    elif kind == PADDING_MASK:  # one value per sequence and position
         mask = unit_dims(mask, 2, rank - 2)
-    if rank == 0:  # it counts as one of a row
+    if rank == 0:  # a scalar is a row of one element
         return op(x.unsqueeze(1), mask.unsqueeze(1), 1, FULL_MASK).squeeze(1), 0
     last = rank - 1 if dim is None else wrap(dim, rank)
     return op(x, mask.expand(x.shape), last + 1, FULL_MASK), 0
@@ -219,7 +222,7 @@ def masked_softmax(
 def masked_softmax_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The mask is the forward pass's, of each element; for a number torch gives a row of one."""
+    """The mask has one value per element; torch returns a row of one element for a scalar."""
     size, rank = level.batch_size, logical_rank(args[0], dims[0])
     grad, out, mask = (batched_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Batch normalisation: the batch of a vmap is folded into the channels, which stay apart."""
+"""Batch normalization: the batch of a vmap is folded into the channels, which stay separate."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ def _refuse_update() -> None:
 
 
 def _channels(x: Tensor, at: int | None, size: int) -> Tensor:
-    """(N, batch * C, ...)"""
+    """Return the tensor as (N, batch * C, ...)."""
     return batched_at(x, at, size, 1).flatten(1, 2)
 
 
 def _flat(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
-    """One value for each example's channel."""
+    """Return one value for each channel of each example."""
     return None if x is None else batched_front(x, at, size).flatten()
 
 
 def _split(x: Tensor, size: int) -> tuple[Tensor, int | None]:
-    """Statistics as the kernel gives them; it may give none, as an empty vector."""
+    """Split statistics of the kernel by example.
+
+    An empty vector (not computed) is returned unchanged.
+    """
     if x.dim() != 1 or x.shape[0] == 0:
         return x, None
     return x.unflatten(0, (size, x.shape[0] // size)), 0
 
 
 def _results(results: Sequence[Tensor], size: int, dim: int) -> Any:
-    """(out, mean, rstd, reserve?) of a call with the batch folded into ``dim`` of ``out``."""
+    """Return (out, mean, rstd, reserve?), with the batch unfolded from ``dim`` of ``out``."""
     out = results[0]
     pairs = [(out.unflatten(dim, (size, out.shape[dim] // size)), dim)]
     if dim == 1:
@@ -57,9 +60,9 @@ def _normalize(
     training: bool,
     momentum: float = 1,
 ) -> Any:
-    """``call(x, weight, bias, running_mean, running_var)`` with the batch folded away.
+    """Run ``call(x, weight, bias, running_mean, running_var)`` with the batch folded away.
 
-    Running statistics are updated in training, unless with a momentum of 0.
+    In training the running statistics are updated, except with a momentum of 0.
     """
     x, weight, bias, mean, var = tensors
     at, p, q, m, v = dims
@@ -84,13 +87,13 @@ def _normalize(
         _refuse_update()
     flat = [_flat(t, d, size) for t, d in zip(tensors[1:], dims[1:], strict=True)]
     if training and mean is not None:
-        # What the kernel writes to is copied: autograd keeps it as it is.
+        # The kernel writes into a copy, because autograd saves the original.
         flat[2:] = [t.clone() for t in flat[2:] if t is not None]
     results = call(_channels(x, at, size), *flat)
     if updated:
         for running, d, new in ((mean, m, flat[2]), (var, v, flat[3])):
             assert new is not None
-            rows = new.view(size, -1)  # of one that is not batched all are the same
+            rows = new.view(size, -1)  # the rows of unbatched statistics are all equal
             front(running, d).copy_(rows[0] if d is None else rows)
     return _results(results, size, 1)
 
@@ -102,7 +105,7 @@ def _normalize(
 def batch_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Whether it trains is an argument."""
+    """Training is an argument."""
     return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], args[5], args[6])
 
 
@@ -110,7 +113,7 @@ def batch_norm(
 def batch_norm_no_stats(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """There is nothing to update."""
+    """Batch norm without running statistics."""
     return _normalize(
         lambda x, w, b, _, __: op(x, w, b, *args[3:]),
         level, (*dims[:3], None, None), (*args[:3], None, None), True,
@@ -123,7 +126,7 @@ def batch_norm_no_stats(
 def batch_norm_evaluating(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """It never trains."""
+    """Batch norm in evaluation mode."""
     return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], False)
 
 
@@ -131,7 +134,7 @@ def batch_norm_evaluating(
 def batch_norm_training(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """It always trains, and its derivative can't do without a weight."""
+    """Batch norm in training mode. Its derivative requires a weight."""
 
     def call(x: Tensor, weight: Tensor | None, *rest: Any) -> Any:
         weight = x.new_ones(x.shape[1]) if weight is None else weight
@@ -146,7 +149,7 @@ def batch_norm_training(
 def batch_norm_functional(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The new running statistics are results, so they may be batched in any case."""
+    """The new running statistics are results, which can be batched."""
     size = level.batch_size
     flat = [_flat(t, d, size) for t, d in zip(args[1:5], dims[1:5], strict=True)]
     *results, mean, var = op(_channels(args[0], dims[0], size), *flat, *args[5:])
@@ -158,10 +161,14 @@ def batch_norm_functional(
 def _backward(
     call: Callable[..., Any], level: BatchLevel, dims: Dims, tensors: Sequence[Any]
 ) -> Any:
-    """``call(grad, x, weight, running_mean, running_var, save_mean, save_invstd)``"""
+    """Run ``call(grad, x, weight, running_mean, running_var, save_mean, save_invstd)``.
+
+    Raises:
+        NoExamples: the batch is empty.
+    """
     size = level.batch_size
     if not size:
-        raise NoExamples  # without channels the kernel divides by zero, and the process ends
+        raise NoExamples  # without channels the kernel divides by zero and crashes the process
     full = [_channels(t, d, size) for t, d in zip(tensors[:2], dims[:2], strict=True)]
     flat = [_flat(t, d, size) for t, d in zip(tensors[2:], dims[2:], strict=True)]
     grad_x, *grads = call(*full, *flat)
@@ -175,7 +182,7 @@ def _backward(
 def batch_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Folded as the forward pass is; what follows the statistics is passed on."""
+    """Fold the batch as in the forward pass; arguments after the statistics are passed on."""
     return _backward(lambda *t: op(*t, *args[7:]), level, dims[:7], args[:7])
 
 
@@ -183,7 +190,7 @@ def batch_norm_backward(
 def cudnn_batch_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The first two arguments are the other way round."""
+    """The first two arguments are swapped."""
     return _backward(
         lambda grad, x, *t: op(x, grad, *t, *args[7:]),
         level, (dims[1], dims[0], *dims[2:7]), (args[1], args[0], *args[2:7]),

@@ -1,7 +1,7 @@
-"""Operators on a batch of samples (N, C, ...): examples are more samples.
+"""Operators on a batch of samples (N, C, ...): the batch of the vmap is folded into N.
 
-Pooling, resampling and patches. They take their samples with or without
-the dim N; without it, the batch of the vmap becomes N.
+These are pooling, resampling and patch operators. They accept samples with or without the dim N;
+without it, the batch of the vmap becomes N.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def fold(x: Tensor, at: int | None, size: int, core: int) -> Tensor:
-    """The batch and N as one dim, before the ``core`` dims of one sample."""
+    """Return the tensor with the batch and N as one dim, before the ``core`` sample dims."""
     x = batched_front(x, at, size)
     if x.dim() > core + 1:
         x = x.flatten(0, x.dim() - 1 - core)
-    # Some kernels read indices with strides that they take for granted.
+    # Some kernels assume contiguous index tensors.
     return x if x.is_floating_point() else x.contiguous()
 
 
 def unfold(out: Any, size: Any, has_n: bool) -> Any:
-    """Results, one or several, with the batch and N apart again."""
+    """Split the batch and N again, in one or several results."""
     if not has_n:
         return out
     if isinstance(out, Tensor):
@@ -34,7 +34,7 @@ def unfold(out: Any, size: Any, has_n: bool) -> Any:
 
 
 def folded(core: int, *places: int) -> Rule:
-    """The rule of an operator whose arguments at ``places`` are samples of ``core`` dims."""
+    """Return the rule of an operator with samples of ``core`` dims as arguments ``places``."""
     first = places[0]
 
     def rule(
@@ -87,7 +87,7 @@ rows(folded(2, 0), "aten::col2im")
 
 
 def fractional(core: int) -> Rule:
-    """The rule of fractional pooling: the samples of random numbers have N in any case."""
+    """Return the rule of fractional pooling, whose random samples always have a dim N."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -119,7 +119,7 @@ def _upsampling(suffix: str) -> list[str]:
 def upsample(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """(N, C, ...) in any case."""
+    """The input is always (N, C, ...)."""
     size = level.batch_size
     out = op(fold(args[0], dims[0], size, args[0].dim() - 2), *args[1:], **kwargs)
     return unfold(out, size, True), 0
@@ -143,8 +143,10 @@ rows(upsample_backward, *_upsampling("_backward"))
 def grid_sampler(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Many images at the same points are channels of one, but where that would copy the images;
-    many points of one image are rows."""
+    """Images sampled at shared points become channels; points of a shared image become rows.
+
+    Images are not folded into channels if that would copy them.
+    """
     x, grid, *rest = args
     size = level.batch_size
     if dims[1] is None and (dims[0] == 1 or grid.shape[0] == 1):
@@ -163,7 +165,7 @@ def grid_sampler(
 def grid_sampler_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Examples are more samples."""
+    """Fold the batch into N."""
     size = level.batch_size
     pairs = zip(args[:3], dims[:3], strict=True)
     tensors = [batched_front(v, d, size).flatten(0, 1) for v, d in pairs]

@@ -1,9 +1,9 @@
-"""Batching rules that follow from a category alone, for operators that have no rule of their own.
+"""Batching rules that follow from a category, for operators without a rule.
 
-They serve operators whose category somebody has declared: for what a fake kernel shows, a
-softmax over the last dim looks like a sine. What the fake kernel can refute, it does: a call is
-given to such a rule only where the result's shape is, example by example, what the operator
-gives for one example; otherwise the loop takes it.
+These rules apply to operators whose category is declared. A fake kernel is not enough evidence: by
+its shapes, a softmax over the last dim looks like a sine. The fake kernel can only refute a
+category. A call uses such a rule only if the result has, for each example, the shape that the
+operator gives for one example. Otherwise the per-example loop runs it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def rule_of_category(category: Category, signature: Signature) -> Rule | None:
-    """The rule that an operator has by its category; None where a category says too little."""
+    """Return the rule of an operator's category, or None if the category has no rule."""
     if any(a.out or a.keyword for a in signature.tensors) or signature.form in ("out", "writing"):
         return None
     rule: Rule | None = None
@@ -35,7 +35,7 @@ def rule_of_category(category: Category, signature: Signature) -> Rule | None:
     elif (
         len(signature.tensors) == 1
         and signature.form == "functional"
-        and not dim_arguments(signature)  # where they are is for a rule of its own to say
+        and not dim_arguments(signature)  # such dims need a rule
     ):
         rule = _OF_ONE_TENSOR.get(category)
     return Confirmed(rule) if rule is not None else None
@@ -44,20 +44,20 @@ def rule_of_category(category: Category, signature: Signature) -> Rule | None:
 def batch_first(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One tensor, whose leading dims are a batch anyhow."""
+    """Batch an operator on one tensor whose leading dims are a batch."""
     return op(front(args[0], dims[0]), *args[1:], **kwargs), 0
 
 
-_MOST = 1000  # calls that are remembered as confirmed
+_MOST = 1000  # the maximum number of confirmed calls in the cache
 _OF_ONE_TENSOR = {Category.IDENTITY: same_shape, Category.BATCHED: batch_first}
 
 
 class Confirmed:
-    """A category's rule, used for the calls that an operator's fake kernel agrees with."""
+    """A category's rule, used only for calls that an operator's fake kernel agrees with."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        functools.update_wrapper(self, rule)  # its name, and where it is written
+        functools.update_wrapper(self, rule)  # the name and the source location
         self._confirmed: set[Any] = set()
 
     def __call__(
@@ -85,14 +85,14 @@ class Confirmed:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> bool:
-        """Whether the rule's result has the shape and type that each example's has."""
+        """True if the rule's result has the shape and dtype that one example's result has."""
         try:
             given = [_fake(arg, None) for arg in args]
             out, out_dims = self.rule(op, level, dims, given, kwargs)
             example = [_fake(arg, dim) for arg, dim in zip(args, dims, strict=True)]
             wanted = op(*example, **kwargs)
         except Exception:
-            # There is no fake kernel, or it refuses one of the two.
+            # The operator has no fake kernel, or the fake kernel rejects one of the two calls.
             return False
         results, expected = _listed(out), _listed(wanted)
         places = out_dims if isinstance(out_dims, (tuple, list)) else [out_dims] * len(results)
@@ -116,7 +116,7 @@ def _key(arg: Any) -> Any:
 
 
 def _fake(arg: Any, dim: int | None) -> Any:
-    """A meta tensor for a tensor, without its batch dim."""
+    """Return a meta tensor without the batch dim for a tensor; other values are unchanged."""
     if not isinstance(arg, Tensor):
         return arg
     shape = list(arg.shape)

@@ -1,10 +1,10 @@
 """torch.distributed's functional collectives: one call for the whole batch.
 
-Every rank maps over its own batch, and the ranks' batches are as large. Example ``i`` of a batch
+Every rank maps over its own batch, and all batches have the same size. Example ``i`` of a batch
 exchanges values with example ``i`` of the batches of the other ranks.
 
-A result of these operators has no value before ``wait_tensor`` has been called on it. A loop over
-the examples would stack such results unwaited for; these rules keep one result and its wait.
+A result of these operators has no value until ``wait_tensor`` is called on it. A loop over the
+examples would stack results before that call; these rules keep one result and its wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def _along_first_dim(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
-    """The value with the first logical dim in front, and where the batch is then."""
+    """Return the contiguous tensor with the first logical dim first, and its batch dim."""
     return (x if at is None else x.movedim(at, 1)).contiguous(), None if at is None else 1
 
 
@@ -41,7 +41,7 @@ def _along_first_dim(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
 def elementwise(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Collectives of each element, wherever the batch lies."""
+    """Elementwise collectives: the batch dim keeps its place."""
     return op(args[0].contiguous(), *args[1:], **kwargs), dims[0]
 
 
@@ -49,7 +49,7 @@ def elementwise(
 def elementwise_in_place(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """In place: a value that is not contiguous is sent as a copy, which is written back."""
+    """Elementwise collectives in place; a non-contiguous tensor is sent as a copy."""
     target = args[0]
     if target.is_contiguous():
         op(*args, **kwargs)
@@ -68,7 +68,7 @@ def elementwise_in_place(
 def along_first_dim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Collectives that put together or split the first dim: the batch goes behind it."""
+    """Collectives that concatenate or split the first dim: the batch dim goes behind it."""
     if not logical_rank(args[0], dims[0]):
         return refused(op, dims, args, kwargs)
     x, at = _along_first_dim(args[0], dims[0])
@@ -79,7 +79,7 @@ def along_first_dim(
 def all_elementwise(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Elementwise collectives of several tensors, of which some may not be batched."""
+    """Elementwise collectives of several tensors, some of which can be unbatched."""
     return op([x.contiguous() for x in args[0]], *args[1:], **kwargs), tuple(dims[0])
 
 
@@ -90,7 +90,7 @@ def all_elementwise(
 def all_along_first_dim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Collectives of the first dim of several tensors, of which some may not be batched."""
+    """Collectives along the first dim of several tensors, some of which can be unbatched."""
     if not all(map(logical_rank, args[0], dims[0])):
         return refused(op, dims, args, kwargs)
     moved = [_along_first_dim(x, at) for x, at in zip(args[0], dims[0], strict=True)]
@@ -101,14 +101,14 @@ def all_along_first_dim(
 def shard_dim_alltoall(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A DTensor's change of the dim that it is sharded along."""
+    """Change the dim along which a DTensor is sharded."""
     x, gather_dim, shard_dim, *group = args
     rank = logical_rank(x, dims[0])
     gather, shard = wrap(gather_dim, rank) + 1, wrap(shard_dim, rank) + 1
     return op(front(x, dims[0]).contiguous(), gather, shard, *group, **kwargs), 0
 
 
-# The kinds of exchange along a mesh axis whose numbers are dims.
+# The kinds of exchange along a mesh axis whose integer arguments are dims.
 _OF_DIMS = ("gather", "scatter", "all_to_all", "slice", "tile")
 
 
@@ -116,14 +116,14 @@ _OF_DIMS = ("gather", "scatter", "all_to_all", "slice", "tile")
 def exchange(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """An exchange among ranks: of the batch at once, whose dim goes first."""
+    """Exchange the whole batch among ranks at once, with the batch dim first."""
     x, kind, ints, *rest = args
     if kind in _OF_DIMS:
         ints = [number + 1 for number in ints]
     return op(front(x, dims[0]), kind, ints, *rest, **kwargs), 0
 
 
-# The tangent of each of these is what it makes of the tangent, for reductions that are linear.
+# For these operators and linear reductions the operator maps tangents as it maps primals.
 LINEAR: Mapping[str, Callable[[Sequence[Any]], bool]] = {
     **{
         f"_c10d_functional::{name}": lambda args: True

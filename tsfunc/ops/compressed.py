@@ -1,10 +1,11 @@
-"""Sparse tensors in compressed layouts (CSR, CSC, BSR, BSC), whose leading dims are a batch.
+"""Sparse tensors in compressed layouts (CSR, CSC, BSR, BSC), whose leading dims are the batch.
 
 NOTE [one matrix of many]
-A batch in such a layout stores as many elements for each example, and its batch dims come first.
-torch has few kernels for one. Those for matrices serve it: the examples' matrices are the blocks on
-the diagonal of one matrix, or, where they share the other factor, lie below each other in it. The
-elements are the same memory, only the indices are counted anew, and a product is one call.
+A batched tensor in a compressed layout stores the same number of elements for each example, and
+its batch dims come first. torch has few kernels for batched ones, so the kernels for matrices are
+used: the matrices of the examples become the diagonal blocks of one matrix, or, if all examples
+share the other factor, they are stacked vertically. The elements share memory with the batch, only
+the indices are recomputed, and a product is one kernel call.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ LAYOUTS = frozenset({*BY_ROWS, torch.sparse_csc, torch.sparse_bsc})
 
 
 def is_compressed(x: Any) -> bool:
-    """Whether it is a tensor of a compressed layout."""
+    """True if the value is a tensor of a compressed layout."""
     return isinstance(x, Tensor) and x.layout in LAYOUTS
 
 
 def members(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The compressed indices, the plain ones, and the elements."""
+    """Return the compressed indices, the plain indices and the elements of a tensor."""
     if x.layout in BY_ROWS:
         return x.crow_indices(), x.col_indices(), x.values()
     return x.ccol_indices(), x.row_indices(), x.values()
@@ -37,19 +38,20 @@ def members(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def of_members(
     compressed: Tensor, plain: Tensor, values: Tensor, size: Sequence[Any], layout: torch.layout
 ) -> Tensor:
-    """What has these members."""
+    """Return the compressed tensor with these members."""
     return torch.sparse_compressed_tensor(
         compressed, plain, values, list(size), layout=layout, check_invariants=False
     )
 
 
 def check_batch(x: Tensor) -> None:
-    """Whether all members have the same batch dims.
+    """Check that all members have the same batch dims.
 
-    Those of torch's sum of two batches have not: it adds up the first examples only.
+    torch's sum of two batches returns members with unequal batch dims: it sums the first examples
+    only.
 
     Raises:
-        NotImplementedError: they have not.
+        NotImplementedError: the batch dims differ.
     """
     compressed, plain, _ = members(x)
     if plain.shape[:-1] != compressed.shape[:-1]:
@@ -60,13 +62,16 @@ def check_batch(x: Tensor) -> None:
 
 
 def with_values(x: Tensor, values: Tensor) -> Tensor:
-    """Other elements at the places of those that are stored."""
+    """Return a tensor with the same indices and other elements."""
     compressed, plain, _ = members(x)
     return of_members(compressed, plain, values, x.shape, x.layout)
 
 
 def batch_of(x: Tensor, at: int | None, size: int) -> Tensor:
-    """The value with its batch dim first; a matrix that has none is written out for all."""
+    """Return the tensor with its batch dim first.
+
+    An unbatched matrix is copied for each example.
+    """
     if at is not None:
         return x
     parts = [part.expand(size, *part.shape).contiguous() for part in members(x)]
@@ -75,13 +80,13 @@ def batch_of(x: Tensor, at: int | None, size: int) -> Tensor:
 
 
 def taken(x: Tensor, places: Tensor) -> Tensor:
-    """Some of the examples."""
+    """Return some of the examples."""
     compressed, plain, values = (part.index_select(0, places) for part in members(x))
     return of_members(compressed, plain, values, (len(places), *x.shape[1:]), x.layout)
 
 
 def put_together(batches: Sequence[Tensor]) -> Tensor:
-    """The examples of several batches, that store as many elements each."""
+    """Concatenate batches whose examples store the same number of elements."""
     parts = [torch.cat(part) for part in zip(*map(members, batches), strict=True)]
     compressed, plain, values = parts
     first = batches[0]
@@ -89,7 +94,7 @@ def put_together(batches: Sequence[Tensor]) -> Tensor:
 
 
 def _lines(x: Tensor, plain: Tensor, values: Tensor) -> int:
-    """How many places the plain indices count."""
+    """Return the number of rows or columns that the plain indices address."""
     elements = values.dim() - plain.dim()  # dims of a block, if there are blocks
     by_rows = x.layout in BY_ROWS
     size: int = x.shape[plain.dim()] if by_rows else x.shape[plain.dim() - 1]
@@ -97,7 +102,7 @@ def _lines(x: Tensor, plain: Tensor, values: Tensor) -> int:
 
 
 def _following(compressed: Tensor, stored: int) -> Tensor:
-    """The compressed indices of matrices that follow each other."""
+    """Return the compressed indices of matrices that follow each other."""
     ends = compressed[:, 1:] + stored * torch.arange(
         len(compressed), device=compressed.device, dtype=compressed.dtype
     ).unsqueeze(1)
@@ -105,7 +110,7 @@ def _following(compressed: Tensor, stored: int) -> Tensor:
 
 
 def diagonal(x: Tensor) -> Tensor:
-    """One matrix with those of a batch as blocks on its diagonal: NOTE [one matrix of many]."""
+    """Return one block-diagonal matrix of a batch of matrices: NOTE [one matrix of many]."""
     compressed, plain, values = members(x)
     count = compressed.shape[0]
     first = torch.arange(count, device=plain.device, dtype=plain.dtype).unsqueeze(1)
@@ -119,7 +124,7 @@ def diagonal(x: Tensor) -> Tensor:
 
 
 def below_each_other(x: Tensor) -> Tensor:
-    """One matrix with those of a batch below each other; the layout compresses rows."""
+    """Return one matrix of a batch of matrices stacked vertically; the layout compresses rows."""
     compressed, plain, values = members(x)
     return of_members(
         _following(compressed, plain.shape[1]),
@@ -131,7 +136,7 @@ def below_each_other(x: Tensor) -> Tensor:
 
 
 def one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
-    """What to multiply instead of a batch, and the other factor, batched or not."""
+    """Return one matrix in place of the batch, and the other factor, for a single product."""
     if x.dim() != 3:
         raise NotImplementedError(
             f"vmap: a product of a batch of tensors of layout {x.layout} and rank {x.dim() - 1}. "
@@ -150,7 +155,7 @@ def one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
 def indices(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """They have the batch dims that the tensor has."""
+    """Return the indices; their batch dims are those of the tensor."""
     return op(args[0]), dims[0]
 
 
@@ -170,14 +175,14 @@ def sparse_compressed_tensor(
 def sparse_sampled_addmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The kernel takes batches, of the same size each."""
+    """The kernel requires the same batch size of all arguments."""
     size = level.batch_size
     x, y = (batched_front(arg, dim, size) for arg, dim in zip(args[1:], dims[1:], strict=True))
     return op(batch_of(args[0], dims[0], size), x, y, **kwargs), 0
 
 
 def stacked(results: Sequence[Tensor]) -> Tensor:
-    """A batch of sparse tensors of one compressed layout, shape, and number of elements."""
+    """Stack sparse tensors of the same compressed layout, shape and number of elements."""
     parts = [torch.stack(part) for part in zip(*map(members, results), strict=True)]
     compressed, plain, values = parts
     first = results[0]

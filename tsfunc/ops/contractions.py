@@ -1,4 +1,4 @@
-"""Sums of products over dims that are named: ``einsum``, in which the batch is one letter more."""
+"""``einsum``: sums of products over named dims, in which the batch dim gets one more letter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 
 @lru_cache(maxsize=1024)
 def _with_batch(equation: str, places: tuple[int | None, ...]) -> str | None:
-    """The equation of physical values; None where there is none, or no letter is left."""
+    """Return the equation for the physical tensors.
+
+    Returns:
+        None if the equation does not have one term per tensor, or if no letter is unused.
+    """
     text = "".join(equation.split())
     inputs, arrow, output = text.partition("->")
     terms = inputs.split(",")
@@ -30,7 +34,7 @@ def _with_batch(equation: str, places: tuple[int | None, ...]) -> str | None:
     for term, at in zip(terms, places, strict=True):
         if at is None:
             mapped.append(term)
-        elif "." in term:  # which may stand for any number of dims: the batch is first
+        elif "." in term:  # an ellipsis has any number of dims: the batch is first
             mapped.append(letter + term)
         else:
             mapped.append(term[:at] + letter + term[at:])
@@ -41,7 +45,7 @@ def _with_batch(equation: str, places: tuple[int | None, ...]) -> str | None:
 def einsum(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch has a letter of its own, where it lies."""
+    """The batch dim gets its own letter, in its place."""
     equation, tensors = args
     places = dims[1]
     if "." in equation:

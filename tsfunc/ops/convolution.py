@@ -1,11 +1,11 @@
 """Convolution and its backward: one convolution, with the batch folded into one of its dims.
 
 NOTE [folding a convolution]
-A convolution relates an input (N, C, ...), a result (N, O, ...) and a weight, (O, C/g, ...) or,
+A convolution relates an input (N, C, ...), a result (N, O, ...) and a weight (O, C/g, ...) or,
 transposed, (C, O/g, ...). Two of the three are given. If one of them is batched, the batch is
-folded into the dim that the third shares with it alone: N for input and result, C for input and
-weight, O for result and weight. If both are, each example becomes a group.
-Channels are counted within groups: folded, C is (g, batch, C/g) and the dim of size C/g is
+folded into a dim that only this tensor and the third one share: N for input and result, C for
+input and weight, O for result and weight. If both are batched, each example becomes a group.
+Channels are counted within groups: a folded C is (g, batch, C/g), and a folded C/g is
 (batch, C/g).
 """
 
@@ -24,12 +24,12 @@ from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def _fold(x: Tensor, at: int, dim: int) -> Tensor:
-    """The batch as the outer part of logical dim ``dim``."""
+    """Fold the batch into logical dim ``dim``, as its outer part."""
     return x.movedim(at, dim).flatten(dim, dim + 1)
 
 
 def _fold_grouped(x: Tensor, at: int, dim: int, groups: int) -> Tensor:
-    """The batch within each group of channels."""
+    """Fold the batch into the channels, inside of each group."""
     if groups == 1:
         return _fold(x, at, dim)
     x = x.movedim(at, 0)
@@ -49,7 +49,7 @@ def _unfold_grouped(x: Tensor, dim: int, size: int, groups: int) -> tuple[Tensor
 
 
 def _stand_in(like: Tensor, at: int | None, dim: int, size: int) -> Tensor:
-    """A tensor of which the kernel reads only the shape: its dim ``dim`` is ``size`` times it."""
+    """Return a tensor whose shape alone the kernel reads; dim ``dim`` is ``size`` times larger."""
     shape = list(like.shape)
     if at is not None:
         del shape[at]
@@ -75,12 +75,12 @@ def _with_bias(
 def convolution(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Folds the batch into N, O or the groups; see NOTE [folding a convolution]."""
+    """Fold the batch into N, O or the groups: NOTE [folding a convolution]."""
     x, weight, bias, *rest, groups = args
     p, q, r = dims[:3]
     transposed = rest[3]
     size = level.batch_size
-    if bias is not None and bias.dtype != x.dtype:  # where it is added apart it would be promoted
+    if bias is not None and bias.dtype != x.dtype:  # a separate sum would promote the bias
         return refused(op, dims, args, kwargs)
     if q is None:
         if p is None:
@@ -104,7 +104,7 @@ def convolution(
 def _input_grad(
     op: Any, size: int, dims: Dims, tensors: Sequence[Any], rest: Sequence[Any], groups: int
 ) -> tuple[Tensor, int | None]:
-    """The input's gradient, from the result's and the weight."""
+    """Return the input's gradient from the result's gradient and the weight."""
     grad, x, weight = tensors
     p, at, q = dims
     transposed, mask = rest[3], [True, False, False]
@@ -128,7 +128,7 @@ def _input_grad(
 def _weight_grad(
     op: Any, size: int, dims: Dims, tensors: Sequence[Any], rest: Sequence[Any], groups: int
 ) -> tuple[Tensor, int | None]:
-    """The weight's gradient, from the result's and the input."""
+    """Return the weight's gradient from the result's gradient and the input."""
     grad, x, weight = tensors
     p, q, at = dims
     transposed, mask = rest[3], [False, True, False]
@@ -142,7 +142,8 @@ def _weight_grad(
     if p is not None and q is not None:
         out = run(_fold(grad, p, 1), _fold(x, q, 1), 0, size, groups * size)
         return _unfold(out, 0, size)
-    # What is folded is an outer dim of the weight in one form and an inner one in the other.
+    # The batch is folded into an outer dim of the weight in one form, into an inner dim in the
+    # other.
     inner = transposed if q is None else not transposed
     if q is None:
         grad = _fold_grouped(grad, p, 1, groups)
@@ -153,7 +154,7 @@ def _weight_grad(
 
 
 def _bias_grad(grad: Tensor, at: int | None) -> tuple[Tensor, int | None]:
-    """The sum over all dims but the channels."""
+    """Sum over all dims except the channels."""
     if at is None:
         return grad.sum([0, *range(2, grad.dim())]), None
     channels = 1 if at > 1 else 2
@@ -165,7 +166,7 @@ def _bias_grad(grad: Tensor, at: int | None) -> tuple[Tensor, int | None]:
 def convolution_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Each gradient by itself, since each folds the batch elsewhere."""
+    """Compute each gradient separately, because each folds the batch into another dim."""
     if len(args) == 11:
         *tensors, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
     else:  # the overrideable form has no bias sizes
@@ -190,7 +191,7 @@ def _plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
 ) -> Tensor:  # fmt: skip
-    """A convolution, not transposed; torch's kernels have no complex one, its functions have."""
+    """Call a convolution; complex ones by torch's functions, because its kernels lack them."""
     if x.is_complex():
         return _WHOLE[x.dim() - 2](x, weight, bias, stride, padding, dilation, groups)
     out: Tensor = torch.ops.aten.convolution.default(
@@ -200,12 +201,15 @@ def _plain(
 
 
 def _amounts(value: Any, spatial: int) -> list[Any]:
-    """A number for each spatial dim, where one may stand for all."""
+    """Return one number per spatial dim; a list of one number applies to all dims."""
     return [*value] * spatial if len(value) == 1 else [*value]
 
 
 def whole(spatial: int) -> Rule:
-    """``conv2d`` and its like: of several samples or of one, padded by numbers or by a word."""
+    """Return the rule of ``conv1d``, ``conv2d`` or ``conv3d``, with or without a dim N.
+
+    The padding is a list of numbers or a string.
+    """
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -217,7 +221,7 @@ def whole(spatial: int) -> Rule:
         rank = logical_rank(x, p)
         if rank not in (spatial + 1, spatial + 2):
             return refused(op, dims, args, kwargs)
-        if q is None and r is None:  # examples are samples
+        if q is None and r is None:  # fold the batch into N
             out = op(fold(x, p, level.batch_size, spatial + 1), *args[1:], **kwargs)
             return unfold(out, level.batch_size, rank == spatial + 2), 0
         if rank == spatial + 1:
@@ -241,7 +245,7 @@ def whole(spatial: int) -> Rule:
 def _padded(
     x: Tensor, at: int | None, how: str, kernel: Sequence[Any], dilation: Sequence[Any]
 ) -> tuple[Tensor, int | None, list[Any]]:
-    """The input of a convolution, and its padding in numbers; "same" may pad one side more."""
+    """Return the input, its batch dim and numeric padding; "same" can pad one side more."""
     if how == "valid":
         return x, at, [0]
     totals = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]

@@ -1,4 +1,4 @@
-"""The CTC loss: examples are more sequences."""
+"""The CTC loss: the batch is folded into the sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _sequences(level: BatchLevel, x: Tensor, at: int | None, dim: int) -> Tensor:
-    """The batch folded into the dim of sequences."""
+    """Fold the batch into the dim of sequences."""
     return batched_at(x, at, level.batch_size, dim).flatten(dim, dim + 1)
 
 
@@ -26,11 +26,11 @@ def _lengths(level: BatchLevel, lengths: Any, at: int | None) -> Any:
 def ctc_loss(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Returns the paths' probabilities too, for the backward pass."""
+    """Return the loss and the path probabilities for the backward pass."""
     x, targets, *lengths = args[:4]
     lengths = [_lengths(level, n, d) for n, d in zip(lengths, dims[2:4], strict=True)]
     if x.dim() - (dims[0] is not None) == 2:
-        return NotImplemented  # one sequence, without a dim for sequences
+        return NotImplemented  # a single sequence without a dim of sequences
     out = op(
         _sequences(level, x, dims[0], 1), _sequences(level, targets, dims[1], 0),
         *lengths, *args[4:],
@@ -42,7 +42,7 @@ def ctc_loss(
 def ctc_loss_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Folded as above."""
+    """Fold the batch as in the forward pass."""
     grad, x, targets, n, m, loss, alpha, *rest = args
     if x.dim() - (dims[1] is not None) == 2:
         return NotImplemented

@@ -1,7 +1,7 @@
-"""What rules share: logical dims and where they lie physically, and lining tensors up.
+"""Helpers of batching rules: logical and physical dims, and alignment of tensors.
 
-A *logical* dim is one that the user sees; the *physical* value has the batch dim besides,
-at ``at`` (None: not batched).
+A *logical* dim is one that the user sees. The *physical* value of a batched tensor has the batch
+dim besides, at ``at`` (None: not batched).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 
 def filled(given: Sequence[Any], *defaults: Any) -> list[Any]:
-    """Positional arguments, and the defaults of those that were not given."""
+    """Return the positional arguments, followed by the defaults of the missing ones."""
     return [*given, *defaults[len(given) :]]
 
 
 def logical_rank(x: Tensor, at: int | None) -> int:
-    """How many dims the user sees."""
+    """Return the number of logical dims."""
     return x.dim() if at is None else x.dim() - 1
 
 
 def logical_shape(x: Tensor, at: int | None) -> list[Any]:
-    """The sizes that the user sees."""
+    """Return the logical sizes."""
     return [size for dim, size in enumerate(x.shape) if dim != at]
 
 
 def wrap(dim: int, rank: int) -> int:
-    """A dim counted from the front. A tensor without dims answers to 0 and -1, as in torch."""
+    """Return a dim counted from the front. A tensor without dims accepts 0 and -1, as in torch."""
     span = rank or 1
     if not -span <= dim < span:
         raise IndexError(
@@ -41,18 +41,18 @@ def wrap(dim: int, rank: int) -> int:
 
 
 def physical_dim(dim: int, rank: int, at: int) -> int:
-    """Where a logical dim of a tensor of logical rank ``rank`` lies, the batch being at ``at``."""
+    """Return the physical dim of a logical dim, for logical rank ``rank`` and batch dim ``at``."""
     dim = wrap(dim, rank)
     return dim if dim < at else dim + 1
 
 
 def physical_dims(dims: Sequence[int], rank: int, at: int) -> list[int]:
-    """``physical_dim`` for each of several dims."""
+    """Return ``physical_dim`` of each of several dims."""
     return [physical_dim(dim, rank, at) for dim in dims]
 
 
 def check_dims_of_scalar(dims: Sequence[int]) -> None:
-    """Raise torch's error if the dims name none of a tensor without dims, or one of them twice."""
+    """Raise torch's error if the dims are out of range for a scalar, or repeated."""
     for dim in dims:
         wrap(dim, 0)
     if len(dims) > 1:
@@ -60,27 +60,27 @@ def check_dims_of_scalar(dims: Sequence[int]) -> None:
 
 
 def every_dim(rank: int, at: int) -> list[int]:
-    """All dims but the batch dim: what a reduction without dims reduces."""
+    """Return all physical dims except the batch dim, as for a reduction without dims."""
     return [dim for dim in range(rank + 1) if dim != at]
 
 
 def front(x: Tensor, at: int | None) -> Tensor:
-    """The value with its batch dim first, or as it is where it has none."""
+    """Return the tensor with its batch dim first; an unbatched tensor is returned unchanged."""
     return x.movedim(at, 0) if at else x
 
 
 def batched_front(x: Tensor, at: int | None, size: int) -> Tensor:
-    """The value with a batch dim first in any case: a view with stride 0 where it had none."""
+    """Return the tensor with a batch dim first; an unbatched tensor is expanded, with stride 0."""
     return x.expand(size, *x.shape) if at is None else front(x, at)
 
 
 def lines(x: Tensor) -> Tensor:
-    """All elements of each example in one dim; the batch dim is first."""
+    """Return the tensor with all logical dims flattened into dim 1; its batch dim is first."""
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
 
 def batched_at(x: Tensor, at: int | None, size: int, to: int) -> Tensor:
-    """The value with its batch dim at ``to``, expanded where it had none."""
+    """Return the tensor with its batch dim at ``to``; an unbatched tensor is expanded."""
     if at is None:
         shape = list(x.shape)
         shape.insert(to, size)
@@ -89,17 +89,17 @@ def batched_at(x: Tensor, at: int | None, size: int, to: int) -> Tensor:
 
 
 def unit_dims(x: Tensor, dim: int, count: int) -> Tensor:
-    """Inserts ``count`` dims of size 1 at ``dim``."""
+    """Insert ``count`` dims of size 1 at ``dim``."""
     for _ in range(count):
         x = x.unsqueeze(dim)
     return x
 
 
 def place(x: Tensor, at: int | None, right: int) -> Tensor:
-    """Moves the batch dim to where ``right`` logical dims follow it.
+    """Move the batch dim so that ``right`` logical dims follow it.
 
-    Of a value that is not batched, those dims that would fall on the batch dim or before it
-    in broadcasting are kept apart from it by a dim of size 1.
+    An unbatched tensor with more than ``right`` dims gets a dim of size 1 in the place of the
+    batch dim, so that its leading dims do not broadcast with the batch dim.
     """
     if at is None:
         return x.unsqueeze(-right - 1) if x.dim() > right else x
@@ -114,12 +114,18 @@ def place(x: Tensor, at: int | None, right: int) -> Tensor:
 def align(
     args: Sequence[Any], dims: Sequence[int | None], right: int | None = None
 ) -> tuple[list[Any], int]:
-    """Lines tensors up so that they broadcast as their logical values do.
+    """Align tensors so that they broadcast as their logical values do.
 
-    Returns them and where the batch dim of the result will be. What is no tensor stays.
-    ``right`` is how many dims are to follow the batch dim; by default as many as follow it
-    in the largest of the batched tensors, which then is not moved. Where one that is not batched
-    is larger yet, all dims do, so that an example of the result is laid out as it would be.
+    Args:
+        args: the tensors; other values are returned unchanged.
+        dims: the batch dim of each, or None.
+        right: the number of dims that follow the batch dim. By default, it is the number of dims
+            that follow it in the batched tensor of the largest rank, which is then not moved. If
+            an unbatched tensor has a larger rank, all dims follow the batch dim, so that each
+            example of the result has the layout that it has without vmap.
+
+    Returns:
+        The aligned arguments and the batch dim of the result.
     """
     top, lead, found = 0, -1, 0
     for arg, at in zip(args, dims, strict=False):
@@ -142,7 +148,10 @@ def align(
 
 @lru_cache(maxsize=1024)
 def promote_below(high: torch.dtype, low: torch.dtype) -> torch.dtype:
-    """The type of a value with dims combined with one without: only a higher kind prevails."""
+    """Return the dtype of a tensor with dims combined with a scalar tensor.
+
+    The dtype of the scalar tensor counts only if its kind is higher.
+    """
     if high.is_complex:
         return high
     if high.is_floating_point:
@@ -157,10 +166,10 @@ def _join(known: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
 
 
 def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence[Any]:
-    """Casts batched values without logical dims where torch would promote them wrongly.
+    """Cast batched tensors without logical dims if torch would promote them wrongly.
 
-    torch lets a tensor without dims decide the result type only by its kind. Its physical
-    value has a dim, and would count as much as any other tensor.
+    A scalar tensor affects the result dtype only by its kind. The physical value of a batched
+    scalar has one dim, so torch would treat it like any other tensor.
     """
     wide: torch.dtype | None = None
     narrow: torch.dtype | None = None
@@ -185,21 +194,21 @@ def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence
 
 
 def op_name(op: Any) -> str:
-    """An operator's name as the catalogue has it, or a plain callable's own."""
+    """Return the catalogue name of an operator, or the ``__name__`` of a plain callable."""
     name = getattr(op, "name", None)
     return str(name()) if callable(name) else str(getattr(op, "__name__", op))
 
 
 class NoExamples(Exception):
-    """What a rule raises where a batch of no examples does not tell what the results look like."""
+    """Raised by a rule if the structure of its results cannot be derived from an empty batch."""
 
 
 class InplaceRefused(RuntimeError):
-    """Batched values were to be written into a tensor that is not batched."""
+    """Batched values would be written into a tensor that is not batched."""
 
 
 def refuse_inplace(op: Any) -> NoReturn:
-    """Raises the error for writing batched values into a tensor that is not batched."""
+    """Raise the error for a write of batched values into a tensor that is not batched."""
     name = op_name(op)
     base = name.removeprefix("aten::").partition(".")[0]
     raise InplaceRefused(

@@ -14,7 +14,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _lined_up(level: BatchLevel, dims: Dims, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The batch dim first, and as many dims in each."""
+    """Return the tensors with the batch dim first and equal ranks."""
     top = max(logical_rank(x, d) for x, d in zip(tensors, dims, strict=True))
     return [
         unit_dims(batched_front(x, d, level.batch_size), 1, top - logical_rank(x, d))
@@ -37,7 +37,7 @@ def cdist(
 def euclidean_dist(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Leading dims must be the same."""
+    """Leading dims must be equal, so they are expanded."""
     x, y = _lined_up(level, dims, args)
     lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     return op(x.expand(*lead, *x.shape[-2:]), y.expand(*lead, *y.shape[-2:])), 0
@@ -59,7 +59,7 @@ def cdist_backward(
 def pdist(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Those above the diagonal, of the distances between all rows."""
+    """Select the distances above the diagonal from those between all rows."""
     x = front(args[0], dims[0])
     p = args[1] if len(args) > 1 else 2.0
     above = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
@@ -70,7 +70,7 @@ def pdist(
 def pdist_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """cdist's, for gradients and distances that are the same on both sides of the diagonal."""
+    """Call cdist's backward with symmetric matrices of gradients and distances."""
     grad, x, p, distances = args
     size = level.batch_size
     x = batched_front(x, dims[1], size).contiguous()
@@ -88,7 +88,7 @@ def pdist_backward(
 def cosine_similarity(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of tensors that broadcast, along one dim."""
+    """Compare tensors that broadcast, along one dim."""
     x, y, dim, eps = filled(args, None, None, 1, 1e-8)
     rank = max(logical_rank(x, dims[0]), logical_rank(y, dims[1]))
     if rank == 0:

@@ -1,11 +1,10 @@
-"""Samples of distributions for each example, from the random words of a ``Draw``.
+"""Samples of distributions for each example, computed from the random words of a ``Draw``.
 
-Every function returns a row of ``count`` numbers for each example. What follows from uniform
-numbers by a formula is found by that formula. Poisson, binomial and gamma numbers are found by
-rejection; an example's attempts are numbered, and the first that is accepted counts, so that how
-often others are rejected changes nothing. The number of attempts is bounded where the chance that
-all of them fail is below 1e-15; values that can be looked at end the attempts early. Several
-attempts are made at a time.
+Every function returns a row of ``count`` numbers for each example. Most samples follow from
+uniform numbers by a formula. Poisson, binomial and gamma samples need rejection. The attempts of
+an example are numbered and the first accepted one counts, so rejections of other examples change
+nothing. The number of attempts is bounded: the chance that all attempts fail is below 1e-15. If
+values can be read, sampling stops once every attempt has ended. Several attempts run at a time.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from tsfunc.ops.philox import Attempts, Draw
 _WORD = 0xFFFFFFFF
 _ATTEMPTS = 48
 _AT_A_TIME = 8
-_MANY = 4096  # numbers of which one attempt at a time is enough to do
+_MANY = 4096  # above this number of values, one attempt at a time uses the device well
 
 Words = Draw | Attempts
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
-    """The type that numbers of a type are computed in."""
+    """Return the dtype in which numbers of a dtype are computed."""
     return torch.float64 if dtype is torch.float64 or not dtype.is_floating_point else torch.float32
 
 
 def uniform(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
-    """From 0 to 1, without 1: as many bits as the type's significand has."""
+    """Return numbers in [0, 1), with as many random bits as the significand of the dtype has."""
     digits = _DIGITS.get(dtype, 53)
     if digits <= 32:
         return (draw.words(count) >> (32 - digits)).to(dtype) * 2.0**-digits
@@ -43,27 +42,27 @@ def uniform(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _pairs(draw: Words, count: Any) -> tuple[Tensor, Tensor]:
-    """Two random words for each number."""
+    """Return two random words for each number."""
     words = draw.words(2 * count)
     return words[..., :count], words[..., count:]
 
 
 def below(draw: Words, count: Any, chance: Any) -> Tensor:
-    """True with a chance: a number, or a tensor for the elements. To 32 bits."""
+    """Return True with a probability, one number or one for each element. To 32 bits."""
     found: Tensor = (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
     return found
 
 
 def positive(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
-    """From 0 to 1, without 0, in the type that numbers of ``dtype`` are computed in."""
+    """Return numbers in (0, 1), in the dtype in which numbers of ``dtype`` are computed."""
     if working(dtype) is torch.float64:
         return 1.0 - uniform(draw, count, torch.float64)
-    # All 32 bits: logarithms need the small ones.
+    # All 32 bits are used, because logarithms need small numbers.
     return (draw.words(count).to(torch.float32) + 0.5) * 2.0**-32
 
 
 def normal(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
-    """Standard normal numbers, two from each two uniform ones (Box and Muller)."""
+    """Return standard normal numbers, two for each pair of uniform numbers (Box and Muller)."""
     half = (count + 1) // 2
     radius = (-2 * positive(draw, half, dtype).log()).sqrt()
     angle = 2 * math.pi * positive(draw, half, dtype)
@@ -71,18 +70,18 @@ def normal(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
 
 
 def exponential(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
-    """Of rate 1; never 0, by which multinomial's weights are divided."""
+    """Return exponential numbers of rate 1, never 0: multinomial divides its weights by them."""
     least = torch.finfo(working(dtype)).eps / 2
     return (-positive(draw, count, dtype).log()).clamp_min(least)
 
 
 def cauchy(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
-    """Of median 0 and scale 1."""
+    """Return Cauchy numbers of median 0 and scale 1."""
     return (math.pi * (positive(draw, count, dtype) - 0.5)).tan()
 
 
 def geometric(draw: Draw, count: Any, chance: float) -> Tensor:
-    """How many trials it takes until the first success."""
+    """Return the numbers of trials up to the first success."""
     tries = positive(draw, count, torch.float64).log() / math.log1p(-chance) if chance < 1 else None
     if tries is None:
         return torch.ones(draw.examples.shape[0], count, dtype=torch.float64, device=draw.device)
@@ -90,9 +89,9 @@ def geometric(draw: Draw, count: Any, chance: float) -> Tensor:
 
 
 def integers(draw: Draw, count: Any, low: int, span: Any) -> Tensor:
-    """From ``low`` on, ``span`` different ones: of 64 random bits times the span, the upper 64.
+    """Return integers in ``[low, low + span)``: the upper half of 64 random bits times the span.
 
-    The span is an int, or a column of one for each example.
+    The span is an int, or a column with one for each example.
     """
     high_word, low_word = _pairs(draw, count)
     if isinstance(span, int) and span == 1 << 64:
@@ -107,19 +106,22 @@ def integers(draw: Draw, count: Any, low: int, span: Any) -> Tensor:
 
 
 def permutation(draw: Draw, count: Any) -> Tensor:
-    """The order of random numbers is a random order."""
+    """Return a random permutation: the sort order of random integers."""
     return integers(draw, count, -(1 << 63), 1 << 64).argsort(dim=1, stable=True)
 
 
 def _settled(done: Tensor) -> bool:
-    """Whether all attempts have ended, where that can be looked at."""
+    """True if all attempts have ended. False if the values cannot be read."""
     return type(done) is Tensor and bool(done.all())
 
 
 def _first_accepted(
     draw: Draw, propose: Callable[[Words], tuple[Tensor, Tensor]], otherwise: Tensor
 ) -> Tensor:
-    """Of a series of proposals, each with whether it is accepted, the first that is."""
+    """Return the first accepted proposal of each element, or ``otherwise`` if none is accepted.
+
+    ``propose`` returns the proposals of several attempts, and a mask of those that are accepted.
+    """
     many = type(otherwise) is Tensor and otherwise.numel() > _MANY
     step = 1 if many else _AT_A_TIME
     out, done = otherwise, torch.zeros_like(otherwise, dtype=torch.bool)
@@ -135,9 +137,9 @@ def _first_accepted(
 
 
 def _arrivals(draw: Draw, gaps: Callable[[Words], Tensor], room: Tensor) -> Tensor:
-    """How many gaps fit into the room, one after the other; 10 on average at most.
+    """Return how many successive gaps fit into ``room``, which holds at most 10 on average.
 
-    As many gaps at a time whatever the batch: sums are to be rounded alike.
+    The number of gaps per step does not depend on the batch, so that sums round alike.
     """
     end, number = torch.zeros_like(room), torch.zeros_like(room)
     for first in range(0, 64, _AT_A_TIME):
@@ -150,7 +152,7 @@ def _arrivals(draw: Draw, gaps: Callable[[Words], Tensor], room: Tensor) -> Tens
 
 
 def gamma(draw: Draw, shape: Tensor) -> Tensor:
-    """Gamma numbers of scale 1, in float64.
+    """Return gamma numbers of scale 1, in float64.
 
     Source: Marsaglia and Tsang, "A simple method for generating gamma variables" (2000).
     """
@@ -171,10 +173,10 @@ def gamma(draw: Draw, shape: Tensor) -> Tensor:
 
 
 def poisson(draw: Draw, rate: Tensor) -> Tensor:
-    """Poisson numbers, in float64.
+    """Return Poisson numbers, in float64.
 
-    Source: for rates of 10 and more Hörmann, "The transformed rejection method for generating
-    Poisson random variables" (1993), else the arrivals in unit time.
+    Source: for rates of at least 10, Hörmann, "The transformed rejection method for generating
+    Poisson random variables" (1993). Smaller rates count the arrivals in unit time.
     """
     count = rate.shape[1]
     few = rate < 10
@@ -188,7 +190,7 @@ def poisson(draw: Draw, rate: Tensor) -> Tensor:
 
 
 def _poisson_of_many(draw: Draw, mean: Tensor) -> Tensor:
-    """Poisson numbers of means of 10 at least."""
+    """Return Poisson numbers of means of at least 10."""
     count = mean.shape[1]
     b = 0.931 + 2.53 * mean.sqrt()
     a = -0.059 + 0.02483 * b
@@ -209,10 +211,10 @@ def _poisson_of_many(draw: Draw, mean: Tensor) -> Tensor:
 
 
 def binomial(draw: Draw, trials: Tensor, chance: Tensor) -> Tensor:
-    """Binomial numbers, in float64.
+    """Return binomial numbers, in float64.
 
-    Source: for means of 10 and more Hörmann, "The generation of binomial random variates" (1993),
-    else the successes by the gaps between them.
+    Source: for means of at least 10, Hörmann, "The generation of binomial random variates" (1993).
+    Smaller means count the successes by the gaps between them.
     """
     count = max(trials.shape[1], chance.shape[1])
     blank = torch.zeros_like(draw.examples, dtype=torch.float64).view(-1, 1)
@@ -235,7 +237,7 @@ def binomial(draw: Draw, trials: Tensor, chance: Tensor) -> Tensor:
 
 
 def _binomial_of_many(draw: Draw, n: Tensor, p: Tensor) -> Tensor:
-    """Binomial numbers of a mean of 10 at least, a chance of a half at most."""
+    """Return binomial numbers of means of at least 10, with a probability of at most 0.5."""
     count = n.shape[1]
     spread = (n * p * (1 - p)).sqrt()
     b = 1.15 + 2.53 * spread

@@ -1,8 +1,8 @@
-"""Operators whose results have sizes, or Python values, that follow from the data.
+"""Operators whose result sizes, or Python results, depend on values.
 
-With ``data_dependent="split"`` a rule first has the examples agree on these (``splitting.agree``);
-after that the level's batch has only examples whose results can be stacked. Without it they are
-refused.
+With ``data_dependent="split"`` a rule first requires that the examples agree
+(``splitting.agree``). After that, the level's batch has only examples whose results can be
+stacked. Without it, these operators raise an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
 
 
 def refuse_dynamic(op: Any, instead: str) -> NoReturn:
-    """Raises the error for results whose sizes would differ from example to example."""
+    """Raise the error for results whose sizes can differ between examples."""
     raise DataDependentError(
         f"vmap: {op_name(op)}, at {users_place()}: the size of the result depends on the values of "
         f"a batched tensor, so it would differ from example to example (torch.func says: vmap: We "
@@ -37,9 +37,14 @@ def refuse_dynamic(op: Any, instead: str) -> NoReturn:
 def item(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A batched tensor has a value for each example.
+    """Return a Python value that all examples share.
 
-    Backward formulas ask which way to compute; where all examples go the same, that is theirs.
+    Without ``data_dependent="split"`` this works only in backward formulas, which read values to
+    choose a computation.
+
+    Raises:
+        DataDependentError: the vmap does not split batches, and the value is not read by a formula
+            or differs between examples.
     """
     one = args[0].select(dims[0], 0)
     if level.splitter is None:
@@ -59,7 +64,7 @@ def item(
 def compared(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Whole tensors compared give one bool."""
+    """Compare whole tensors: the result is one bool, which the examples must share."""
     if level.splitter is None:
         raise DataDependentError(
             f"vmap: {op_name(op)}, at {users_place()}, answers with one Python bool, but each "
@@ -76,7 +81,7 @@ def compared(
 
 
 def _rows(x: Tensor, at: int = 0) -> Tensor:
-    """A row of elements for each example."""
+    """Return one row of elements per example."""
     x = front(x, at)
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
@@ -84,7 +89,7 @@ def _rows(x: Tensor, at: int = 0) -> Tensor:
 def _each_example(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The operator on one example after the other; results of one size are stacked."""
+    """Run the operator on one example after the other, and stack results of equal size."""
     if level.splitter is None:
         refuse_dynamic(op, "Use torch.where or a mask of the full size instead")
     results = []
@@ -105,13 +110,15 @@ rows(
 
 
 def nonzeros(op: Any, level: BatchLevel, masks: Sequence[Tensor]) -> list[Tensor]:
-    """The places of the nonzero elements, after the examples agree on how many there are.
+    """Return the indices of nonzero elements; the examples must agree on their number.
 
     Args:
-        masks: with the batch dim in front.
+        op: the operator, for errors.
+        level: the vmap level.
+        masks: tensors with the batch dim first.
 
     Returns:
-        For each of them a tensor (example, element, dim).
+        For each mask a tensor (example, element, dim).
     """
     counts = torch.stack([_rows(mask).count_nonzero(1) for mask in masks], 1)
     agree(op, level, counts)
@@ -126,7 +133,7 @@ def nonzeros(op: Any, level: BatchLevel, masks: Sequence[Tensor]) -> list[Tensor
 def nonzero(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One call for all examples that have as many."""
+    """Make one call for all examples, which have equally many nonzero elements."""
     if level.splitter is None:
         refuse_dynamic(op, "Use torch.where or a mask of the full size instead")
     return nonzeros(op, level, [front(args[0], dims[0])])[0], 0
@@ -151,7 +158,7 @@ def by_nonzero(
 def masked_select(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As many elements for each example as long as the mask is the same for all."""
+    """Select with a shared mask, which gives equally many elements for each example."""
     x, mask = args
     if dims[1] is not None:
         return _masked_select(op, level, dims, x, mask)
@@ -164,7 +171,7 @@ def masked_select(
 
 
 def _masked_select(op: Any, level: BatchLevel, dims: Dims, x: Tensor, mask: Tensor) -> Any:
-    """A mask for each example."""
+    """Select with one mask per example."""
     if level.splitter is None:
         refuse_dynamic(op, "Use torch.where(mask, x, fill) instead")
     (x, mask), at = align([x, mask], dims)
@@ -178,7 +185,7 @@ def _masked_select(op: Any, level: BatchLevel, dims: Dims, x: Tensor, mask: Tens
 def repeat_interleave(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """With a known size: where each place falls among the running sums of the counts."""
+    """With a known output size, search each index in the running sums of the counts."""
     count = kwargs.get("output_size")
     ends = front(args[0], dims[0]).cumsum(1)
     if count is None:
@@ -195,7 +202,7 @@ def repeat_interleave(
 def nonzero_static(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Each place that is not zero goes to the line of its ordinal; the rest fall off the end."""
+    """Scatter the index of each nonzero element to its ordinal; others go to an extra column."""
     x = front(args[0], dims[0]) != 0
     size, fill = kwargs["size"], kwargs.get("fill_value", -1)
     flat = lines(x)
@@ -207,7 +214,7 @@ def nonzero_static(
     columns = []
     rest = found
     for extent in reversed(x.shape[1:]):
-        extent = max(extent, 1)  # without elements there are no places, but divisors
+        extent = max(extent, 1)  # avoids a division by 0 if there are no elements
         columns.append(torch.where(found < 0, fill, rest % extent))
         rest = rest // extent
     if not columns:
@@ -219,7 +226,10 @@ def nonzero_static(
 def is_true(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Over all examples: only torch's own checks ask (anomaly mode, TORCH_CHECK_TENSOR_ALL)."""
+    """Reduce over all examples.
+
+    Only torch's internal checks call it (anomaly mode, TORCH_CHECK_TENSOR_ALL).
+    """
     return op(args[0]), None
 
 
@@ -227,6 +237,6 @@ def is_true(
 def assert_async(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """It must hold for every example."""
+    """The condition must hold for every example."""
     op(torch.ops.aten._is_all_true(args[0]), *args[1:])
     return None, None

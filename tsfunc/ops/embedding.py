@@ -1,4 +1,4 @@
-"""Embeddings: looking up rows, and adding gradients up by row."""
+"""Embeddings: lookup of rows, and sums of gradients by row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
-    """``0, step, 2 * step, ...`` for each example, to be added to batched indices."""
+    """Return ``0, step, 2 * step, ...`` for each example, to be added to batched indices."""
     counts = torch.arange(size, device=indices.device, dtype=indices.dtype) * step
     shape = [-1] + [1] * (indices.dim() - 1)
     out: Tensor = counts.view(shape)
@@ -25,12 +25,12 @@ def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
 def embedding(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Examples with weights of their own look theirs up in one long table."""
+    """Batched weights are stacked into one long table."""
     weight, indices, *rest = args
     p, q = dims[:2]
     size = level.batch_size
     padding, by_frequency = (*rest, *(-1, False)[len(rest) :])[:2]
-    if p is None and by_frequency:  # which is counted for each example
+    if p is None and by_frequency:  # the frequency is counted separately for each example
         weight, p = weight.expand(size, *weight.shape), 0
     if p is None:
         return op(weight, indices, *rest), q
@@ -44,7 +44,7 @@ def embedding(
     own_table = indices + offsets(indices, size, weight.shape[1])
     out = op(weight.flatten(0, 1), own_table, -1, by_frequency)
     if 0 <= padding < weight.shape[1]:
-        # A row of each table has no gradient: together they are one row of another table.
+        # The padding row of each table has no gradient: look it up in a table of the padding rows.
         only = indices.new_zeros(1)
         row, _ = _in_long_rows(op, weight[:, padding : padding + 1].movedim(0, 1), only, 0, False)
         row = row.view(size, *[1] * (indices.dim() - 1), -1)
@@ -55,7 +55,7 @@ def embedding(
 def _in_long_rows(
     op: Any, weight: Tensor, indices: Tensor, padding: Any, by_frequency: bool
 ) -> tuple[Tensor, int]:
-    """Examples look up the same places of their tables, of which the rows are put together."""
+    """Look up shared indices in a table whose rows are the concatenated rows of all examples."""
     table = weight.flatten(1)
     out = op(table, indices, padding, by_frequency)
     return out.unflatten(-1, weight.shape[1:]), indices.dim()
@@ -65,7 +65,7 @@ def _in_long_rows(
 def embedding_dense_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One long table again; or, where the rows are the same for all, longer rows."""
+    """Sum into one long table; for shared indices, into longer rows."""
     grad, indices, count, padding, by_frequency = args
     size = level.batch_size
     if dims[1] is None:
@@ -93,17 +93,17 @@ def embedding_bag(
     weight, indices, bags, by_frequency, mode, _, scales, last, padding = given
     p, q, r = dims[:3]
     if weight.requires_grad or (scales is not None and scales.requires_grad):
-        # C++ asks the tracer alone whether it will be differentiated, not the value inside.
+        # C++ checks requires_grad on the tracer only, not on the value inside of it.
         op = torch.ops.aten._embedding_bag
     size = level.batch_size
     s = dims[6] if len(dims) > 6 else None
     indices, bags = batched_front(indices, q, size), batched_front(bags, r, size)
-    if last:  # it is the end of the last bag, which goes without saying
+    if last:  # the last offset is the end of the last bag, which is implied
         bags = bags[:, :-1]
     if p is not None:
         weight = front(weight, p)
         own_table = indices + offsets(indices, size, weight.shape[1])
-        # What is padding in any table is so in the first one.
+        # A padding index of any table refers to the padding row of the first table.
         indices = torch.where(indices == padding, padding, own_table) if padding >= 0 else own_table
         weight = weight.flatten(0, 1)
     count, entries = bags.shape[1], indices.shape[1]
@@ -120,7 +120,7 @@ def embedding_bag(
 def _bag_results(
     size: int, count: int, own: bool, weight: Tensor, results: Sequence[Tensor]
 ) -> Any:
-    """The kernel's records of which bag is where, as they would be for each example."""
+    """Return the kernel's bookkeeping results as they would be for each example."""
     out, to_bag, sizes, largest = results
     dims: list[int | None] = [0, None, None, None]
     if to_bag.shape[0]:
@@ -132,12 +132,12 @@ def _bag_results(
         largest, dims[3] = largest.unflatten(0, (size, largest.shape[0] // size)), 0
         if own:
             largest = largest - offsets(largest, size, weight.shape[0] // size)
-            largest = largest.clamp(min=0)  # of bags without entries it is 0 in any table
+            largest = largest.clamp(min=0)  # for empty bags the index is 0 in every table
     return (out, to_bag, sizes, largest), tuple(dims)
 
 
 def _bag_rows(grad: Tensor, bags: Tensor, indices: Tensor) -> Tensor:
-    """For each entry its bag's row of ``grad``."""
+    """Return the row of ``grad`` of each entry's bag."""
     entries = torch.arange(indices.shape[1], device=indices.device).to(bags.dtype)
     entries = entries.expand(indices.shape).contiguous()
     bag = torch.searchsorted(bags.contiguous(), entries, right=True) - 1
@@ -149,7 +149,7 @@ def _bag_rows(grad: Tensor, bags: Tensor, indices: Tensor) -> Tensor:
 def embedding_bag_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Each entry's gradient is its bag's; for the largest, each bag's goes to one entry."""
+    """Each entry gets the gradient of its bag; in max mode one entry gets it."""
     grad, indices, bags, _, sizes, largest, count, by_frequency, mode = args[:9]
     scales = args[10] if len(args) > 10 else None
     padding = args[11] if len(args) > 11 else -1
@@ -179,7 +179,7 @@ def embedding_bag_backward(
 def embedding_bag_scales_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The product of each entry's row and its bag's gradient."""
+    """Return the product of each entry's row and the gradient of its bag."""
     grad, weight, indices, bags = args[:4]
     padding = args[6] if len(args) > 6 else -1
     size = level.batch_size
@@ -195,7 +195,7 @@ def embedding_bag_scales_backward(
 def embedding_renorm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Writes the rows that are looked up."""
+    """Renormalize the looked-up rows in place."""
     weight, indices, *rest = args
     if dims[0] is None:
         refuse_inplace(op)

@@ -1,6 +1,6 @@
-"""Factories that take type and device from a tensor: what a batched one makes is batched.
+"""Factories that take dtype and device from a tensor; a batched tensor gives a batched result.
 
-So a tensor that is made this way can be written to with batched values.
+The result can therefore be written with batched values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 def new(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A size, and what else there is, after the tensor."""
+    """The arguments are the tensor, the size, and further arguments."""
     return op(args[0], [level.batch_size, *args[1]], *args[2:], **kwargs), 0
 
 
@@ -45,7 +45,7 @@ def new_empty_strided(
 def linspace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The kernel takes numbers; batched ends need arithmetic."""
+    """The kernel takes numbers, so batched ends use arithmetic."""
     ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)]
     if any(logical_rank(x, at) for x, at in ends):
         return refused(op, dims, args, kwargs)
@@ -56,13 +56,13 @@ def linspace(
 def _evenly_between(
     dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, torch.dtype]:
-    """Numbers between two ends, not rounded yet, and the type of the result."""
+    """Return evenly spaced numbers before rounding, and the dtype of the result."""
     (start, end), _ = align(args[:2], dims)
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     like = start if isinstance(start, Tensor) else end
     exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
     start, end = (
-        # An integer result rounds the ends, too.
+        # An integer result also rounds the ends.
         torch.as_tensor(v, device=kwargs.get("device") or like.device).to(dtype).to(exact)
         for v in (start, end)
     )
@@ -70,7 +70,7 @@ def _evenly_between(
 
 
 def evenly(start: Tensor, end: Tensor, steps: int) -> Tensor:
-    """Numbers from each start to each end, in a new last dim; as torch, from both ends inwards."""
+    """Return evenly spaced numbers in a new last dim, computed from both ends as in torch."""
     start, end = start.unsqueeze(-1), end.unsqueeze(-1)
     index = torch.arange(steps, device=start.device)
     step = (end - start) / max(steps - 1, 1)
@@ -88,7 +88,7 @@ def evenly(start: Tensor, end: Tensor, steps: int) -> Tensor:
 def logspace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Powers of the base at evenly spaced exponents."""
+    """Return powers of the base at evenly spaced exponents."""
     ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)]
     if any(logical_rank(x, at) for x, at in ends):
         return refused(op, dims, args, kwargs)

@@ -1,6 +1,6 @@
-"""Normalisation over features: the batch joins the dims that are not normalised over.
+"""Normalization over features: the batch dim joins the dims that are not normalized.
 
-Weights and biases of which each example has its own are applied after the kernel.
+Batched weights and biases are applied after the kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _affine(
     scale: tuple[Tensor | None, int | None],
     shift: tuple[Tensor | None, int | None],
 ) -> tuple[Tensor, int | None]:
-    """``out * scale + shift``; both line up with the last dims of ``out``."""
+    """Return ``out * scale + shift``; both are aligned with the last dims of ``out``."""
     weight, p = scale
     if weight is not None:
         if at is None and p is None:
@@ -40,7 +40,7 @@ def _affine(
 
 
 def _column(x: Tensor | None, at: int | None, right: int) -> tuple[Tensor | None, int | None]:
-    """A value for each channel, with ``right`` dims of size 1 after the channels."""
+    """Return one value per channel, with ``right`` dims of size 1 after the channels."""
     if x is None:
         return None, None
     x = front(x, at)
@@ -53,7 +53,7 @@ def _column(x: Tensor | None, at: int | None, right: int) -> tuple[Tensor | None
 def native_layer_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch is one more dim before those that are normalised over."""
+    """The batch dim is an additional dim before the normalized dims."""
     x, shape, weight, bias, eps = args
     at, p, q = dims[0], dims[2], dims[3]
     if at is not None and at > x.dim() - 1 - len(shape):
@@ -70,7 +70,7 @@ def native_layer_norm(
 def layer_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As above, without the statistics."""
+    """Like ``native_layer_norm``, without the statistics."""
     x, at = args[0], dims[0]
     weight = args[2] if len(args) > 2 else None
     bias = args[3] if len(args) > 3 else None
@@ -84,7 +84,7 @@ def layer_norm(
 
 
 def _over_leading(x: Tensor, leading: int) -> Tensor:
-    """The sum over the logical dims before those of a weight; the batch dim is first."""
+    """Sum over the logical dims before those of a weight; the batch dim is first."""
     return x.sum(list(range(1, leading + 1))) if leading else x
 
 
@@ -92,7 +92,7 @@ def _over_leading(x: Tensor, leading: int) -> Tensor:
 def native_layer_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The input's gradient by the kernel; those of the weights are kept apart by hand."""
+    """The kernel computes the input's gradient; weight gradients are summed per example here."""
     grad, x, shape, mean, rstd, weight, _, mask = args
     size = level.batch_size
     grad, x, mean, rstd = (
@@ -106,7 +106,7 @@ def native_layer_norm_backward(
         if p is not None:
             (scaled, weight), _ = align((grad, weight), (0, p), grad.dim() - 1)
             scaled, weight = scaled * weight, None
-        # The kernel takes strides for granted, and reads past expanded values.
+        # The kernel ignores strides, and reads past the end of expanded tensors.
         parts = [v.contiguous() for v in (scaled, x)]
         stats = [v.contiguous() for v in (mean, rstd)]
         grad_x = op(*parts, shape, *stats, weight, None, [True, False, False])[0]
@@ -121,14 +121,15 @@ def native_layer_norm_backward(
 def native_group_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Examples count as more of N, which is the dim of size ``args[3]``."""
+    """Fold the batch into N, the dim of size ``args[3]``."""
     x, weight, bias, n, *rest = args
     at, p, q = dims[:3]
     if at is not None:
         x, n = front(x, at).flatten(0, 1), n * level.batch_size
     separate = p is not None or q is not None
     inner = (None, None) if separate else (weight, bias)
-    # What the kernel takes; on other devices than the CPU only the usual layout.
+    # The kernel requires one of these layouts; devices other than the CPU require contiguous
+    # tensors.
     last = x.device.type == "cpu" and channels_last(x, None)
     spatial = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
     x = x.contiguous(memory_format=spatial if last else torch.contiguous_format)
@@ -148,7 +149,10 @@ def native_group_norm(
 def native_group_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The input's gradient with examples as more of N; those of the weights by hand."""
+    """The kernel computes the input's gradient, with the batch in N.
+
+    The gradients of the weights are summed here.
+    """
     grad, x, mean, rstd, weight, n, c, hw, group, mask = args
     size = level.batch_size
     grad, x, mean, rstd = (
@@ -178,7 +182,7 @@ def native_group_norm_backward(
 def fused_rms_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch is one more dim before those that are normalised over."""
+    """The batch dim is an additional dim before the normalized dims."""
     x, shape, weight, eps = args
     at, p = dims[0], dims[2]
     if at is not None and at > x.dim() - 1 - len(shape):
@@ -194,7 +198,7 @@ def fused_rms_norm(
 def fused_rms_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As for layer norm, where the mean is zero."""
+    """Like layer norm with a mean of zero."""
     grad, x, shape, rstd, weight, mask = args
     size = level.batch_size
     grad, x, rstd = (

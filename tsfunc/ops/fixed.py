@@ -1,4 +1,4 @@
-"""Products of vectors and matrices: the batch rides along, or is folded into rows or columns."""
+"""Products of vectors and matrices: the batch dim is kept, or folded into rows or columns."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def _lead(x: Tensor, at: int, rank: int, to: int) -> Tensor:
-    """The batch dim first, and dims of size 1 after it until ``to`` logical dims follow it."""
+    """Move the batch dim first and insert dims of size 1 until ``to`` logical dims follow it."""
     return unit_dims(front(x, at), 1, to - rank)
 
 
 def _times_vector(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
-    """``x @ y`` where ``y`` has one logical dim."""
+    """Return ``x @ y`` for ``y`` with one logical dim."""
     if q is None:
         assert p is not None
         return (x.matmul(y), p) if p < x.dim() - 1 else (x.movedim(p, 0).matmul(y), 0)
     if p is None:
-        # As many vectors as examples are the columns of one matrix.
+        # The vectors of all examples are the columns of one matrix.
         out = x.matmul(y if q == 1 else y.mT)
         return out, out.dim() - 1
     x, y = front(x, p), front(y, q)
@@ -43,7 +43,7 @@ def _times_vector(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[T
 
 
 def _vector_times(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
-    """``x @ y`` where ``x`` has one logical dim and ``y`` at least two."""
+    """Return ``x @ y`` for ``x`` with one logical dim and ``y`` with at least two."""
     if q is None:
         out = (x.mT if p else x).matmul(y)
         return out, out.dim() - 2
@@ -55,7 +55,7 @@ def _vector_times(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[T
 
 
 def product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
-    """``matmul`` of logical values; one of them at least is batched."""
+    """Return ``matmul`` of logical tensors, at least one of them batched."""
     rank = x.dim() if p is None else x.dim() - 1
     other = y.dim() if q is None else y.dim() - 1
     if other == 1:
@@ -72,7 +72,7 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor,
     if p is not None:
         if other == 2:
             return (x.matmul(y), p) if p < rank else (x.movedim(p, 0).matmul(y), 0)
-        # Folded into the rows, since matmul would copy y for every example.
+        # Fold the batch into the rows: matmul would copy y for every example.
         size = x.shape[p]
         out = x.movedim(p, -3).flatten(-3, -2).matmul(y)
         return out.unflatten(-2, (size, out.shape[-2] // size)), out.dim() - 2
@@ -85,9 +85,9 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor,
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """``bmm``; of columns with rows by broadcasting, which takes a third of the time.
+    """Return ``bmm``. The product of columns and rows is a broadcast, in a third of the time.
 
-    That is the gradient of a layer's weights for one example.
+    Such a product is the gradient of a layer's weights for one example.
     """
     columns, rows = x.shape[2], y.shape[1]
     if type(columns) is int and columns == 1 and rows == 1 and x.dtype is not torch.bool:
@@ -96,7 +96,7 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def of_ranks(first: int, second: int) -> Rule:
-    """The rule of a product of tensors of just these ranks: ``matmul`` does it."""
+    """Return the rule of a product of tensors of exactly these ranks, by ``matmul``."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -119,7 +119,7 @@ rows(of_ranks(1, 1), "aten::dot")
 
 
 def _fit(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
-    """Whether two tensors have these ranks, and stacks as many matrices: ``matmul`` broadcasts."""
+    """True if two tensors have these ranks and stacks have equal sizes; ``matmul`` broadcasts."""
     if not ranks_are(dims, args, first, second):
         return False
     sizes = [x.shape[1 if d == 0 else 0] for x, d in zip(args, dims, strict=True)]
@@ -130,7 +130,7 @@ def _fit(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
 def bmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Products of the matrices of two stacks."""
+    """Multiply the matrices of two stacks."""
     if not _fit(dims, args, 3, 3):
         return refused(op, dims, args, kwargs)
     if sparse.is_sparse(args[0]):
@@ -142,7 +142,7 @@ def bmm(
 def matmul(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A product by the ranks of its arguments."""
+    """Choose the product by the logical ranks of the arguments."""
     x, y = args
     p, q = dims
     if x.dim() == (p is not None) or y.dim() == (q is not None):
@@ -157,7 +157,7 @@ def matmul(
 def vdot(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """dot with the first vector conjugated."""
+    """Conjugate the first vector and call dot."""
     if not _fit(dims, args, 1, 1):
         return refused(op, dims, args, kwargs)
     return product(args[0].conj(), dims[0], args[1], dims[1])
@@ -167,7 +167,10 @@ def vdot(
 def linear(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One call while only the input is batched; batched weights make it a batched product."""
+    """Call the operator once if only the input is batched.
+
+    Batched weights need a batched product.
+    """
     x, weight = args[0], args[1]
     bias = args[2] if len(args) > 2 else None
     at, q = dims[0], dims[1]
@@ -205,7 +208,7 @@ def linear(
 def _linear_weights(
     size: int, x: Tensor, at: int | None, weight: Tensor, bias: Tensor | None, r: int | None
 ) -> tuple[Tensor, int]:
-    """linear of rows, with a matrix of weights for each example, batch dim first."""
+    """Apply linear to rows with one weight matrix per example, batch dim first."""
     rank = logical_rank(x, at)
     shape = (x if at is None else front(x, at)[0]).shape[:-1] if rank > 2 else None
     rowwise = batched_front(x, at, size)
@@ -228,7 +231,7 @@ def _is_one(number: Any) -> bool:
 
 
 def _as_element(number: Any, dtype: torch.dtype) -> Any:
-    """A factor as the kernels have it: in integers, without its fraction."""
+    """Return a factor as the kernels use it: truncated for integer dtypes."""
     if dtype.is_floating_point or dtype.is_complex:
         return number
     return bool(number) if dtype is torch.bool else int(number)
@@ -242,10 +245,10 @@ def _added(
     out: Tensor,
     p: int | None,
 ) -> Any:
-    """``beta * x + alpha * out`` of the first argument, which may not be larger than ``out``."""
+    """Return ``beta * x + alpha * out``; ``x``, the first argument, must fit into ``out``."""
     x, at = args[0], dims[0]
     beta, alpha = (_as_element(kwargs.get(name, 1), x.dtype) for name in ("beta", "alpha"))
-    if _is_zero(beta):  # x may hold anything then, even nan; only its batch dim counts
+    if _is_zero(beta):  # x can have any values then, including NaN; only its batch dim matters
         if at is None:
             assert p is not None
             return (out if _is_one(alpha) else out * alpha), p
@@ -257,7 +260,10 @@ def _added(
 def _sum(
     x: Tensor, at: int | None, out: Tensor, p: int | None, alpha: Any = 1
 ) -> tuple[Tensor, int] | None:
-    """``x + alpha * out`` in the shape of ``out``; None where ``x`` does not fit into it."""
+    """Return ``x + alpha * out`` in the shape of ``out``, or None.
+
+    The result is None if ``x`` does not broadcast to ``out``.
+    """
     shape = _logical_shape(out, p)
     (x, out), at = align((x, out), (at, p))
     total = torch.add(x, out, alpha=alpha)
@@ -272,7 +278,7 @@ def _logical_shape(x: Tensor, at: int | None) -> list[int]:
 
 
 def _pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
-    """The product of the second and third argument."""
+    """Return the product of the second and the third argument."""
     if dims[1] is None and dims[2] is None:
         return args[1].matmul(args[2]), None
     return product(args[1], dims[1], args[2], dims[2])
@@ -282,7 +288,7 @@ def _pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
 def addmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One kernel for the common cases: rows of the batch folded, or all of it batched."""
+    """Use one kernel for unbatched weights (fold the rows), and for two batched factors."""
     x, a, b = args
     at, p, q = dims
     if not _fit(dims[1:], args[1:], 2, 2) or logical_rank(x, at) > 2:
@@ -301,7 +307,7 @@ def addmm(
 
 
 def added_product(first: int, second: int) -> Rule:
-    """The rule of a product of tensors of just these ranks, and then a sum."""
+    """Return the rule of a sum with a product of tensors of exactly these ranks."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -318,7 +324,7 @@ rows(added_product(3, 3), "aten::baddbmm")
 
 
 def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
-    """The sum over the first dim of a batched product, as one product of long rows."""
+    """Return the sum over the first dim of a batched product, as one product of long rows."""
     _, a, b = args
     _, p, q = dims
     if p is None and q is None:
@@ -333,14 +339,14 @@ def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
 def addbmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The sum over products is a product of longer rows."""
+    """The sum of products is one product of longer rows."""
     if not _fit(dims[1:], args[1:], 3, 3):
         return refused(op, dims, args, kwargs)
     return _added(op, dims, args, kwargs, *_sum_pair(dims, args))
 
 
 def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int | None]:
-    """The product of a column and a row."""
+    """Return the product of a column and a row."""
     column = (x if p is None else front(x, p)).unsqueeze(-1)
     line = y if q is None else front(y, q).unsqueeze(1)
     return column * line, None if p is None and q is None else 0
@@ -350,7 +356,7 @@ def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, 
 def outer(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A pointwise product."""
+    """Return the outer product as a pointwise product."""
     if not _fit(dims, args, 1, 1):
         return refused(op, dims, args, kwargs)
     return _outer(args[0], dims[0], args[1], dims[1])
@@ -360,7 +366,7 @@ def outer(
 def addr(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """An outer product and a sum."""
+    """Return the sum of the first argument and an outer product."""
     if not _fit(dims[1:], args[1:], 1, 1):
         return refused(op, dims, args, kwargs)
     return _added(op, dims, args, kwargs, *_outer(args[1], dims[1], args[2], dims[2]))
@@ -381,7 +387,7 @@ _RANKS = {
 def added_product_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The product, added to the first argument where it lies."""
+    """Add the product to the first argument in place."""
     x, at = args[0], dims[0]
     if at is None:
         refuse_inplace(op)
@@ -409,7 +415,7 @@ def added_product_inplace(
 def trilinear(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Sums of products of three: all dims that it names move by one."""
+    """Shift all named dims past the batch dim, which is first."""
     tensors = [batched_front(x, d, level.batch_size) for x, d in zip(args, dims[:3], strict=False)]
     moved = [[d + 1 for d in dim] for dim in args[3:7]]
     unroll = (args[7] if len(args) > 7 else 1) + 1

@@ -1,4 +1,4 @@
-"""What torch's forward mode asks of tensors whose tangents it reads."""
+"""Operators that torch's forward mode calls on tensors with tangents."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 def primal(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The value without this level's tangent, which hangs on the tracer: its own alias."""
+    """Return an alias of the value without this level's tangent, which the tracer holds."""
     return torch.ops.aten.alias(args[0]), dims[0]

@@ -1,4 +1,4 @@
-"""Histograms: each example's bins follow those of the one before it in one long histogram."""
+"""Histograms: the bins are computed per element and counted by one scatter for all examples."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def counted(bins: Tensor, count: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """For each example (first dim) how often each bin occurs, or its sum of weights.
+    """Return the count of each bin for each example (dim 0), or the sum of its weights.
 
-    A bin of ``count`` stands for what is not counted.
+    The bin ``count`` stands for elements that are not counted.
     """
     size = bins.shape[0]
     if weight is None:
@@ -28,7 +28,7 @@ def counted(bins: Tensor, count: int, weight: Tensor | None, dtype: torch.dtype)
 
 
 def _bounds(x: Tensor, low: Any, high: Any, widened: float) -> tuple[Tensor, Tensor]:
-    """The range of each example (N, elements): as given, or its least and largest element."""
+    """Return the range of each example (N, elements): as given, or its extreme elements."""
     if low == high and x.shape[1]:
         lows, highs = x.amin(1), x.amax(1)
     else:
@@ -43,7 +43,7 @@ def _bounds(x: Tensor, low: Any, high: Any, widened: float) -> tuple[Tensor, Ten
 def histc(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Bins of equal width; each example's own range where none is given."""
+    """Bins of equal width. Without a range, the range of each example is used."""
     bins, low, high = filled(args[1:], 100, 0, 0)
     x = lines(front(args[0], dims[0]))
     lows, highs = (b.unsqueeze(1) for b in _bounds(x, low, high, 1))
@@ -53,14 +53,17 @@ def histc(
 
 
 def _edges(x: Tensor, bins: int, given: Sequence[float] | None) -> Tensor:
-    """The edges of equal bins for each example (N, elements)."""
+    """Return the edges of equal bins for each example (N, elements)."""
     low, high = given if given is not None else (0, 0 if x.shape[1] else 1)
     lows, highs = _bounds(x, low, high, 0.5)
     return evenly(lows, highs, bins + 1)
 
 
 def _located(x: Tensor, edges: Tensor) -> Tensor:
-    """The bin of each element (N, elements) between edges (N, bins + 1), the last one closed."""
+    """Return the bin of each element (N, elements) between edges (N, bins + 1).
+
+    The last bin includes its upper edge. An element outside of all bins gets the number of bins.
+    """
     bins = edges.shape[1] - 1
     places = torch.searchsorted(edges.contiguous(), x.contiguous(), right=True) - 1
     places = torch.where(x == edges[:, -1:], bins - 1, places)
@@ -68,7 +71,7 @@ def _located(x: Tensor, edges: Tensor) -> Tensor:
 
 
 def _histogram(x: Tensor, edges: Sequence[Tensor], weight: Tensor | None, density: bool) -> Tensor:
-    """The histogram of points (N, points, D) between edges (N, bins + 1) along each of D dims."""
+    """Return the histogram of points (N, points, D) between edges (N, bins + 1) for each of D."""
     size = x.shape[0]
     shape = [e.shape[1] - 1 for e in edges]
     total = 1
@@ -90,7 +93,7 @@ def _histogram(x: Tensor, edges: Sequence[Tensor], weight: Tensor | None, densit
 
 
 def _points(x: Tensor, at: int | None, size: int, rank: int) -> Tensor:
-    """All elements of an example in one dim; or all its points, whose coordinates come last."""
+    """Return elements as points with one coordinate each, or points flattened into one dim."""
     x = batched_front(x, at, size)
     return lines(x).unsqueeze(-1) if rank == 0 else x.flatten(1, -2)
 
@@ -106,7 +109,7 @@ def _weight(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any], size: in
 def histogram(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Equal bins over a range: the given one, or each example's own."""
+    """Equal bins over a given range, or over the range of each example."""
     size = level.batch_size
     x = _points(args[0], dims[0], size, 0)
     (bins,) = filled(args[1:], 100)
@@ -119,7 +122,7 @@ def histogram(
 def histogram_between(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Bins between edges that are given; they are returned, too."""
+    """Bins between given edges, which are also returned."""
     size = level.batch_size
     x = _points(args[0], dims[0], size, 0)
     edges = batched_front(args[1], dims[1], size)
@@ -132,7 +135,7 @@ def histogram_between(
 def histogramdd_edges(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Edges for each coordinate."""
+    """Return the edges for each coordinate."""
     if logical_rank(args[0], dims[0]) < 2 or len(args[1]) != _coordinates(args[0], dims[0]):
         return refused(op, dims, args, kwargs)
     x = _points(args[0], dims[0], level.batch_size, 1)
@@ -140,7 +143,7 @@ def histogramdd_edges(
 
 
 def _coordinates(x: Tensor, at: int | None) -> Any:
-    """How many each point of an example has."""
+    """Return the number of coordinates of each point."""
     return x.shape[-2 if at == x.dim() - 1 else -1]
 
 
@@ -169,7 +172,7 @@ def histogramdd(
 def histogramdd_between(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Between edges that are given for each coordinate."""
+    """Bins between given edges along each coordinate."""
     size = level.batch_size
     x = _points(args[0], dims[0], size, 1)
     at = dims[1] or [None] * len(args[1])

@@ -19,14 +19,14 @@ _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 def same_shape(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One tensor, then numbers; also where it is written."""
+    """Operators on one tensor and numbers, also in place: the batch dim stays."""
     return op(*args, **kwargs), dims[0]
 
 
 def laid_out(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One tensor, and a memory format that is meant for each example."""
+    """Operators on one tensor with a memory format, which applies to each example."""
     x, at = args[0], dims[0]
     wanted = kwargs.get("memory_format", torch.preserve_format)
     if wanted is None or wanted is torch.preserve_format:
@@ -35,10 +35,11 @@ def laid_out(
         spatial = 2 if wanted is torch.channels_last else 3
         if x.dim() != spatial + 3:
             raise RuntimeError(f"required rank {spatial + 2} tensor to use {wanted} format")
-        # Contiguous with the channels last, and then seen with the channels where they were.
+        # Make a contiguous tensor with the channels last, then move the channels' dim back by a
+        # view.
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
         return op(front(x, at).movedim(2, -1), *args[1:], **kwargs).movedim(-1, 2), 0
-    # Where the batch dim is not first, a contiguous value has examples that are not.
+    # The batch dim goes first: otherwise the examples of a contiguous batch are not contiguous.
     return op(front(x, at), *args[1:], **kwargs), 0
 
 
@@ -46,7 +47,7 @@ def laid_out(
 def contiguous(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As clone, but only where it must be."""
+    """Like clone, but it copies only if necessary."""
     wanted = kwargs.get("memory_format", torch.contiguous_format)
     if wanted not in _CHANNELS_LAST:
         return front(args[0], dims[0]).contiguous(), 0
@@ -57,7 +58,7 @@ def contiguous(
 def to_dtype(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A cast without a memory format; with one, its parts say what it means."""
+    """Cast without a memory format. With one, the decomposition handles it."""
     return NotImplemented if len(args) > 4 else (op(*args), dims[0])
 
 
@@ -65,7 +66,7 @@ def to_dtype(
 def copy_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The source is broadcast, and cast to whatever the target is."""
+    """Broadcast the source and cast it to the dtype of the target."""
     x, at = args[0], dims[0]
     if at is None:
         refuse_inplace(op)
@@ -78,7 +79,7 @@ def copy_inplace(
 def copy(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As copy_, except that what is not batched can be."""
+    """Like copy_, but the target may be unbatched."""
     x, at = args[0], dims[0]
     if at is None:
         x, at = batched_at(x, None, level.batch_size, 0), 0
@@ -89,7 +90,7 @@ def copy(
 def fill_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A value for each example is copied in."""
+    """A batched fill value is copied into the tensor."""
     x, value = args
     at = dims[0]
     if at is None:
@@ -105,7 +106,7 @@ def fill_inplace(
 def fill(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Only the shape and type of the first argument count."""
+    """The result depends only on the shape and dtype of the first argument."""
     x, value = args
     if dims[1] is None:
         return op(x, value), dims[0]
@@ -118,11 +119,11 @@ def fill(
 def new_zeros_with_same_feature_meta(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Zeros for a tangent (the first argument), strided as its primal is.
+    """Return zeros for a tangent (the first argument), with the strides of the primal.
 
-    They have every batch dim that the tangent has, for it is written into them: the first
-    ``self_num_batch_dims`` dims of the tangent are those that its primal lacks.
-    Examples of a primal that share memory lack the batch dim: zeros with their strides would
+    The zeros have every batch dim of the tangent, because the tangent is written into them. The
+    first ``self_num_batch_dims`` dims of the tangent are the dims that the primal lacks. A primal
+    whose examples share memory counts as one without the batch dim: zeros with its strides would
     share memory too, and could not be written.
     """
     (tangent, primal), (at, primal_at) = args, dims
@@ -143,7 +144,7 @@ def new_zeros_with_same_feature_meta(
 def has_same_storage_numel(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A guard of forward mode for views into a larger storage, which no example has."""
+    """Return True: forward mode guards against views of larger storages, which no example is."""
     return True, None
 
 
@@ -151,7 +152,7 @@ def has_same_storage_numel(
 def is_same_size(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of the logical sizes."""
+    """Compare the logical sizes."""
 
     def sizes(x: Tensor, at: int | None) -> list[Any]:
         return [size for dim, size in enumerate(x.shape) if dim != at]
@@ -198,10 +199,14 @@ rows(
 def resize(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Each example keeps its own first elements, in the order in which they lie in memory."""
+    """Each example keeps its first elements in memory order.
+
+    Raises:
+        RuntimeError: the elements of an example are not in their logical order in memory.
+    """
     x = front(args[0], dims[0])
     if list(x.shape[1:]) == list(args[1]) and kwargs.get("memory_format") is None:
-        return x, 0  # its layout stays, too
+        return x, 0  # keeps the layout of the tensor
     steps = x.stride()[1:]
     if any(first < second for first, second in itertools.pairwise(steps)):
         raise RuntimeError(
@@ -219,7 +224,7 @@ def _resized(x: Tensor, size: Sequence[Any], memory_format: torch.memory_format 
     else:
         new = torch.cat([old, x.new_empty(x.shape[0], count - old.shape[1])], 1)
     if memory_format in _CHANNELS_LAST:
-        # In memory the channels come last.
+        # The channels come last in memory.
         out: Tensor = new.unflatten(1, [size[0], *size[2:], size[1]]).movedim(-1, 2)
         return out
     return new.reshape(x.shape[0], *size)

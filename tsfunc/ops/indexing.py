@@ -28,7 +28,7 @@ def _is_inplace(op: Any) -> bool:
 
 
 def _rows_of(x: Tensor, at: int | None, size: int) -> tuple[Tensor, bool]:
-    """The value with its batch dim first and at least one logical dim; whether it had none."""
+    """Return the tensor with its batch dim first, and True if it was a scalar and got a dim."""
     x = batched_front(x, at, size)
     return (x.unsqueeze(1), True) if x.dim() == 1 else (x, False)
 
@@ -37,7 +37,7 @@ def _rows_of(x: Tensor, at: int | None, size: int) -> tuple[Tensor, bool]:
 def gather(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Index and values agree in every dim, so both need the batch dim."""
+    """The index and the values have the same rank, so both need the batch dim."""
     x, dim, index = args
     size = level.batch_size
     if dims[2] is None and x.dim() - 1 == index.dim() > 0:
@@ -52,7 +52,7 @@ def gather(
 def scatter(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Writes at an index for each element; the source may also be a number."""
+    """Write one element per index; the source is a tensor or a number."""
     x, dim, index, source, *rest = args
     size = level.batch_size
     inplace = _is_inplace(op)
@@ -64,7 +64,7 @@ def scatter(
         if logical_rank(source, dims[3]) == 0 and "value" in op.name():
             shape = [1] * (index.dim() - 1)
             source = source.view(-1, *shape) if dims[3] is not None else source
-            # There is no kernel that takes values and means to broadcast them.
+            # No kernel broadcasts a tensor of values.
             source = source.to(x.dtype).expand(index.shape)
             op = _source_form(op)
         else:
@@ -93,7 +93,7 @@ rows(
 def index_select(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The same places for all; all places of all examples; or gather, where each has its own."""
+    """Select by a shared index, select from a shared tensor, or gather if both are batched."""
     x, dim, index = args
     at, q = dims[0], dims[2]
     size = level.batch_size
@@ -114,17 +114,17 @@ def index_select(
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """Half complex numbers, for which gather and scatter have no kernels, as pairs of halves."""
+    """View complex32 numbers as pairs of halves: gather and scatter have no complex32 kernels."""
     return torch.view_as_real(x) if x.dtype is torch.complex32 else x
 
 
 def _paired(x: Tensor, like: Tensor) -> Tensor:
-    """The way back from ``_pairs``."""
+    """Undo ``_pairs``."""
     return torch.view_as_complex(x) if like.dtype is torch.complex32 else x
 
 
 def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
-    """An index for dim ``dim`` of each example, as one for each element of ``like``."""
+    """Expand an index for dim ``dim`` of each example to one index per element of ``like``."""
     shape = [1] * like.dim()
     shape[0], shape[dim] = index.shape
     whole = list(like.shape)
@@ -139,7 +139,7 @@ def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
 def index_write(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The kernel itself where the places are the same for all, else the scatter that it is."""
+    """Call the operator for a shared index, else the corresponding scatter."""
     x, dim, index, source, *rest = args
     at, _, q, s = dims[:4]
     size = level.batch_size
@@ -149,7 +149,7 @@ def index_write(
     written, flat = _rows_of(x, at, size)
     dim = wrap(dim, written.dim() - 1) + 1
     source = batched_front(source, s, size)
-    if source.dim() < written.dim():  # a source without dims may stand for one element
+    if source.dim() < written.dim():  # a source without dims can stand for one element
         source = source.unsqueeze(1)
     if q is None:
         out = op(written, dim, index, source, *rest, **kwargs)
@@ -164,7 +164,7 @@ def index_write(
 def _scattered(
     op: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, rest: Any, kwargs: Any
 ) -> Tensor:
-    """index_add, index_copy or index_reduce with an index for each element."""
+    """index_add, index_copy or index_reduce with one index per example."""
     name = op.name().removeprefix("aten::")
     suffix = "_" if name.endswith("_") else ""
     if name.startswith("index_add") and kwargs.get("alpha", 1) != 1:
@@ -188,7 +188,7 @@ def _scattered(
 def index_fill(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One number for all, or scattered numbers of each example."""
+    """Fill with one number for a shared index, else with numbers per example."""
     x, dim, index, value = args
     at, _, q, v = (*dims, None)[:4]
     inplace = _is_inplace(op)
@@ -212,7 +212,7 @@ def _filled(
 ) -> Tensor:
     """index_fill with an index or a value for each example.
 
-    By a mask of the places: an index that comes twice is to count once in the value's gradient.
+    A mask selects the elements, so that a repeated index counts once in the gradient of the value.
     """
     if value_dim is not None:
         value = value.view(-1, *[1] * (x.dim() - 1))
@@ -224,7 +224,7 @@ def _filled(
 
 
 def _places(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Which places along a dim an index for each example names, as a mask that broadcasts."""
+    """Return a broadcastable mask of the places along a dim that each example's index names."""
     size = x.shape[dim]
     index = torch.where(index < 0, index + size, index)
     mask = torch.zeros((x.shape[0], size), dtype=torch.bool, device=x.device)
@@ -237,7 +237,7 @@ def _places(x: Tensor, dim: int, index: Tensor) -> Tensor:
 def take(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Indexes into all elements of an example."""
+    """Index into the flattened elements of each example."""
     x, index = args
     if dims[0] is None:
         return op(x, index), dims[1]
@@ -255,7 +255,7 @@ def take(
 def put(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Writes into all elements of an example."""
+    """Write into the flattened elements of each example."""
     x, index, source, *rest = args
     inplace = _is_inplace(op)
     if inplace and dims[0] is None:
@@ -275,7 +275,10 @@ def put(
 
 
 def _ordinals(mask: Tensor) -> Tensor:
-    """For each place of an example, how many places before it the mask has."""
+    """Return, for each element of an example, the number of True mask elements before it.
+
+    For an element outside of the mask, the number is one less.
+    """
     return mask.flatten(1).cumsum(1) - 1
 
 
@@ -283,7 +286,7 @@ def _ordinals(mask: Tensor) -> Tensor:
 def masked_scatter(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The k-th place of the mask gets the k-th element of the source."""
+    """The k-th True element of the mask gets the k-th element of the source."""
     x, mask, source = args
     if mask.dtype is not torch.bool or x.dtype is not source.dtype:
         return refused(op, dims, args, kwargs)
@@ -314,7 +317,10 @@ def masked_scatter(
 def masked_scatter_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The gradients at the mask's places, in order; what is elsewhere falls off the end."""
+    """Collect the gradients at the mask's True elements, in order.
+
+    Gradients at other elements go to an extra column, which is cut off.
+    """
     grad, mask, sizes = args
     size = level.batch_size
     top = max(logical_rank(grad, dims[0]), logical_rank(mask, dims[1]))

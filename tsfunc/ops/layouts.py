@@ -1,8 +1,9 @@
-"""How examples lie in memory, where operators give their results the layout of their arguments.
+"""The channels-last layout of examples, for operators whose results keep an argument's layout.
 
-torch lays the result of some operators out with the channels last if their argument is so: for
-tensors of four or five dims. A batch of such examples has a dim more, and is none. Rules of these
-operators run on a view of the batch that has the channels' dim last, and is laid out as usual.
+Some torch operators return a channels-last result for a channels-last argument. This applies to
+tensors of four or five dims. A batch of such examples has one more dim, so torch does not
+recognize its layout. The rules of these operators run the operator on a contiguous view of the
+batch, which has the channels' dim last.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tsfunc.ops.dims import front
 
 
 def channels_last(x: Tensor, at: int | None) -> bool:
-    """Whether each example has its channels last in memory, as torch decides it from strides."""
+    """True if each example is channels-last, decided from its strides as torch does."""
     rank = x.dim() - (at is not None)
     if rank not in (4, 5):
         return False
@@ -24,8 +25,8 @@ def channels_last(x: Tensor, at: int | None) -> bool:
     for dim in (1, *range(rank - 1, 1, -1), 0):
         size, step = pairs[dim]
         if type(size) is not int or type(step) is not int:
-            return False  # sizes of a trace are not asked for their order
-        # Channels of size 1 lie both ways, which counts as the usual one.
+            return False  # symbolic sizes cannot be compared without a guard
+        # With one channel both layouts have the same strides; torch treats that as contiguous.
         if not size or not step or step < least or (not dim and least == pairs[1][1]):
             return False
         least = step * size
@@ -33,15 +34,15 @@ def channels_last(x: Tensor, at: int | None) -> bool:
 
 
 def channels_moved(x: Tensor, at: int | None) -> Tensor:
-    """The value with its batch dim first and the channels' dim last."""
+    """Return the tensor with its batch dim first and the channels' dim last."""
     return front(x, at).movedim(2, -1)
 
 
 def channels_back(x: Tensor) -> Tensor:
-    """What ``channels_moved`` did, undone."""
+    """Undo ``channels_moved``: move the channels' dim from the last place back to place 2."""
     return x.movedim(-1, 2)
 
 
 def moved_dim(dim: int, rank: int) -> int:
-    """Where ``channels_moved`` has a logical dim of examples of ``rank`` dims."""
+    """Return the place of a logical dim after ``channels_moved``; examples have ``rank`` dims."""
     return {0: 1, 1: rank}.get(dim, dim)

@@ -1,8 +1,8 @@
-"""Linear algebra: kernels take any number of leading dims, of which the batch is the first.
+"""Linear algebra: kernels accept any number of leading dims, the first of which is the batch dim.
 
 NOTE [solving for many]
-Where the matrix is the same for all examples it is factored once: the right-hand sides of all
-examples are columns of one.
+A matrix that is the same for all examples is factored once: the right-hand sides of all examples
+become columns of one matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
 
 def result_dims(out: Any, size: Any) -> Any:
-    """Results have the batch dim first, but for those that were not asked for: empty vectors."""
+    """Return the batch dims of results: None for empty vectors (not requested), else 0."""
     if isinstance(out, Tensor):
         return None if out.dim() == 1 and out.shape[0] == 0 != size else 0
     return tuple(result_dims(o, size) for o in out)
@@ -30,7 +30,7 @@ def result_dims(out: Any, size: Any) -> Any:
 def leading(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A function of one matrix."""
+    """Batching rule of a function of one matrix."""
     if args[0].dim() < 3:
         return refused(op, dims, args, kwargs)
     out = op(front(args[0], dims[0]), *args[1:], **kwargs)
@@ -64,7 +64,10 @@ rows(
 def determinant(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of a contiguous matrix the transpose is factored; torch's derivatives ask the example."""
+    """torch factors contiguous matrices transposed, and its derivative checks the same.
+
+    The batch is made contiguous if the examples are, so that both checks agree.
+    """
     if args[0].dim() < 3:
         return refused(op, dims, args, kwargs)
     x = front(args[0], dims[0])
@@ -74,7 +77,7 @@ def determinant(
 
 
 def _broadcasting(dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-    """As ``_together``, for kernels that broadcast: of size 1 where there is no batch dim."""
+    """Like ``_together``, for kernels that broadcast: unbatched tensors get a dim of size 1."""
     lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
     return [
         unit_dims(x.unsqueeze(0) if d is None else front(x, d), 1, lead + r - logical_rank(x, d))
@@ -90,7 +93,7 @@ _TOLERANCES = ("aten::linalg_pinv.atol_rtol_tensor", "aten::linalg_matrix_rank.a
 def with_tolerances(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A function of one matrix, and of tolerances that broadcast with its leading dims."""
+    """A function of a matrix and of tolerances that broadcast with its leading dims."""
     if not ranks_at_least(dims, args, 2):
         return refused(op, dims, args, kwargs)
     names = [name for name in ("atol", "rtol") if kwargs.get(name) is not None]
@@ -103,14 +106,18 @@ def with_tolerances(
     if op is _RANK and x.shape[0] < level.batch_size and x.numel():
         return _ranks(x, **kwargs), 0
     out = op(x, **kwargs)
-    # Of matrices without elements the tolerances are not looked at.
+    # For matrices without elements torch ignores the tolerances, and the result lacks their batch
+    # dim.
     return (out, 0) if out.shape[0] == level.batch_size else (out.squeeze(0), None)
 
 
 def _ranks(
     x: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = None, hermitian: bool = False
 ) -> Tensor:
-    """Of one matrix by several tolerances: torch's function warns that they are more than one."""
+    """Return the ranks of one matrix for several tolerances.
+
+    torch's function warns about several tolerances.
+    """
     values = torch.linalg.eigvalsh(x).abs() if hermitian else torch.linalg.svdvals(x)
     if rtol is None:
         assert atol is not None
@@ -129,7 +136,7 @@ takes_keywords(_TOLERANCES, "atol", "rtol")
 def matrix_exp(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The kernel takes several leading dims only where they lie one after another."""
+    """Flatten the leading dims: the kernel accepts several only if a view flattens them."""
     x = front(args[0], dims[0])
     if x.dim() < 3:
         return refused(op, dims, args, kwargs)
@@ -139,7 +146,7 @@ def matrix_exp(
 def _together(
     level: BatchLevel, dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]
 ) -> list[Tensor]:
-    """The batch dim first in each; ``ranks`` are of the matrices or vectors that each holds."""
+    """Move each tensor's batch dim first; ``ranks`` are the ranks of a single matrix or vector."""
     lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
     return [
         unit_dims(batched_front(x, d, level.batch_size), 1, lead + r - logical_rank(x, d))
@@ -148,9 +155,9 @@ def _together(
 
 
 def together(*ranks: int, broadcast: bool = False) -> Any:
-    """The rule of a function of several matrices with the same leading dims.
+    """Return the rule of a function of several matrices with the same leading dims.
 
-    The operator takes other leading dims only where ``broadcast`` says so.
+    ``broadcast`` is True for an operator that broadcasts leading dims.
     """
 
     def rule(
@@ -186,7 +193,7 @@ _unpacked = together(2, 1)
 def lu_unpack(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What is not asked for comes back empty, with no dim for the batch."""
+    """Results that were not requested are empty and have no batch dim."""
     found = _unpacked(op, level, dims, args, kwargs)
     if found is NotImplemented:
         return found
@@ -198,7 +205,7 @@ def lu_unpack(
 def linalg_cross(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Dims are counted from the end, which the batch dim at the front does not change."""
+    """``dim`` is counted from the end, where a batch dim at the front does not change it."""
     x, y = args
     rank = logical_rank(x, dims[0])
     dim = kwargs.get("dim", -1)
@@ -211,9 +218,10 @@ def linalg_cross(
 def _as_columns(
     solve: Callable[[Tensor], Any], rhs: Tensor, at: int, left: bool
 ) -> tuple[Any, Tensor, int]:
-    """Solves with one matrix for the right-hand sides of all examples; see the note above.
+    """Solve with one matrix for the right-hand sides of all examples: NOTE [solving for many].
 
-    Returns all that ``solve`` does, the solution by itself, and where its batch dim is.
+    Returns:
+        The results of ``solve``, the solution, and the batch dim of the solution.
     """
     size = rhs.shape[at]
     dim = -2 if left else -3
@@ -233,9 +241,9 @@ def _shape(x: Tensor, at: int | None) -> Any:
 def solve(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A right-hand side with one dim less than the matrix is a vector, or several.
+    """A right-hand side with one dim less than the matrix is a vector, or a batch of vectors.
 
-    Beside the solution there may be the factors.
+    ``_linalg_solve_ex`` returns factors beside the solution.
     """
     a, b = args
     if not ranks_at_least(dims, args, 2, 1):
@@ -260,7 +268,7 @@ def solve(
     if isinstance(outs, Tensor):
         return outs.squeeze(-1) if vector else outs, 0
     out, *rest = outs
-    for _ in range(a.dim() - 1 - rank):  # the factors have no more dims than the matrix
+    for _ in range(a.dim() - 1 - rank):  # the factors have the rank of the matrix
         rest = [r.squeeze(1) for r in rest]
     return (out.squeeze(-1) if vector else out, *rest), 0
 
@@ -269,7 +277,7 @@ def solve(
 def solve_triangular(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The matrix comes first."""
+    """The matrix is the first argument."""
     if not ranks_at_least(dims, args, 2, 2):
         return refused(op, dims, args, kwargs)
     a, b = args
@@ -284,7 +292,7 @@ def solve_triangular(
 def solve_factored(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The matrix comes second. triangular_solve returns a copy of it, too."""
+    """The matrix is the second argument. triangular_solve also returns a copy of the matrix."""
     if not ranks_at_least(dims, args, 2, 2):
         return refused(op, dims, args, kwargs)
     b, a, *rest = args
@@ -300,7 +308,10 @@ def solve_factored(
 def lu_solve(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Factors and pivots belong together; the kernel broadcasts them with the right-hand side."""
+    """Factors and pivots have the same batch.
+
+    The kernel broadcasts both with the right-hand side.
+    """
     if not ranks_at_least(dims, args, 2, 1, 2):
         return refused(op, dims, args, kwargs)
     lu, pivots, b = args
@@ -338,7 +349,7 @@ def lstsq(
 def check_errors(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The codes of many matrices."""
+    """Check the error codes of a batch of matrices."""
     return op(args[0], *args[1:], **{**kwargs, "is_matrix": False}), None
 
 
@@ -349,7 +360,10 @@ _over_dims = reduction(2, 3, None, (None,))
 def norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of vectors or matrices by dims; without, of all elements, or of what has one or two."""
+    """Reduce vectors or matrices over ``dim``.
+
+    Without ``dim``, reduce all elements, or (with ``ord``) the one or two dims of the input.
+    """
     x, order, over, keep = filled(args, None, None, None, False)
     rank = x.dim() - 1
     if x.layout is not torch.strided:
@@ -366,7 +380,7 @@ def norm(
 def matrix_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of the matrices in the last two dims, or in others."""
+    """Reduce the matrices in ``dim``, by default the last two dims."""
     x, order, over, keep = filled(args, None, "fro", (-2, -1), False)
     if x.dim() < 3:
         return refused(op, dims, args, kwargs)

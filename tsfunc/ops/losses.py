@@ -1,4 +1,4 @@
-"""Losses: computed for every element, then reduced for each example by itself."""
+"""Losses: computed for every element, then reduced separately for each example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ NONE, MEAN = 0, 1  # the reduction argument of losses; 2 is the sum
 
 
 def reduced(out: Tensor, at: int, reduction: int) -> tuple[Tensor, int]:
-    """The mean or sum over all logical dims, where one is asked for."""
+    """Reduce over all logical dims by mean or sum.
+
+    Without a reduction, return the tensor unchanged.
+    """
     if reduction == NONE:
         return out, at
     dims = every_dim(out.dim() - 1, at)
@@ -25,7 +28,7 @@ def reduced(out: Tensor, at: int, reduction: int) -> tuple[Tensor, int]:
 
 
 def _broadcast(args: Sequence[Any], dims: Dims) -> tuple[list[Any], int]:
-    """Lines up and expands the tensors; weights that were not given stay None."""
+    """Align and expand the tensors; missing weights stay None."""
     aligned, at = align(args, dims)
     shape = torch.broadcast_shapes(*(x.shape for x in aligned if x is not None))
     return [None if x is None else x.expand(shape) for x in aligned], at
@@ -40,7 +43,7 @@ def _size_without(out: Tensor, at: int) -> Any:
 
 
 def pointwise_loss(count: int) -> Rule:
-    """The rule of a loss of ``count`` tensors, the reduction and perhaps a number."""
+    """Return the rule of a loss with ``count`` tensors, a reduction and possibly a number."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -54,7 +57,7 @@ def pointwise_loss(count: int) -> Rule:
 
 
 def pointwise_loss_backward(count: int) -> Rule:
-    """As above; the gradient that comes in, the first tensor, is spread over all elements."""
+    """Return the rule of the backward operator; its first tensor, the gradient, is expanded."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -85,9 +88,9 @@ rows(pointwise_loss_backward(4), "aten::binary_cross_entropy_backward")
 def _picked(
     level: BatchLevel, dims: Dims, x: Tensor, target: Tensor, weight: Tensor | None, ignore: Any
 ) -> tuple[Tensor, int, Tensor, Tensor]:
-    """``x`` with its batch dim first, its dim of classes, the targets and their weights.
+    """Return ``x`` with its batch dim first, its dim of classes, the targets and their weights.
 
-    What is to be ignored counts as class 0 of weight 0.
+    An ignored target counts as class 0 with weight 0.
     """
     size = level.batch_size
     x = batched_front(x, dims[0], size)
@@ -111,13 +114,13 @@ def _picked(
 def nll_loss_forward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Looks up each target's value; returns the sum of the targets' weights too."""
+    """Look up the value of each target; also return the sum of the targets' weights."""
     x, target, weight, reduction, ignore = args
     x, classes, target, counted = _picked(level, dims, x, target, weight, ignore)
     value = x.gather(classes, target).squeeze(classes)
-    # Not a plain product: an ignored value may be infinite.
+    # ``where`` masks ignored values, which can be infinite.
     loss = -torch.where(counted == 0, 0, value * counted)
-    if reduction == NONE:  # the kernel adds no weights up then, unless there is but one
+    if reduction == NONE:  # the kernel does not sum the weights then, except for a single sample
         return ((loss, counted), 0) if loss.dim() == 1 else ((loss, x.new_zeros(())), (0, None))
     total = counted.flatten(1).sum(1) if counted.dim() > 1 else counted
     loss = loss.flatten(1).sum(1) if loss.dim() > 1 else loss
@@ -128,7 +131,7 @@ def nll_loss_forward(
 def nll_loss_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Puts the gradient at each target's place."""
+    """Write the gradient at the place of each target."""
     grad, x, target, weight, reduction, ignore, total = args
     x, classes, target, counted = _picked(level, dims[1:4], x, target, weight, ignore)
     grad = grad if dims[0] is None else front(grad, dims[0])
@@ -141,7 +144,7 @@ def nll_loss_backward(
 
 
 def _folded(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
-    """Examples as more samples, of which a value without a dim for them has one."""
+    """Fold the batch into the samples; a tensor without a dim of samples gets one of size 1."""
     x = batched_front(x, at, size)
     if lead > 0:
         return x.flatten(0, 1)
@@ -152,7 +155,7 @@ def _folded(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
 def multi_margin_loss(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Examples are more samples."""
+    """Fold the batch into the samples."""
     given = [*args, *(1, 1, None, MEAN)[len(args) - 2 :]]
     x, target, p, margin, weight, reduction = given
     lead = logical_rank(x, dims[0]) - 1
@@ -165,7 +168,7 @@ def multi_margin_loss(
 
 
 def _own_weights(weight: Any, at: int | None, target: Tensor) -> tuple[Any, Any]:
-    """Weights of classes that each example has its own of, as a factor of each sample's loss."""
+    """Turn batched class weights into a factor of each sample's loss."""
     if at is None:
         return weight, 1
     weight = front(weight, at)
@@ -176,7 +179,7 @@ def _own_weights(weight: Any, at: int | None, target: Tensor) -> tuple[Any, Any]
 def multi_margin_loss_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As above."""
+    """Fold the batch as in the forward pass."""
     given = [*args, *(None, MEAN)[len(args) - 5 :]]
     grad, x, target, p, margin, weight, reduction = given
     size = level.batch_size
@@ -189,7 +192,7 @@ def multi_margin_loss_backward(
 
 
 def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Tensor:
-    """The gradient for each sample of each example of ``x``, as one vector."""
+    """Return the gradient of each sample of each example of ``x``, as one vector."""
     grad = batched_front(grad, at, x.shape[0])
     if x.dim() > 2:
         if reduction == MEAN:
@@ -202,7 +205,7 @@ def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Te
 def multilabel_margin_loss_forward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Examples are more samples."""
+    """Fold the batch into the samples."""
     size = level.batch_size
     whole = batched_front(args[0], dims[0], size)
     lead = whole.dim() - 2
@@ -216,7 +219,7 @@ def multilabel_margin_loss_forward(
 def multilabel_margin_loss_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Examples are more samples."""
+    """Fold the batch into the samples."""
     grad, x, target, reduction, is_target = args
     size = level.batch_size
     whole = batched_front(x, dims[1], size)

@@ -1,4 +1,4 @@
-"""Operators that move elements: flips, rolls, pads, triangles, and the backward ones of views."""
+"""Operators that move elements: flips, rolls, pads, triangles, and backward operators of views."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def fold(x: Tensor) -> Tensor:
-    """The batch dim and the dim after it, as one."""
+    """Flatten the batch dim and the dim after it into one."""
     return x.flatten(0, 1)
 
 
@@ -34,7 +34,7 @@ def fold(x: Tensor) -> Tensor:
 def repeat(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """New dims come before all logical ones, so after a batch dim that is first."""
+    """New dims come before all logical dims, and after a batch dim that is first."""
     x, at = args[0], dims[0]
     repeats = list(args[1])
     new = len(repeats) - x.dim() + 1
@@ -50,7 +50,7 @@ def repeat(
 def tile(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As repeat, which wants a number for each dim."""
+    """Like repeat, which requires one number for each dim."""
     times = [*[1] * (args[0].dim() - 1 - len(args[1])), *args[1]]
     return repeat(torch.ops.aten.repeat.default, level, dims, (args[0], times), kwargs)
 
@@ -59,7 +59,7 @@ def tile(
 def flip(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Along logical dims; a scalar has none to flip."""
+    """Flip logical dims. A scalar is cloned."""
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if rank == 0:
@@ -73,7 +73,7 @@ def flip(
 def roll(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Without dims, through the flattened logical value."""
+    """Without ``dims``, roll the flattened logical tensor."""
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if len(args) > 2 and args[2]:
@@ -90,7 +90,7 @@ def roll(
 def rot90(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """In a plane of two logical dims."""
+    """Rotate in the plane of two logical dims."""
     x, at = args[0], dims[0]
     k, plane = filled(args[1:], 1, (0, 1))
     return op(x, k, physical_dims(plane, x.dim() - 1, at)), at
@@ -99,7 +99,7 @@ def rot90(
 def triangle(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of the matrices in the last two dims; the batch dim must come before them."""
+    """The matrices are the last two dims, so the batch dim must come before them."""
     x, at = args[0], dims[0]
     if at > x.dim() - 3:
         x, at = front(x, at), 0
@@ -111,7 +111,7 @@ def triangle(
 def triangle_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Writes through a view with the batch dim in front."""
+    """Write through a view that has the batch dim first."""
     if args[0].dim() < 3:
         return NotImplemented
     triangle(op, level, dims, args, kwargs)
@@ -122,7 +122,7 @@ def triangle_inplace(
 def constant_pad_nd(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The last dims are padded; the batch dim must come before them."""
+    """The last dims are padded, so the batch dim must come before them."""
     x, at = args[0], dims[0]
     padded = len(args[1]) // 2
     if padded >= x.dim():
@@ -132,7 +132,8 @@ def constant_pad_nd(
         )
     if x.dim() > 4 and channels_last(x, at):
         pad = [*args[1], *[0] * (2 * (x.dim() - 1 - padded))]
-        # Pairs are from the last dim on: the channels' pair is before the spatial ones then.
+        # Pairs start from the last dim. With channels last, the channels' pair precedes the
+        # spatial pairs.
         pad = [*pad[-4:-2], *pad[:-4], *pad[-2:]]
         return channels_back(op(channels_moved(x, at), pad, *args[2:])), 0
     if at >= x.dim() - padded:
@@ -144,7 +145,7 @@ def constant_pad_nd(
 def pad(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """With a number; what else there is goes by its parts."""
+    """Constant mode only; other modes run by decomposition."""
     x, sizes, mode, value = filled(args, None, None, "constant", None)
     if mode != "constant":
         return NotImplemented
@@ -153,7 +154,7 @@ def pad(
 
 
 def edge_pad(spatial: int) -> Rule:
-    """The rule of a pad that takes ``spatial`` dims, one of channels, and one of a batch."""
+    """Return the rule of a pad that takes ``spatial`` dims, a channel dim and a batch dim."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -174,7 +175,7 @@ def edge_pad(spatial: int) -> Rule:
 def diag_embed(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The dims count in the result, which has one more."""
+    """``dim1`` and ``dim2`` are dims of the result, which has one dim more than the argument."""
     x = front(args[0], dims[0])
     offset, dim1, dim2 = filled(args[1:], 0, -2, -1)
     first, second = physical_dims((dim1, dim2), x.dim(), 0)
@@ -185,7 +186,7 @@ def diag_embed(
 def trace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The sum of a diagonal."""
+    """Return the sum of the diagonal."""
     x, at = args[0], dims[0]
     if x.dim() != 3:
         raise RuntimeError(f"trace: expected a matrix, but got a tensor with dim {x.dim() - 1}")
@@ -196,7 +197,7 @@ def trace(
 def select_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The dim that select took comes back, as unsqueeze puts one in."""
+    """Insert the selected dim, as unsqueeze does."""
     grad, sizes, dim, index = args
     at = dims[0]
     dim = wrap(dim, len(sizes))
@@ -210,7 +211,7 @@ def select_backward(
 def slice_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of the rank of its gradient."""
+    """The result has the rank of the gradient."""
     grad, sizes, dim = args[:3]
     at = dims[0]
     physical = list(sizes)
@@ -222,7 +223,7 @@ def slice_backward(
 def diagonal_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The dims are the input's."""
+    """``dim1`` and ``dim2`` are dims of the input."""
     grad, sizes, offset, dim1, dim2 = args
     grad = front(grad, dims[0])
     first, second = physical_dims((dim1, dim2), len(sizes), 0)
@@ -233,7 +234,7 @@ def diagonal_backward(
 def unfold_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The dims are the input's; a scalar was one window."""
+    """``dim`` is a dim of the input. A scalar input has one window."""
     grad, sizes, dim, size, step = args
     grad = front(grad, dims[0])
     if not sizes:
@@ -243,7 +244,7 @@ def unfold_backward(
 
 
 def _pair(level: BatchLevel, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """A target and what is put into it, both with the batch dim first."""
+    """Return the target and the source of a scatter, both with the batch dim first."""
     size = level.batch_size
     return batched_front(args[0], dims[0], size), batched_front(args[1], dims[1], size)
 
@@ -252,7 +253,7 @@ def _pair(level: BatchLevel, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, T
 def scatter_dim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Along one logical dim of the target."""
+    """Write along one logical dim of the target."""
     x, source = _pair(level, dims, args)
     dim = physical_dim(args[2] if len(args) > 2 else 0, x.dim() - 1, 0)
     return op(x, source, dim, *args[3:]), 0
@@ -262,7 +263,7 @@ def scatter_dim(
 def diagonal_scatter(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Along two logical dims of the target."""
+    """Write along a diagonal of two logical dims of the target."""
     x, source = _pair(level, dims, args)
     offset, dim1, dim2 = filled(args[2:], 0, 0, 1)
     return op(x, source, offset, *physical_dims((dim1, dim2), x.dim() - 1, 0)), 0
@@ -272,9 +273,10 @@ def diagonal_scatter(
 def pixel_shuffle(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Takes any dims before its last three; without elements it does nothing.
+    """The kernel accepts any dims before the last three; only four dims can be channels-last.
 
-    Only four dims may be channels-last.
+    Raises:
+        NoExamples: the batch is empty; the kernel does nothing without elements.
     """
     if not level.batch_size:
         raise NoExamples
@@ -288,7 +290,7 @@ def pixel_shuffle(
 def channel_shuffle(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Takes one dim before the channels."""
+    """The kernel takes one dim before the channels."""
     x = front(args[0], dims[0])
     return op(fold(x), args[1]).unflatten(0, x.shape[:2]), 0
 
@@ -309,11 +311,11 @@ for _n in (1, 2, 3):
 def repeat_interleave(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Without a dim, of the flattened logical value."""
+    """Without ``dim``, repeat the elements of the flattened logical tensor."""
     x, at = args[0], dims[0]
     dim = args[2] if len(args) > 2 else None
     if dim is not None and x.dim() == 1:
-        refused(op, dims, args, kwargs)  # torch does not take a dim of a scalar
+        refused(op, dims, args, kwargs)  # torch rejects a dim for a scalar
     if dim is None or x.dim() == 1:
         return op(flat(x, at), args[1], 1, **kwargs), 0
     return op(x, args[1], physical_dim(dim, x.dim() - 1, at), **kwargs), at

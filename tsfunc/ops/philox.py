@@ -1,20 +1,21 @@
-"""Random bits that are a function of a key and a counter: Philox 4x32-10, by tensor operators.
+"""Random bits as a function of a key and a counter: Philox 4x32-10 in tensor operators.
 
 NOTE [draws of an example]
-With ``randomness="split"`` an example draws as if it ran alone: its numbers depend on the seed, on
-its index in the batch, and on how many draws it made before; not on the other examples, nor on how
-many are run at a time. Each random operator draws two 32-bit words from torch's generator, one
-pair for the whole batch: the *nonce*, which is the key of a counter-based generator. The counter
-holds the index of the example, which of the draw's numbers it is, and what for. So
+With ``randomness="split"`` an example draws as if it ran alone. Its numbers depend on the seed, on
+its index in the batch, and on the number of draws it made before. They do not depend on the other
+examples, or on how many examples run at a time. Each random operator draws two 32-bit words from
+torch's generator, one pair for the whole batch. This pair is the *nonce*, the key of a
+counter-based generator. The counter holds the index of the example, the index of the number
+within the draw, and its purpose. This has four consequences:
 
-- ``torch.manual_seed``, ``generator=`` and what saves and restores a generator's state, such as
-  ``torch.utils.checkpoint``, hold as they do without a vmap;
-- parts of a batch that are run one after the other begin with the same state of the generator,
-  and an example meets the same nonces in whichever part it is;
-- where some examples run by themselves, each meets its nonces in their order all the same
+- ``torch.manual_seed``, ``generator=`` and functions that save and restore a generator's state,
+  such as ``torch.utils.checkpoint``, work as they do without vmap;
+- the chunks of a batch start with the same generator state, so an example gets the same nonces in
+  every chunk;
+- if some examples run separately, each example still gets its nonces in order
   (NOTE [courses of draws] in ``bridge/tracers/courses``);
-- a vmap outside of this one makes the nonce itself, by its own ``randomness``: a number for each
-  of its examples, or one for all. A trace records how the nonce is drawn.
+- an outer vmap draws the nonce by its own ``randomness``: one for each of its examples, or one
+  for all. A trace records how the nonce is drawn.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -36,18 +37,18 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(even: Tensor, odd: Tensor, key: Tensor) -> Tensor:
-    """Ten rounds on counters of four 32-bit words, each in an int64.
+    """Run ten rounds on counters of four 32-bit words, each in an int64.
 
     Args:
-        even: words 0 and 2 of the counters, stacked in front.
-        odd: words 1 and 3, stacked likewise; they may broadcast with ``even``.
-        key: the two words of the key, stacked in front.
+        even: words 0 and 2 of the counters, stacked along dim 0.
+        odd: words 1 and 3, stacked likewise; they can broadcast with ``even``.
+        key: the two words of the key, stacked along dim 0.
 
     Returns:
-        The four words that come out, as a last dim.
+        The four output words, as the last dim.
 
-    Products wrap around modulo 2**64, of which only bits are looked at. ``odd`` and the key may
-    have bits above the 32nd; they are masked where they are multiplied.
+    Products wrap around modulo 2**64, and only their bits are used. ``odd`` and the key can have
+    bits above the 32nd, which are masked after multiplication.
     """
     multipliers = _column(_MULTIPLIERS, even)
     step = _column(_WEYL, even)
@@ -61,19 +62,19 @@ def philox(even: Tensor, odd: Tensor, key: Tensor) -> Tensor:
 
 
 def _column(words: Sequence[int], like: Tensor) -> Tensor:
-    """Two words, stacked in front; made by operators, which a trace records."""
+    """Return two words stacked along dim 0, made by operators that a trace can record."""
     first, second = words
     pair = torch.arange(2, device=like.device) * (second - first) + first
     return pair.view(2, *[1] * (like.dim() - 1))
 
 
 class Draw:
-    """What one call of a random operator draws, for each example its own.
+    """The random words of one call of a random operator, separate for each example.
 
     Args:
         level: the vmap, which knows the index of each example.
-        device: where the numbers are needed.
-        generator: the one that the call was given, or None.
+        device: the device of the numbers.
+        generator: the generator of the call, or None.
     """
 
     def __init__(
@@ -90,19 +91,19 @@ class Draw:
         self._used = 0
 
     def words(self, count: Any) -> Tensor:
-        """``count`` random 32-bit words for each example, as int64; others at each call."""
+        """Return ``count`` new random 32-bit words for each example, as int64."""
         self._used += 1
         return self._words(count, self._used - 1, 1, 0).squeeze(0)
 
     def attempts(self, stage: int, first: int, number: int) -> Attempts:
-        """For numbers that are drawn again and again until they will do.
+        """Return the words of ``number`` attempts, for numbers that are drawn by rejection.
 
-        Which words an attempt has follows from its stage and its own number, from ``first`` on.
+        The words of an attempt depend on the stage and on its index, which starts at ``first``.
         """
         return Attempts(self, stage, first, number)
 
     def _words(self, count: Any, first: int, number: int, step: int) -> Tensor:
-        """The words (purpose, example, word) of ``number`` purposes, ``step`` apart."""
+        """Return the words (purpose, example, word) of ``number`` purposes, ``step`` apart."""
         blocks = (count + 3) // 4
         rows = self.examples.shape[0]
         block = torch.arange(blocks, device=self.device).expand(1, rows, blocks)
@@ -116,11 +117,11 @@ class Draw:
 
 
 class Attempts:
-    """Words for several attempts at a time, which are their first dim.
+    """The random words of several attempts, which are the first dim.
 
     Attributes:
-        examples: as those of the draw.
-        device: where the words are.
+        examples: the indices of the examples, as in ``Draw``.
+        device: the device of the words.
     """
 
     def __init__(self, draw: Draw, stage: int, first: int, number: int) -> None:
@@ -129,7 +130,7 @@ class Attempts:
         self._next = (stage << 16) + (first << 4)
 
     def words(self, count: Any) -> Tensor:
-        """``count`` words for each attempt and example; others at each call, up to 16."""
+        """Return ``count`` new words for each attempt and example; up to 16 calls are possible."""
         self._next += 1
         return self.draw._words(count, self._next - 1, self.number, 1 << 4)
 

@@ -1,4 +1,4 @@
-"""Quantiles: elements are sorted once, and each quantile lies at or between two of them."""
+"""Quantiles: sort the elements once; each quantile is an element or lies between two elements."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def quantile(
         kept = range(rank) if dim is None else [wrap(dim, rank)]
         for d in kept:
             out = out.unsqueeze(d + 1)
-    # The quantiles come last, and go before all logical dims.
+    # The dim of the quantiles is last and moves before all logical dims.
     out = out.movedim(-1, 1) if q_rank else out.squeeze(-1)
     return (out, 0) if out.shape[0] == level.batch_size else (out.squeeze(0), None)
 
 
 def _quantiles(q: Any, at: int | None, x: Tensor) -> Tensor:
-    """(batch, 1, ..., quantiles), to be broadcast over the rows of ``x``."""
+    """Return quantiles as (batch, 1, ..., quantiles), which broadcast over the rows of ``x``."""
     if not isinstance(q, Tensor):
         q = torch.full((), q, dtype=x.dtype, device=x.device)
     require((q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]")
@@ -62,7 +62,7 @@ def _quantiles(q: Any, at: int | None, x: Tensor) -> Tensor:
 
 
 def _at(x: Tensor, q: Tensor, kind: str, ignore_nan: bool) -> Tensor:
-    """The quantiles of sorted rows, nan last: (batch, ..., quantiles)."""
+    """Return the quantiles of sorted rows, with NaN last: (batch, ..., quantiles)."""
     if ignore_nan:
         known = x.isnan().logical_not().sum(-1, keepdim=True)
         place = q * (known - 1).to(x.dtype)

@@ -1,12 +1,15 @@
-"""Random operators, which heed ``level.randomness``.
+"""Random operators, which follow ``level.randomness``.
 
 NOTE [randomness]
-Unlike other rules these also get calls with nothing batched in them. Under ``"different"`` the
-result is batched in any case, and drawn by one call for the whole batch, which comes first: the
-numbers do not depend on where the examples lie, and are torch.func's. Under ``"split"`` too,
-but each example draws as if alone: the rules are in ``random_split``. Under ``"same"`` one example
-is drawn, and is not batched unless other arguments are; where each example has a distribution of
-its own it is refused, as by torch.func. ``"error"`` refuses.
+Unlike other rules, these rules also run when no argument is batched.
+
+- ``"different"``: the result is always batched. One call draws for the whole batch, with the batch
+  dim first. The numbers do not depend on the place of the batch dim, and equal torch.func's.
+- ``"split"``: the result is always batched, and each example draws as if it ran alone. The rules
+  are in ``random_split``.
+- ``"same"``: one example is drawn, and the result is batched only if other arguments are. A
+  distribution that differs between examples raises an error, as in torch.func.
+- ``"error"``: raises an error.
 """
 
 from __future__ import annotations
@@ -33,13 +36,16 @@ from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def check_randomness(op: Any, level: BatchLevel, kwargs: Mapping[str, Any]) -> None:
-    """Raises unless the vmap allows for random operators, and tells it that one will draw."""
+    """Raise if the vmap forbids random operators.
+
+    Otherwise record on the level that an operator is about to draw.
+    """
     refuse_in_error_mode(op, level)
     level.draws(kwargs.get("generator"))
 
 
 def refuse_in_error_mode(op: Any, level: BatchLevel) -> None:
-    """Raises unless the vmap allows for random operators."""
+    """Raise if the vmap forbids random operators."""
     if level.randomness == "error":
         raise RuntimeError(
             f"vmap: called random operation while in randomness error mode. Please either use "
@@ -50,7 +56,7 @@ def refuse_in_error_mode(op: Any, level: BatchLevel) -> None:
 
 
 def one_distribution(op: Any, level: BatchLevel, dims: Dims) -> None:
-    """Raises where one draw is to serve examples that each have a distribution of their own."""
+    """Raise if one draw is required but the parameters differ between examples."""
     if level.randomness == "same" and any(dim is not None for dim in dims):
         raise RuntimeError(
             f"Vmap does not currently support same randomness with a batched tensor input: "
@@ -61,21 +67,21 @@ def one_distribution(op: Any, level: BatchLevel, dims: Dims) -> None:
 
 
 def example_of(x: Tensor, at: int | None) -> Tensor:
-    """A tensor of one example's shape and type, its values unspecified."""
+    """Return a tensor with the shape and dtype of one example and unspecified values."""
     if at is None:
         return x
     return x.new_empty([size for dim, size in enumerate(x.shape) if dim != at])
 
 
 def shaped_like(level: BatchLevel, x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
-    """What to draw in the shape of: the batch, or one example under ``"same"``."""
+    """Return a tensor of the shape to draw: the batch, or one example under ``"same"``."""
     if level.randomness == "same":
         return example_of(x, at), None
     return batched_front(x, at, level.batch_size), 0
 
 
 def sized(place_of_size: int) -> Rule:
-    """The rule of a random factory whose size is ``args[place_of_size]``."""
+    """Return the rule of a random factory whose size is ``args[place_of_size]``."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -95,7 +101,7 @@ def sized(place_of_size: int) -> Rule:
 def randperm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One after the other: the kernel draws one permutation, and torch.func's are wanted."""
+    """Call the operator per example, as torch.func does: its kernel draws one permutation."""
     check_randomness(op, level, kwargs)
     if level.randomness == "same":
         return op(*args, **kwargs), None
@@ -114,7 +120,7 @@ def _without_generator(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def drawn_like(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of the shape and type of the first argument, whose values do not matter."""
+    """Draw in the shape and dtype of the first argument, whose values are not used."""
     check_randomness(op, level, kwargs)
     if level.randomness == "split":
         return random_split.drawn_like(op, level, dims, args, kwargs)
@@ -128,7 +134,7 @@ def drawn_like(
 def randint_like(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The upper bound is a tensor of one number: of all examples, or of each its own."""
+    """The upper bound is a tensor with one number, shared or per example."""
     x, high = args
     if dims[1] is None:
         bound = int(high) if level.randomness == "split" else high
@@ -141,7 +147,7 @@ def randint_like(
     if level.randomness == "split":
         return random_split.randint_like(op, level, dims, args, kwargs)
     x = batched_front(x, dims[0], level.batch_size)
-    # Of so many numbers the remainders are as good as alike.
+    # With numbers of 62 bits the remainders are almost uniformly distributed.
     generator = kwargs.get("generator")
     drawn = torch.randint(0, 1 << 62, x.shape, device=x.device, generator=generator)
     drawn = drawn % unit_dims(high, 1, x.dim() - 1)
@@ -151,7 +157,7 @@ def randint_like(
 def drawn_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Overwrites the first argument."""
+    """Overwrite the first argument."""
     check_randomness(op, level, kwargs)
     one_distribution(op, level, dims[1:])
     x, at = args[0], dims[0]
@@ -183,7 +189,7 @@ def drawn_inplace(
 def drawn_from(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Tensors are the distribution's parameters."""
+    """Draw from a distribution whose parameters are tensors."""
     check_randomness(op, level, kwargs)
     one_distribution(op, level, dims)
     if level.randomness == "same":
@@ -204,7 +210,10 @@ def drawn_from(
 def bernoulli(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The chances come last; of another tensor before them only the shape and type count."""
+    """The last argument has the probabilities.
+
+    An earlier tensor gives only the shape and dtype.
+    """
     check_randomness(op, level, kwargs)
     one_distribution(op, level, dims)
     if level.randomness == "split":
@@ -226,7 +235,7 @@ def bernoulli(
 def normal(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Alone a normal number can be made of a standard one, so "split" has a way of its own."""
+    """A separate rule serves ``"split"``: it scales standard normal numbers."""
     check_randomness(op, level, kwargs)
     if level.randomness == "split":
         return random_split.normal(op, level, dims, args, kwargs)
@@ -237,7 +246,7 @@ def normal(
 def multinomial(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The kernel takes a matrix of rows to draw from."""
+    """The kernel takes one matrix, whose rows are distributions."""
     check_randomness(op, level, kwargs)
     one_distribution(op, level, dims)
     if level.randomness == "same":
@@ -254,7 +263,7 @@ def multinomial(
 def keep_mask(
     level: BatchLevel, x: Tensor, at: int | None, keep: float, features: bool = False
 ) -> tuple[Tensor, int | None]:
-    """Ones with the chance ``keep``, else zeros: for each element, or for each feature map."""
+    """Return ones with probability ``keep``, else zeros, per element or per feature map."""
     if level.randomness == "split":
         return random_split.keep_mask(level, x, at, keep, features), 0
     like, at = shaped_like(level, x, at)
@@ -265,7 +274,7 @@ def keep_mask(
 
 
 def dropping(alpha: bool, features: bool) -> Rule:
-    """The rule of the dropout functions, which share their arguments."""
+    """Return the rule of a dropout function; all of them have the same arguments."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -273,13 +282,13 @@ def dropping(alpha: bool, features: bool) -> Rule:
         x, p, train = args
         if not train or p == 0:
             return x, dims[0]
-        if p == 1:  # nothing is drawn
+        if p == 1:  # no random numbers are needed
             return op(x, p, train), dims[0]
         check_randomness(op, level, kwargs)
         mask, mask_at = keep_mask(level, x, dims[0], 1 - p, features)
         shift: Any = 0.0
         if alpha and p < 1:
-            # Keeps mean and variance where dropped values are SELU's lower limit.
+            # Keeps the mean and variance when dropped values are SELU's lower limit.
             low = 1.7580993408473766
             scale = ((low * low * p + 1) * (1 - p)) ** -0.5
             mask, shift = mask * scale, (mask - 1 + p) * (low * scale)
@@ -302,7 +311,7 @@ def dropping(alpha: bool, features: bool) -> Rule:
 def native_dropout(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Returns its mask too."""
+    """Return the result and the mask."""
     x, p, train = args
     if train is False:
         return op(x, p, train), dims[0]
@@ -322,7 +331,7 @@ def native_dropout(
 def rrelu_with_noise(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The slopes of negative values are drawn, and kept in the noise that it writes."""
+    """Draw the slopes of negative values, and write them into ``noise``."""
     x, noise, lower, upper, training = filled(args[:5], None, None, 1 / 8, 1 / 3, False)
     inplace = "noise_" in op.name()
     at = dims[0]
@@ -339,7 +348,7 @@ def rrelu_with_noise(
 
 
 def _slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
-    """Uniform slopes that broadcast with ``x``; of ``x`` itself only the signs matter."""
+    """Return uniform slopes that broadcast with ``x``. Only the signs of ``x`` are read."""
     if level.randomness == "split":
         return random_split.slopes(level, x, at, lower, upper)
     if level.randomness == "same" and x.device.type == "cpu":
@@ -350,10 +359,11 @@ def _slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -
 
 
 def _slopes_in_order(x: Tensor, at: int, lower: float, upper: float) -> Tensor:
-    """The numbers that each example gets when it draws alone.
+    """Return the numbers that each example gets when it draws alone.
 
-    On the CPU only an element that is not positive takes one, in double precision and in the order
-    of the elements. So which number an element gets depends on how many such are before it.
+    On the CPU only elements that are not positive draw a number, in double precision and in
+    element order. The number of an element therefore depends on the count of such elements before
+    it.
     """
     low = x.movedim(at, 0) <= 0
     count = low[:1].numel()
@@ -367,7 +377,7 @@ def _slopes_in_order(x: Tensor, at: int, lower: float, upper: float) -> Tensor:
 def rrelu(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As with noise, which nobody keeps here."""
+    """Like ``rrelu_with_noise``, without the noise."""
     x, lower, upper, training = filled(args[:4], None, 1 / 8, 1 / 3, False)
     at = dims[0]
     if lower > upper:

@@ -1,6 +1,6 @@
-"""Random operators where each example draws as if alone: the rules for ``randomness="split"``.
+"""Rules of random operators for ``randomness="split"``: each example draws as if it ran alone.
 
-See NOTE [draws of an example] in ``philox``. The rules here take the same arguments as those of
+See NOTE [draws of an example] in ``philox``. The rules have the arguments of the rules in
 ``random``, which call them.
 """
 
@@ -23,7 +23,7 @@ Sampler = Callable[..., Tensor]
 
 
 def draw_for(level: BatchLevel, device: Any, kwargs: Mapping[str, Any]) -> Draw:
-    """The random words of a call with these keyword arguments."""
+    """Return the source of random words for a call with these keyword arguments."""
     return Draw(level, torch.device(device), kwargs.get("generator"))
 
 
@@ -78,7 +78,7 @@ def _bernoulli(op: Any, draw: Draw, count: Any, dtype: torch.dtype, chance: floa
 
 
 def _greatest(dtype: torch.dtype) -> int:
-    """Up to which integer ``random_`` draws without bounds."""
+    """Return the largest integer that ``random_`` draws without bounds."""
     if dtype is torch.bool:
         return 1
     if dtype.is_floating_point:
@@ -112,7 +112,10 @@ _SAMPLERS: dict[str, Sampler] = {
 
 
 def _in_shape(rows: Tensor, shape: Sequence[Any]) -> Tensor:
-    """Rows for the examples in the shape of one. They are counted: 0 elements do not tell."""
+    """Reshape one row per example to the shape of an example.
+
+    An explicit row count allows 0 elements.
+    """
     return rows.reshape(rows.shape[0], *shape)
 
 
@@ -120,12 +123,12 @@ def _sampled(
     op: Any, level: BatchLevel, shape: Sequence[Any], dtype: torch.dtype, device: Any,
     params: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Numbers of a shape for each example, the batch dim first."""
+    """Return numbers of a shape for each example, with the batch dim first."""
     sampler = _SAMPLERS[op_name(op).partition("::")[2].partition(".")[0].rstrip("_")]
     draw = draw_for(level, device, kwargs)
     count: Any = math.prod(shape)
     if dtype.is_complex:
-        # A complex normal number has the variance 1 in both parts together.
+        # The variance of a complex normal number is 1, the sum over both parts.
         real = dtype.to_real()
         if sampler is _normal:
             params = (0.0, math.sqrt(0.5))
@@ -139,7 +142,7 @@ def _sampled(
 def sized(
     op: Any, level: BatchLevel, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A factory whose size is ``args[place]``, after the distribution's parameters."""
+    """Rule of a factory whose size is ``args[place]``, after the distribution's parameters."""
     default = torch.int64 if "randint" in op_name(op) else torch.get_default_dtype()
     dtype = kwargs.get("dtype") or default
     device = kwargs.get("device") or torch.get_default_device()
@@ -147,7 +150,7 @@ def sized(
 
 
 def randperm(op: Any, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A permutation for each example."""
+    """Draw a permutation for each example."""
     draw = draw_for(level, kwargs.get("device") or torch.get_default_device(), kwargs)
     order = distributions.permutation(draw, args[0])
     return order.to(kwargs.get("dtype") or torch.int64), 0
@@ -156,7 +159,7 @@ def randperm(op: Any, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[st
 def drawn_like(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of the shape and type of the first argument, whose values do not matter."""
+    """Draw in the shape and dtype of the first argument, whose values are not used."""
     x, at = args[0], dims[0]
     dtype = kwargs.get("dtype") or x.dtype
     shape = logical_shape(x, at)
@@ -168,7 +171,7 @@ def drawn_like(
 def drawn_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Overwrites the first argument, which is batched."""
+    """Overwrite the first argument, which is batched."""
     x, *params = args
     if any(isinstance(param, Tensor) for param in params):
         out = bernoulli(op, level, dims, args, kwargs)
@@ -181,7 +184,7 @@ def drawn_inplace(
 def randint_like(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Integers below each example's own bound."""
+    """Draw integers below a separate bound for each example."""
     x, high = args
     shape = logical_shape(x, dims[0])
     draw = draw_for(level, x.device, kwargs)
@@ -190,7 +193,7 @@ def randint_like(
 
 
 def _rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
-    """A parameter as a row of float64 numbers for each example, or one for all."""
+    """Return a parameter as rows of float64 numbers: one row per example, or one row for all."""
     x = x.detach()
     x = x.unsqueeze(0) if at is None else front(x, at)
     x = unit_dims(x, 1, len(shape) - x.dim() + 1)
@@ -198,7 +201,7 @@ def _rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
 
 
 def _without_gradient(out: Tensor, *params: Any) -> Tensor:
-    """The derivative by the parameters is zero, as torch has it; not missing."""
+    """Make the derivative by the parameters zero, as torch does, instead of undefined."""
     for param in params:
         if isinstance(param, Tensor) and param.requires_grad:
             never = torch.zeros((), dtype=torch.bool, device=out.device)
@@ -207,7 +210,7 @@ def _without_gradient(out: Tensor, *params: Any) -> Tensor:
 
 
 def _broadcast_shape(args: Sequence[Any], dims: Dims) -> Sequence[Any]:
-    """The shape that parameters broadcast to."""
+    """Return the broadcast shape of the parameters."""
     shapes = [
         logical_shape(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)
     ]
@@ -217,7 +220,10 @@ def _broadcast_shape(args: Sequence[Any], dims: Dims) -> Sequence[Any]:
 def bernoulli(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """In the shape and type of the first argument; the last has the chances. Batch dim first."""
+    """Draw in the shape and dtype of the first argument, with the batch dim first.
+
+    The last argument has the probabilities.
+    """
     shape = logical_shape(args[0], dims[0])
     draw = draw_for(level, args[0].device, kwargs)
     drawn = distributions.below(draw, math.prod(shape), _rows(args[-1], dims[-1], shape))
@@ -227,7 +233,7 @@ def bernoulli(
 def normal(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Standard normal numbers for each example, scaled and shifted."""
+    """Draw standard normal numbers for each example, then scale and shift them."""
     params, where = (*args, 1.0)[:2], [*dims, None][:2]
     tensors = [x for x in params if isinstance(x, Tensor)]
     shape = _broadcast_shape(params, where)
@@ -245,7 +251,11 @@ def normal(
 def multinomial(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The places of the largest weights over exponential numbers, or of uniform ones in sums."""
+    """Draw by search in the cumulative weights.
+
+    Without replacement, take the largest weights after division by exponential numbers. The result
+    has the batch dim first.
+    """
     x, number, replacement = (*args, False)[:3]
     weights = x.detach().unsqueeze(0) if dims[0] is None else front(x.detach(), dims[0])
     lead, kinds = weights.shape[1:-1], weights.shape[-1]
@@ -286,9 +296,9 @@ def _sample_rows(
 def drawn_from(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Tensors are the distribution's parameters: poisson, binomial, gamma, dirichlet."""
+    """Draw from a distribution with tensor parameters: poisson, binomial, gamma, dirichlet."""
     tensors = [x for x in args if isinstance(x, Tensor)]
-    if len(args) > len(tensors):  # a generator that is no keyword
+    if len(args) > len(tensors):  # a positional generator
         kwargs = {"generator": args[len(tensors)], **kwargs}
     args, dims = tensors, dims[: len(tensors)]
     shape, dtype = _broadcast_shape(args, dims), args[0].dtype
@@ -304,7 +314,7 @@ def drawn_from(
 
 
 def _with_implicit_gradient(shape: Tensor, at: int | None, out: Tensor) -> Tensor:
-    """Gamma numbers have a derivative by their parameter, which torch has a function for."""
+    """Attach the derivative of gamma numbers by their parameter; torch has its formula."""
     alpha = shape.unsqueeze(0) if at is None else front(shape, at)
     plain = type(alpha) in (Tensor, torch.nn.Parameter)
     if plain and not alpha.requires_grad and forward_ad.unpack_dual(alpha).tangent is None:
@@ -315,10 +325,10 @@ def _with_implicit_gradient(shape: Tensor, at: int | None, out: Tensor) -> Tenso
 
 
 def keep_mask(level: BatchLevel, x: Tensor, at: int | None, keep: float, features: bool) -> Tensor:
-    """Ones with the chance ``keep``, else zeros, the batch dim first."""
+    """Return ones with probability ``keep``, else zeros, with the batch dim first."""
     shape = logical_shape(x, at)
     if features:
-        # As many dims as a feature map has get the size 1.
+        # The dims of a feature map get size 1.
         kept = 2
         shape = [*shape[:kept], *[1 for _ in shape[kept:]]]
     draw = draw_for(level, x.device, {})
@@ -326,7 +336,7 @@ def keep_mask(level: BatchLevel, x: Tensor, at: int | None, keep: float, feature
 
 
 def slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
-    """Uniform slopes that broadcast with ``x``."""
+    """Return uniform slopes that broadcast with ``x``."""
     shape = logical_shape(x, at)
     draw = draw_for(level, x.device, {})
     u = distributions.uniform(draw, math.prod(shape), x.dtype)

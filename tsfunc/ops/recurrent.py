@@ -1,9 +1,9 @@
 """Recurrent layers: whole-layer kernels of the CPU, and fused cells of GPUs.
 
 NOTE [an LSTM layer and its gradient]
-While all examples share the weights, examples are more sequences of one call. Where they do not,
-or where each is to have its own gradients of the weights, the layer is written out: all products
-that do not wait for the step before are one, over all steps.
+If all examples share the weights, the examples are further sequences of one call. If the weights
+are batched, or if each example needs its own weight gradients, the layer is decomposed. All
+products that do not depend on the previous step are one product over all steps.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from tsfunc.ops.dims import align, batched_at, batched_front
 from tsfunc.ops.registry import BatchLevel, Dims, row
 
-LSTM = 2  # the kernel's number for this kind of layer
+LSTM = 2  # the kernel's number of an LSTM layer
 
 
 def _gates(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """``x`` (batch, steps, N, features) times the weights (batch, 4 * hidden, features)."""
+    """Multiply ``x`` (batch, steps, N, features) by the weights (batch, 4 * hidden, features)."""
     weight, *biases = weights
     out: Tensor = x.flatten(1, 2).matmul(weight.mT).unflatten(1, x.shape[1:3])
     for bias in biases:
@@ -37,7 +37,7 @@ def _activate(gates: Tensor) -> list[Tensor]:
 def _layer(
     x: Tensor, weights: Sequence[Tensor], h: Tensor, c: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All steps; every tensor has the batch dim first."""
+    """Run all steps; every tensor has the batch dim first."""
     gates = _gates(x, (weights[0], *weights[2:]))
     steps = range(x.shape[1])
     out: list[Any] = [None] * x.shape[1]
@@ -50,7 +50,7 @@ def _layer(
 
 
 def _state(x: Tensor, at: int | None, size: int) -> Tensor:
-    """(batch, N, hidden) of a state, which may have a dim of size 1 for its one layer."""
+    """Return a state as (batch, N, hidden); it can have a dim of size 1 for its one layer."""
     x = batched_front(x, at, size)
     return x.squeeze(1) if x.dim() == 4 else x
 
@@ -59,7 +59,7 @@ def _state(x: Tensor, at: int | None, size: int) -> Tensor:
 def layer(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """See NOTE [an LSTM layer and its gradient]."""
+    """Batch an LSTM layer: NOTE [an LSTM layer and its gradient]."""
     x, *weights, h, c, reverse, batch_sizes, mode, _, _, biased = args[:13]
     size = level.batch_size
     if batch_sizes or mode != LSTM:
@@ -83,7 +83,7 @@ def layer(
 
 
 def _cells(gates: Sequence[Tensor], c: Tensor) -> Tensor:
-    """The state of the cell before the first step and after each."""
+    """Return the cell state before the first step and after each step."""
     i, f, g, _ = gates
     states = [c]
     for t in range(i.shape[1]):
@@ -94,7 +94,7 @@ def _cells(gates: Sequence[Tensor], c: Tensor) -> Tensor:
 def _gate_grads(
     gates: Sequence[Tensor], cells: Tensor, weight: Tensor, grads: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Back through the steps: the gradients of all gates, and of the first state."""
+    """Return the gradients of all gates and of the first state, from the last step backward."""
     i, f, g, o = gates
     grad_out, dh, dc = grads
     shaped = cells.tanh()[:, 1:]
@@ -120,7 +120,7 @@ def _gate_grads(
 def layer_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """See NOTE [an LSTM layer and its gradient]. The gates are worked out again."""
+    """Recompute the gates and run the backward pass: NOTE [an LSTM layer and its gradient]."""
     reverse, mode, _, _, biased, _, _, batch_sizes = args[13:21]
     if batch_sizes or mode != LSTM:
         return NotImplemented
@@ -153,7 +153,7 @@ def layer_backward(
 def _with_bias(
     x: Tensor, at: int | None, bias: Tensor | None, p: int | None, size: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Gates with examples as more samples. Biases of each example's own are added at once."""
+    """Fold the batch of the gates into the samples. A batched bias is added first."""
     if bias is not None and p is not None:
         (x, bias), at = align((x, bias), (at, p))
         x, bias = x + bias, None
@@ -168,10 +168,10 @@ def _split(x: Tensor | None, size: int) -> Tensor | None:
 def fused_cell(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Examples are more samples."""
+    """Fold the batch into the samples."""
     size = level.batch_size
     biases, places = [*args[3:], None, None][:2], [*dims[3:], None, None][:2]
-    if (places[0] is None) != (places[1] is None):  # the kernel takes both or none
+    if (places[0] is None) != (places[1] is None):  # the kernel requires both biases or none
         places = [0, 0]
         biases = [batched_front(b, d, size) for b, d in zip(biases, [*dims[3:]], strict=True)]
     x, b = _with_bias(args[0], dims[0], biases[0], places[0], size)
@@ -184,7 +184,7 @@ def fused_cell(
 def fused_lstm_cell_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The bias' gradient is the gates', summed for each example by itself."""
+    """The bias gradient is the sum of the gate gradients over each example's samples."""
     size = level.batch_size
     tensors = [
         None if v is None else batched_front(v, d, size).flatten(0, 1).contiguous()
@@ -199,7 +199,7 @@ def fused_lstm_cell_backward(
 def fused_gru_cell_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As for the LSTM cell, with a bias for each of the gates' two parts."""
+    """Like the LSTM cell, with two biases, one for each part of the gates."""
     size = level.batch_size
     tensors = [
         batched_front(v, d, size).flatten(0, 1).contiguous()

@@ -1,7 +1,7 @@
-"""Reductions and scans: the dims that they work along are shifted past the batch dim.
+"""Reductions and scans: logical dims are shifted past the batch dim.
 
-A value without logical dims answers to dim 0 and -1. It gets a dim of size 1 for the kernel,
-since its only physical dim is the batch.
+A tensor without logical dims accepts dims 0 and -1. It gets a dim of size 1 for the kernel,
+because its only physical dim is the batch dim.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 
 
 def flat(x: Tensor, at: int) -> Tensor:
-    """The value with its batch dim first and all logical dims in one."""
+    """Return the tensor with its batch dim first and all logical dims flattened into one."""
     x = front(x, at)
     return x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
 
@@ -42,10 +42,13 @@ def reduction(
     default: int | None = None,
     between: tuple[Any, ...] = (),
 ) -> Rule:
-    """The rule of a reduction whose dims are ``args[place]``: an int, a list, or all (None).
+    """Return the rule of a reduction over ``args[place]``: an int, a list, or None (all dims).
 
-    ``args[keep]`` is its keepdim; None where that is keyword-only or missing. ``between`` are
-    the defaults of the arguments between the tensor and the dims.
+    Args:
+        place: the index of the dims in ``args``.
+        keep: the index of keepdim; None if keepdim is keyword-only or missing.
+        default: the dims if they are not given.
+        between: the defaults of the arguments between the tensor and the dims.
     """
 
     def rule(
@@ -83,7 +86,7 @@ def _of_scalar(
     place: int,
     keep: int | None,
 ) -> Any:
-    """Reduces the dim of size 1 that stands for what a scalar lacks; keepdim has no effect."""
+    """Reduce a scalar over an added dim of size 1; keepdim has no effect."""
     single = isinstance(given, int)
     check_dims_of_scalar([given] if single else given or ())
     rest = list(args[place + 1 :])
@@ -96,7 +99,7 @@ def _of_scalar(
 
 
 def over_all(reduce: Callable[..., Any]) -> Rule:
-    """The rule of a reduction over all dims, which ``reduce(x, dims)`` does over some."""
+    """Return the rule of a reduction over all dims; ``reduce(x, dims)`` reduces some dims."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -110,7 +113,7 @@ def over_all(reduce: Callable[..., Any]) -> Rule:
 
 
 def _sum(x: Tensor, dims: Sequence[int], **kwargs: Any) -> Any:
-    """Of all elements; that of a sparse tensor is a dense number."""
+    """Sum all elements. The sum of a sparse tensor is dense."""
     if x.layout in LAYOUTS:
         return x.values().flatten(1).sum(1, **kwargs)
     out: Tensor = x.sum(tuple(dims), **kwargs)
@@ -125,7 +128,7 @@ _keyword_keepdim = reduction(1, None)
 def variance(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of no examples torch warns that there is nothing to divide by, whatever their sizes are."""
+    """Reduce with correction -1 for an empty batch, or torch warns about degrees of freedom."""
     if type(level.batch_size) is int and level.batch_size == 0:
         kwargs = {**kwargs, "correction": -1}
     return _keyword_keepdim(op, level, dims, args, kwargs)
@@ -134,7 +137,7 @@ def variance(
 def all_or_any(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Unlike other reductions they take an empty list of dims for what it says."""
+    """An empty list of dims reduces no dim; other reductions treat it as all dims."""
     if len(args) > 1 and args[1] is not None and len(args[1]) == 0:
         return op(*args, **kwargs), dims[0]
     return _by_dims(op, level, dims, args, kwargs)
@@ -143,7 +146,7 @@ def all_or_any(
 def arg_extreme(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Without a dim the index counts through the flattened logical value."""
+    """Without ``dim``, return the index into the flattened logical tensor."""
     if len(args) > 1 and args[1] is not None:
         return _by_dim(op, level, dims, args, kwargs)
     x, at = args[0], dims[0]
@@ -157,7 +160,10 @@ def arg_extreme(
 def aminmax(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Its dim is keyword-only; without one all dims are reduced, and kept with size 1."""
+    """``dim`` is keyword-only.
+
+    Without it all dims are reduced, and keepdim keeps each of size 1.
+    """
     x, at = args[0], dims[0]
     dim, keepdim = kwargs.get("dim"), kwargs.get("keepdim", False)
     rank = x.dim() - 1
@@ -175,7 +181,7 @@ def aminmax(
 def prod(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The kernel takes one dim, so the logical dims become one."""
+    """Flatten the logical dims, because the kernel takes one dim."""
     return torch.prod(flat(args[0], dims[0]), 1, **kwargs), 0
 
 
@@ -183,7 +189,7 @@ def prod(
 def median(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of all elements: of the one dim that they become."""
+    """Median of all elements: the logical dims are flattened into one."""
     x = flat(args[0], dims[0])
     return _shared(x, torch.median(x, 1).values), 0
 
@@ -192,15 +198,16 @@ def median(
 def nanmedian(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As median."""
+    """Like median."""
     x = flat(args[0], dims[0])
     return _shared(x, torch.nanmedian(x, 1).values), 0
 
 
 def _shared(x: Tensor, found: Tensor) -> Tensor:
-    """Elements found along dim 1, whose derivatives all that are equal share.
+    """Return elements found along dim 1, whose gradient is shared by all equal elements.
 
-    So torch has it for medians of all elements; along a dim it is the one's that was found.
+    torch shares the gradient for medians of all elements. Along a dim, the gradient goes to the
+    found element only.
     """
     if not x.is_floating_point():
         return found
@@ -212,7 +219,7 @@ def _shared(x: Tensor, found: Tensor) -> Tensor:
 def norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of all elements, in the form that takes dims."""
+    """Norm of all elements, by the overload that takes dims."""
     x, at = args[0], dims[0]
     p = 2 if len(args) < 2 or args[1] is None else args[1]
     if x.dim() == 1:
@@ -227,7 +234,7 @@ def norm(
 def dist(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The norm of the difference."""
+    """Return the norm of the difference."""
     (x, y), at = align(promote_scalars(args[:2], dims[:2]), dims)
     difference = x - y
     return norm(op, level, [at], (difference, *args[2:]), {})
@@ -237,7 +244,7 @@ def dist(
 def renorm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The kernel has one dim of slices, the batch makes a second: norms, then a factor."""
+    """Scale each slice by a factor from its norm: the kernel has no second dim for the batch."""
     x, p, dim, limit = args
     at = dims[0]
     if x.dim() < 3 or p <= 0 or limit < 0:
@@ -252,17 +259,20 @@ def renorm(
 def renorm_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As renorm, and copied back."""
+    """Like renorm; the result is copied into the argument."""
     if dims[0] is None:
         refuse_inplace(op)
     x, *rest = args
-    before = x.clone() if x.requires_grad else x  # what the derivative is at
+    before = x.clone() if x.requires_grad else x  # the derivative needs this value
     out = renorm(torch.ops.aten.renorm.default, level, dims, (before, *rest), kwargs)
     return out if out is NotImplemented else (x.copy_(out[0]), dims[0])
 
 
 def along(tensors: int = 1) -> Rule:
-    """The rule of an operator that works along the dim ``args[tensors]`` and keeps it."""
+    """Return the rule of an operator that works along the dim ``args[tensors]`` and keeps it.
+
+    ``tensors`` is the number of tensor arguments, which come first.
+    """
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -294,7 +304,7 @@ _along = along()
 def along_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Writes its only tensor."""
+    """In-place operators with one tensor: the result is written into it."""
     _along(op, level, dims, args, kwargs)
     return args[0], dims[0]
 
@@ -378,7 +388,7 @@ rows(along(5), "aten::glu_backward_jvp")
 def count_nonzero(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """An int or nothing for a dim; the kernel also takes a list."""
+    """``dim`` is an int or None; None is replaced by the list of all logical dims."""
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     dim = args[1] if len(args) > 1 else None

@@ -1,10 +1,11 @@
-"""What torch refuses for each example is refused for the batch, in torch's own words.
+"""Errors of torch for single examples, raised for a batch.
 
 NOTE [calls that torch refuses]
-A rule calls a kernel on values with one dim more, which may take what the operator itself does
-not: ``matmul`` in place of ``mm`` takes vectors, a decomposition takes a stack of vectors for a
-matrix. So rules whose kernel is less strict than the operator look at the ranks, and where these
-are wrong, run the operator on one example, for its error.
+A batching rule calls a kernel on tensors with one more dim, and that kernel can accept arguments
+that the operator rejects: ``matmul`` in place of ``mm`` accepts vectors, and a decomposition
+accepts a stack of vectors as a matrix. A rule whose kernel is less strict than the operator
+therefore checks the logical ranks. If they are wrong, the rule runs the operator on one example,
+which raises torch's error.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from tsfunc.ops.registry import Dims
 
 
 def refused(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Raises torch's error for one example; NotImplemented where torch takes the call after all.
+    """Raise torch's error for one example; return NotImplemented if torch accepts the call.
 
-    The error is of torch's type; the shapes that the examples have are added to its message.
+    The error has the type of torch's error. The shapes of the examples are appended to its
+    message.
     """
     padded = [*dims, *[None] * (len(args) - len(dims))][: len(args)]
     examples = [_example(arg, at) for arg, at in zip(args, padded, strict=True)]
@@ -38,7 +40,7 @@ def refused(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _example(value: Any, at: Any) -> Any:
-    """One example's own tensor, which may be written to."""
+    """Return the tensor of one example, which can be written to without a change of the batch."""
     if isinstance(value, list | tuple):
         dims = at if isinstance(at, list | tuple) else [at] * len(value)
         return [_example(item, dim) for item, dim in zip(value, dims, strict=True)]
@@ -50,15 +52,15 @@ def _example(value: Any, at: Any) -> Any:
 
 
 def ranks_at_least(dims: Dims, args: Sequence[Any], *ranks: int) -> bool:
-    """Whether each of the first arguments, tensors, has as many logical dims at least."""
+    """True if each of the first arguments, tensors, has at least the given logical rank."""
     return all(logical_rank(x, at) >= rank for x, at, rank in zip(args, dims, ranks, strict=False))
 
 
 def ranks_are(dims: Dims, args: Sequence[Any], *ranks: int) -> bool:
-    """Whether the first arguments, tensors, have just as many logical dims."""
+    """True if each of the first arguments, tensors, has exactly the given logical rank."""
     return all(logical_rank(x, at) == rank for x, at, rank in zip(args, dims, ranks, strict=False))
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Raises unless a condition on values holds for all examples; a device is not waited for."""
+    """Raise if a condition on values is false for any example, without a synchronization."""
     torch.ops.aten._assert_async.msg(condition.all(), message)

@@ -1,4 +1,4 @@
-"""The batching rules: one row per operator that has one.
+"""The registry of batching rules: one row per operator that has a rule.
 
 A row is declared once, in the file of its family::
 
@@ -7,33 +7,34 @@ A row is declared once, in the file of its family::
 
     rows(pointwise, "aten::sin", "aten::add.Tensor")
 
-Names are the dispatcher's (``aten::add.Tensor``; a default overload has no suffix). An operator's
-shape category is in the catalogue (``ops/catalogue``), whether it has a row or not.
+Names are those of torch's dispatcher (``aten::add.Tensor``; a default overload has no suffix).
+The shape category of an operator is in the catalogue (``ops/catalogue``), for operators with and
+without a row.
 
 NOTE [batching rules]
 A rule is ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``.
 
 ``op``
-    what was called: an ``OpOverload``, or, for rows whose rule only passes it on
-    (pointwise), a Python callable such as ``torch.sin``.
+    the called operator: an ``OpOverload``. Rules that only pass it on (pointwise) also get a
+    Python callable such as ``torch.sin``.
 ``level``
-    the batch it runs for: ``level.batch_size``, ``level.randomness``.
+    the vmap level of the call: ``level.batch_size``, ``level.randomness``.
 ``dims``
-    one entry for each of ``args``: where the batch dim of that tensor lies (never negative),
-    or None for what is not batched; a list of such entries for a list of tensors of which
-    one at least is batched. At least one entry is not None.
+    one entry for each of ``args``: the batch dim of that tensor (never negative), or None for an
+    argument that is not batched. A list of tensors, at least one of them batched, has a list of
+    such entries. At least one entry is not None.
 ``args``, ``kwargs``
-    as the operator's schema has them, each batched tensor replaced by its physical value,
-    which has the batch dim as an additional dim. ``kwargs`` are the keyword-only ones.
+    the arguments as in the operator's schema, with each batched tensor replaced by its physical
+    value, which has the batch dim as an additional dim. ``kwargs`` are the keyword-only ones.
     Trailing arguments that were not given are absent from ``args``.
 ``out``, ``out_dims``
-    the physical result and where its batch dim lies: an int or None for a tensor;
-    for a tuple or list of results either a tuple with an entry each or one for all.
-    Results that are no tensors are passed through.
+    the physical result and its batch dim: an int or None for a tensor. A tuple or list of results
+    has either a tuple with one entry each, or one entry for all. Results that are not tensors
+    are returned unchanged.
 
-A rule trusts its input, works on dims where they lie, calls one batched kernel, and never
-writes into its arguments unless the operator does. An in-place row returns ``args[0]``.
-A rule returns ``NotImplemented`` for a call that it does not cover: the loop takes it.
+A rule does not check its input again, leaves dims where they are, calls one batched kernel, and
+writes into its arguments only if the operator does. An in-place row returns ``args[0]``.
+A rule returns ``NotImplemented`` for a call that it does not cover; the per-example loop runs it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from tsfunc.errors import DispatchError
 
 
 class Category(enum.Enum):
-    """How an operator's result shape follows from its arguments'."""
+    """An operator's shape category: how its result's shape follows from its arguments' shapes."""
 
     TENSOR_ITERATOR = "TensorIterator"
     FIXED = "Fixed"
@@ -70,14 +71,14 @@ class Category(enum.Enum):
 
 
 class Splitter(Protocol):
-    """What a vmap with ``data_dependent="split"`` has for values that differ between examples."""
+    """The part of a vmap with ``data_dependent="split"`` that separates unequal examples."""
 
     def agree(self, answers: Tensor) -> Tensor | None:
-        """Goes on with examples that answer alike: their places, or None where all do."""
+        """Continue with examples of equal rows; return their indices, or None if all are equal."""
 
 
 class BatchLevel(Protocol):
-    """What a rule may know of the vmap that it runs for."""
+    """The interface of a vmap level that batching rules use."""
 
     @property
     def batch_size(self) -> int: ...
@@ -87,16 +88,16 @@ class BatchLevel(Protocol):
     def splitter(self) -> Splitter | None: ...
     @property
     def in_formula(self) -> bool:
-        """Whether it is a backward formula of torch's that asks."""
+        """True while a backward formula of torch runs."""
 
     def examples(self, device: torch.device) -> Tensor:
-        """The index of each example of the batch in the whole vmapped call."""
+        """Return the index of each example of the batch in the whole vmapped call."""
 
     def keys(self, nonce: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The key for a draw with that nonce: for all examples, or a row for each."""
+        """Return the key of a draw with that nonce: one for all examples, or one per example."""
 
     def draws(self, generator: torch.Generator | None) -> None:
-        """A random operator is about to draw from the generator, None being torch's own."""
+        """Record that an operator is about to draw from the generator (None: torch's default)."""
 
 
 Dims = Sequence[Any]
@@ -105,9 +106,9 @@ Rule = Callable[[Any, BatchLevel, Dims, Sequence[Any], Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One operator: its name, its batching rule and where that is written.
+    """One operator: its name, its batching rule and the source location of the rule.
 
-    ``category`` is that of an operator which the catalogue does not know, as registered.
+    ``category`` is set for an operator that is not in the catalogue, as it was registered.
     """
 
     name: str
@@ -120,13 +121,13 @@ _rows: dict[str, Row] = {}
 
 
 def rows(rule: Rule, *names: str) -> None:
-    """Declares operators that share a batching rule."""
+    """Declare operators that share a batching rule."""
     caller = sys._getframe(1)
     declare(rule, names, f"{caller.f_code.co_filename}:{caller.f_lineno}")
 
 
 def row(*names: str) -> Callable[[Rule], Rule]:
-    """Decorates the batching rule of one operator, or of variants that share it."""
+    """Decorate the batching rule of one operator, or of several variants that share the rule."""
 
     def declared(rule: Rule) -> Rule:
         code = getattr(rule, "__code__", None)
@@ -140,7 +141,11 @@ def row(*names: str) -> Callable[[Rule], Rule]:
 def declare(
     rule: Rule | None, names: Sequence[str], source: str, category: Category | None = None
 ) -> None:
-    """Adds rows; a second one for the same operator is refused."""
+    """Add rows.
+
+    Raises:
+        DispatchError: an operator has a row already, or a name is not a string.
+    """
     for name in names:
         if not isinstance(name, str):
             raise DispatchError(
@@ -161,16 +166,16 @@ _listeners: list[Callable[[Row], None]] = []
 
 
 def on_declare(listener: Callable[[Row], None]) -> Callable[[Row], None]:
-    """Has ``listener(row)`` called for each row that is declared from now on."""
+    """Register a listener: ``listener(row)`` is called for each row that is declared later."""
     _listeners.append(listener)
     return listener
 
 
 def find(name: str) -> Row | None:
-    """The row of an operator, or None where it has none."""
+    """Return the row of an operator, or None if it has none."""
     return _rows.get(name)
 
 
 def all_rows() -> Mapping[str, Row]:
-    """Every row, by the operator's name."""
+    """Return every row by the operator's name."""
     return _rows

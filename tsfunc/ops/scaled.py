@@ -1,8 +1,8 @@
 """Products of scaled float8 matrices.
 
-There is no batched kernel. Where the second matrix, the scales and the bias are the same for all,
-the examples' rows are one matrix; else the product is written out in float32, as the CPU's kernel
-has it.
+torch has no batched kernel. If the second matrix, the scales and the bias are unbatched, the rows
+of all examples form one matrix. Otherwise the product is computed in float32, as by the CPU
+kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 _FLOAT8 = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
-_BY_TENSOR, _BY_ROW = 0, 1  # torch.nn.functional.ScalingType; others have blocks of their own
+_BY_TENSOR, _BY_ROW = 0, 1  # torch.nn.functional.ScalingType; other types scale blocks
 
 
 def _matrix(x: Tensor, at: int | None) -> Tensor:
-    """A matrix, or a scale that broadcasts with one, with the batch in front."""
+    """Return a matrix, or a scale that broadcasts with one, with the batch dim first."""
     if at is None:
         return x
     x = front(x, at)
@@ -43,9 +43,10 @@ def _sum(out: Tensor, bias: Tensor | None, at: int | None, dtype: torch.dtype) -
 def scaled_mm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``self @ mat2``, each times its scale.
+    """Return ``self @ mat2``, each multiplied by its scale.
 
-    A scale of a float8 result is applied by the CPU's kernel or not, as there is a bias: the loop.
+    The CPU kernel applies the scale of a float8 result depending on the bias, so the per-example
+    loop runs such calls.
     """
     x, y, by_x, by_y, bias, by_out, dtype, _ = filled(args, *[None] * 7, False)
     p, q, s, t, b, *_ = filled(dims, *[None] * 8)
@@ -62,7 +63,10 @@ def scaled_mm(
 def scaled_mm_v2(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The same with lists of scales, of which one is for the whole or for rows and columns."""
+    """Like ``scaled_mm``, with lists of scales.
+
+    The rule covers only one scale per tensor or per row.
+    """
     x, y, by_x, of_x, _, by_y, of_y, _, bias, dtype, contracted, _ = filled(
         args, *[None] * 10, (), False
     )

@@ -1,4 +1,4 @@
-"""Reductions of segments, whose kernels take any number of dims before the segmented one."""
+"""Segment reductions: the kernels accept any number of dims before the reduced dim."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NAMES = ("aten::segment_reduce", "aten::_segment_reduce_backward")
 def segment_reduce(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch is one more dim before; each example has segments of its own.
+    """The batch dim is one more leading dim; each example has its own segments.
 
-    ``args`` are the data, preceded in the backward pass by gradient and result, and the
-    reduction's name.
+    ``args`` are the data and the name of the reduction. In the backward pass the gradient and the
+    result precede the data.
     """
     size = level.batch_size
     *tensors, reduction = args
@@ -31,7 +31,7 @@ def segment_reduce(
     for name in ("lengths", "offsets"):
         if isinstance(named.get(name), Tensor):
             named[name] = batched_front(named[name], keyword_dim(dims, args, name), size)
-    if "unsafe" in named or len(tensors) == 1:  # the kernel's checks take the least length
+    if "unsafe" in named or len(tensors) == 1:  # the kernel's checks compute the least length
         named["unsafe"] = named.get("unsafe", False) or size == 0
     named["axis"] = wrap(named.get("axis", 0), rank) + 1
     return op(*batched, reduction, **named), 0

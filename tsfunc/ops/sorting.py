@@ -1,4 +1,4 @@
-"""Sorting along a dim, and searching in what is sorted."""
+"""Sorting along a dim, and searching in sorted tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tsfunc.ops.splitting import agree
 
 
 def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:
-    """A value without dims sorts as a line of one element."""
+    """Return the tensor, its physical dim, and True if it was a scalar and got a dim."""
     if x.dim() == 1:
         return x.unsqueeze(1), 1 + wrap(dim, 0), True
     return x, physical_dim(dim, x.dim() - 1, at), False
@@ -28,7 +28,7 @@ def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:
 def sort(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``dim`` is given by place or, to the stable forms, by name."""
+    """``dim`` is positional, or a keyword argument of the stable overloads."""
     x = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
     x, dim, alone = _line(x, dims[0], dim)
@@ -45,7 +45,7 @@ def sort(
 def topk(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of a value without dims there is one to be had."""
+    """A scalar is treated as one element; ``k`` can be 0 or 1."""
     x, k, *rest = args
     x, dim, alone = _line(x, dims[0], rest[0] if rest else -1)
     out = op(x, k, dim, *rest[1:], **kwargs)
@@ -56,11 +56,11 @@ def _search(
     sequence: Tensor, p: int | None, x: Tensor, q: int | None, size: int, kwargs: Mapping[str, Any],
     s: int | None = None,
 ) -> tuple[Tensor, int | None]:  # fmt: skip
-    """searchsorted: one sequence for all values, or one for each line of them."""
+    """Call searchsorted with one sequence for all values, or one for each row of values."""
     sorter = kwargs.get("sorter")
     rank = logical_rank(sequence, p)
     if p is None and s is None and rank == 1:
-        # Contiguous, or torch would warn of the copy.
+        # torch warns if the values are not contiguous, because it copies them.
         return torch.searchsorted(sequence, x.contiguous(), **kwargs), q
     sequence, x = batched_front(sequence, p, size), batched_front(x, q, size)
     if sorter is not None:
@@ -76,7 +76,7 @@ def _search(
 def searchsorted(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Sequences with dims before the last one pair off with the values' lines."""
+    """Sequences with several dims match the rows of values with the same leading dims."""
     s = keyword_dim(dims, args, "sorter")
     return _search(args[0], dims[0], args[1], dims[1], level.batch_size, kwargs, s)
 
@@ -88,7 +88,7 @@ takes_keywords(["aten::searchsorted.Tensor", "aten::searchsorted.Scalar"], "sort
 def searchsorted_number(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One number, looked up in each example's sequence."""
+    """Search one number in the sequence of each example."""
     x = torch.as_tensor(args[1], device=args[0].device)
     x = x.to(torch.get_default_dtype()) if isinstance(args[1], float) else x
     s = keyword_dim(dims, args, "sorter")
@@ -99,7 +99,7 @@ def searchsorted_number(
 def bucketize(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """searchsorted, the other way round."""
+    """Call searchsorted with the arguments in reverse order."""
     if dims[1] is None:
         return op(args[0].contiguous(), args[1], **kwargs), dims[0]
     return _search(args[1], dims[1], args[0], dims[0], level.batch_size, kwargs)
@@ -109,7 +109,7 @@ def bucketize(
 def bucketize_number(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One number, looked up in each example's boundaries."""
+    """Search one number in the boundaries of each example."""
     return searchsorted_number(op, level, (dims[1], None), (args[1], args[0]), kwargs)
 
 
@@ -117,7 +117,11 @@ def bucketize_number(
 def one_hot(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Compares with each class; how many there are must be given."""
+    """Compare the indices with each class.
+
+    Raises:
+        DataDependentError: ``num_classes`` is missing, and the vmap does not split batches.
+    """
     count = args[1] if len(args) > 1 else -1
     x = front(args[0], dims[0])
     if count == -1:

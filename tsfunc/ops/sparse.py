@@ -1,7 +1,7 @@
-"""Sparse tensors: products, and ways from and to dense ones.
+"""Sparse tensors: products, and conversions from and to dense tensors.
 
-A batch of COO tensors is one COO tensor whose batch dim is one of its sparse dims. Other layouts
-have batch dims of their own (``compressed``).
+A batch of COO tensors is one COO tensor whose batch dim is one of its sparse dims. Compressed
+layouts have separate batch dims (``compressed``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tsfunc.ops.splitting import agree
 
 
 def is_sparse(x: Any) -> bool:
-    """Whether it is a tensor of any sparse layout."""
+    """True if the value is a tensor of any sparse layout."""
     return isinstance(x, Tensor) and x.layout is not torch.strided
 
 
@@ -37,9 +37,9 @@ Times = Callable[[Tensor, Tensor], Tensor]
 
 
 def product(x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = torch.matmul) -> Any:
-    """Of logical values of rank 1 or 2, of which one at least is sparse.
+    """Return the product of logical tensors of rank 1 or 2, at least one of them sparse.
 
-    ``times`` is for a sparse matrix that is not batched: its derivatives are those wanted.
+    ``times`` multiplies by an unbatched sparse matrix. Its derivatives are those of the operator.
     """
     ranks = logical_rank(x, p), logical_rank(y, q)
     if ranks == (2, 2) and _is_coo(x) and _is_coo(y):
@@ -61,7 +61,7 @@ def _is_coo(x: Tensor) -> bool:
 
 
 def _of_both(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
-    """Two sparse matrices: the examples' are the blocks on the diagonal of one, as each product."""
+    """Multiply two batches of sparse matrices as two block-diagonal matrices."""
     size = x.shape[p] if p is not None else y.shape[q or 0]
     x, y = (batched_sparse(x, p, size).coalesce(), batched_sparse(y, q, size).coalesce())
     high, wide = x.shape[1], y.shape[2]
@@ -74,7 +74,7 @@ def _of_both(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor
 
 
 def _diagonal(x: Tensor) -> Tensor:
-    """A matrix with those of a batch as the blocks on its diagonal."""
+    """Return one block-diagonal matrix of a batch of matrices."""
     (size, high, wide), (example, i, j) = x.shape, x.indices()
     return torch.sparse_coo_tensor(
         torch.stack([example * high + i, example * wide + j]), x.values(),
@@ -83,10 +83,10 @@ def _diagonal(x: Tensor) -> Tensor:
 
 
 def product_instead(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
-    """A product of sparse values; called where the one of dense values has failed.
+    """Multiply sparse tensors after the product of dense tensors raised an error.
 
     Raises:
-        RuntimeError: what is being handled, where nothing is sparse.
+        RuntimeError: the current error is raised again if neither tensor is sparse.
     """
     if not is_sparse(x) and not is_sparse(y):
         raise
@@ -94,16 +94,16 @@ def product_instead(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
 
 
 def _turned(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
-    """A matrix with its dims exchanged."""
+    """Return the transposed matrix."""
     return (x.transpose(0, 1), None) if at is None else (front(x, at).transpose(1, 2), 0)
 
 
 def _times(
     x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = torch.matmul
 ) -> tuple[Tensor, int]:
-    """A sparse matrix times a dense one or a vector."""
+    """Multiply a sparse matrix by a dense matrix or a vector."""
     vector = logical_rank(y, q) == 1
-    if p is None:  # the examples are further columns
+    if p is None:  # the examples become further columns
         assert q is not None
         columns = y.movedim(q, -1)
         out = times(x, columns if vector else columns.flatten(1))
@@ -120,9 +120,9 @@ def _times(
 
 
 def _by_its_elements(x: Tensor) -> Tensor:
-    """A sparse tensor of which only what it stores has derivatives, as ``torch.sparse.mm`` has it.
+    """Return a sparse tensor whose gradient has stored elements only, as for ``torch.sparse.mm``.
 
-    Those of ``bmm`` are dense.
+    The gradient of ``bmm`` is dense.
     """
     x = x.coalesce()
     return torch.sparse_coo_tensor(
@@ -131,8 +131,8 @@ def _by_its_elements(x: Tensor) -> Tensor:
 
 
 def product_of_stacks(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
-    """``bmm`` of sparse matrices and dense ones: the stacks of all examples as one."""
-    if p is None:  # the examples are further columns
+    """Return ``bmm`` of sparse and dense matrices: the stacks of all examples become one stack."""
+    if p is None:  # the examples become further columns
         assert q is not None
         columns = y.movedim(q, -1)
         return torch.bmm(x, columns.flatten(2)).unflatten(2, columns.shape[2:]), 3
@@ -160,7 +160,7 @@ def sparse_mm(
 def sparse_addmm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A multiple of a matrix and one of a product."""
+    """Return ``beta`` times a matrix plus ``alpha`` times a product."""
     if dims[1] is None and dims[2] is None:
         found: Any = torch.sparse.mm(args[1], args[2]), None
     else:
@@ -179,14 +179,14 @@ def sparse_addmm(
 def added_instead(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``addmm`` of sparse values; called where the one of dense values has failed."""
+    """``addmm`` of sparse tensors, called after the rule of dense tensors raised an error."""
     if not is_sparse(args[1]) and not is_sparse(args[2]):
         raise
     return sparse_addmm(op, level, dims, args, kwargs)
 
 
 def linear(op: Any, dims: Dims, args: Sequence[Any]) -> Any:
-    """Of rows and a sparse matrix of weights."""
+    """Multiply rows by a sparse weight matrix, and add the bias."""
     x, weight, *bias = args
     at, q, *r = dims
     if q is None:
@@ -209,7 +209,7 @@ def linear(op: Any, dims: Dims, args: Sequence[Any]) -> Any:
 def sparse_mm_reduce(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Each column is reduced by itself, so the examples are further columns."""
+    """Each column is reduced separately, so the examples become further columns."""
     x, p = args[0], dims[0]
     if p is not None:
         out = op(*one_matrix(x, args[1], dims[1]), *args[2:], **kwargs)
@@ -223,7 +223,7 @@ def sparse_mm_reduce(
 def sparse_mm_reduce_impl(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Beside the product, for its derivative, which stored element each came from."""
+    """Return the product, and for its derivative the stored element that each result is from."""
     x = batch_of(args[0], dims[0], level.batch_size)
     y = batched_front(args[1], dims[1], level.batch_size).flatten(0, 1)
     one, shape = diagonal(x), x.shape[:2]
@@ -235,9 +235,10 @@ def sparse_mm_reduce_impl(
 
 
 def _first_equal(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """Which stored element of its row each result of a reduced product is from.
+    """Return the index of the stored element that each result of a reduced product is from.
 
-    torch says so only where its own autograd records, which it may do further out than here.
+    torch returns it only while its own autograd records the call. An outer level can record
+    instead.
     """
     compressed, columns, values = members(x)
     stored = len(values)
@@ -254,7 +255,7 @@ def _first_equal(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
 def sparse_mm_reduce_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """By the blocks on the diagonal of one matrix, as the product itself."""
+    """Use the block-diagonal matrix, as the product does."""
     size = level.batch_size
     x = batch_of(args[0], dims[0], size)
     grad, weight, chosen = (
@@ -272,9 +273,9 @@ def sparse_mm_reduce_backward(
 
 
 def _of_each(chosen: Tensor, stored: int, sign: int) -> Tensor:
-    """Numbers of stored elements counted in each example from 0, or (1) in all of them together.
+    """Convert indices of stored elements: from all examples to each (``sign`` -1), or back (1).
 
-    A row that stores none has the number after the last.
+    The number of stored elements stands for a row that stores none.
     """
     size = len(chosen)
     before = torch.arange(size, device=chosen.device).view(-1, 1, 1) * stored * sign
@@ -286,7 +287,7 @@ def _of_each(chosen: Tensor, stored: int, sign: int) -> Tensor:
 def to_sparse_dims(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch dim is a further sparse one."""
+    """The batch dim becomes an additional sparse dim."""
     return op(front(args[0], dims[0]), args[1] + 1), 0
 
 
@@ -294,7 +295,7 @@ def to_sparse_dims(
 def to_sparse(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Compressed layouts have batch dims of their own, which come first too."""
+    """Compressed layouts have batch dims too, and these also come first."""
     return op(front(args[0], dims[0]), **kwargs), 0
 
 
@@ -302,7 +303,7 @@ def to_sparse(
 def to_sparse_of_any(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """C++ would ask for the layout first, which a tracer of a compressed one can't tell it."""
+    """Batch before decomposition: C++ reads the layout first, which a compressed tracer lacks."""
     return op(front(args[0], dims[0]), **kwargs), 0
 
 
@@ -313,7 +314,7 @@ def to_sparse_of_any(
 def to_compressed(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Examples must store as many elements each."""
+    """All examples must store the same number of elements."""
     x = front(args[0], dims[0])
     if x.layout is torch.sparse_coo:
         x, args = _rows_compressed(op, level, x), [args[0], *args[1:]]
@@ -325,7 +326,7 @@ def to_compressed(
 
 
 def _rows_compressed(op: Any, level: BatchLevel, x: Tensor) -> Tensor:
-    """A batch of COO matrices as one of CSR matrices."""
+    """Convert a batch of COO matrices to a batch of CSR matrices."""
     places, stored = _stored(op, level, x.coalesce())
     begins = torch.arange(x.shape[1] + 1, device=x.device).expand(level.batch_size, -1)
     compressed = torch.searchsorted(places[..., 0].contiguous(), begins.contiguous())
@@ -335,7 +336,7 @@ def _rows_compressed(op: Any, level: BatchLevel, x: Tensor) -> Tensor:
 
 
 def _same_number(op: Any, level: BatchLevel, counts: Tensor, instead: str) -> None:
-    """Has the examples agree on how many elements they store."""
+    """Require that the examples store the same number of elements, or split the batch."""
     if bool((counts != counts[:1]).any()):
         if level.splitter is None:
             refuse_dynamic(op, f"Use {instead}() instead, or examples that store as many elements")
@@ -346,7 +347,7 @@ def _same_number(op: Any, level: BatchLevel, counts: Tensor, instead: str) -> No
 def sparse_sum(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A result without sparse dims is dense, and so a batch of them."""
+    """A result without sparse dims is dense, and then the batch of results is dense too."""
     x = front(args[0], dims[0])
     rank = x.dim() - 1
     out = op(x, [wrap(dim, rank) + 1 for dim in args[1]], **kwargs)
@@ -358,7 +359,7 @@ def sparse_sum(
 def sparse_sum_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch dim is a sparse one that is not summed over, so the gradient is sparse too."""
+    """The batch dim is a sparse dim that is not reduced, so the gradient is sparse too."""
     size = level.batch_size
     x = batched_sparse(args[1], dims[1], size)
     grad = args[0]
@@ -373,7 +374,7 @@ def sparse_sum_backward(
 def sparse_softmax_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As the function itself."""
+    """Shift the dim past the batch dim, as the softmax does."""
     grad, out, dim, x = args
     size = level.batch_size
     grad, out, x = (
@@ -387,7 +388,7 @@ def sparse_softmax_backward(
 def sparse_softmax(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Over what is there of a dim."""
+    """Normalize over the stored elements of a dim."""
     x = front(args[0], dims[0])
     return op(x, wrap(args[1], x.dim() - 1) + 1, *args[2:], **kwargs), 0
 
@@ -396,7 +397,7 @@ def sparse_softmax(
 def sparse_sum_of_all(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A dense number for each example."""
+    """Return one dense number for each example."""
     x = front(args[0], dims[0])
     rest = list(range(1, x.dim()))
     return torch.sparse.sum(x, rest, **kwargs).to_dense() if rest else x.to_dense(), 0
@@ -406,10 +407,10 @@ def sparse_sum_of_all(
 def stored_count(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """How many elements an example stores at most.
+    """Return the largest number of elements that an example stores.
 
-    It is C++ that asks, whether there are any; a user is answered by
-    ``bridge/tracers/compressed.py``.
+    Only C++ code calls this rule, to check for zero elements. The count that the user sees is
+    computed in ``bridge/tracers/compressed.py``.
     """
     x = args[0]
     if is_compressed(x):
@@ -423,7 +424,7 @@ def stored_count(
 def sparse_mask_projection(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The transpose of ``sparse_mask``, of two sparse tensors."""
+    """The transpose of ``sparse_mask``, for two sparse tensors."""
     x, mask = (
         batched_sparse(arg, dim, level.batch_size) for arg, dim in zip(args, dims[:2], strict=False)
     )
@@ -434,7 +435,7 @@ def sparse_mask_projection(
 def indices(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The places in an example."""
+    """Return the indices within each example."""
     return _stored(op, level, front(args[0], dims[0]))[0].movedim(2, 1), 0
 
 
@@ -442,14 +443,17 @@ def indices(
 def values(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The elements that an example stores."""
+    """Return the stored elements of each example."""
     if is_compressed(args[0]):
         return op(args[0]), dims[0]
     return _stored(op, level, front(args[0], dims[0]))[1], 0
 
 
 def _stored(op: Any, level: BatchLevel, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The places (example, element, dim) and values (example, element, ...), of as many each."""
+    """Return indices (example, element, dim) and values (example, element, ...) of a COO batch.
+
+    All examples must store the same number of elements.
+    """
     if x.layout is not torch.sparse_coo or x.sparse_dim() < 2:
         raise NotImplementedError(
             f"vmap: {op_name(op)} of a batch of tensors of layout {x.layout} with "
@@ -469,7 +473,7 @@ def _stored(op: Any, level: BatchLevel, x: Tensor) -> tuple[Tensor, Tensor]:
 def coalesce(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The example is part of each place."""
+    """The index of the example is part of each index, so examples are coalesced separately."""
     return args[0].coalesce(), dims[0]
 
 
@@ -477,7 +481,7 @@ def coalesce(
 def is_coalesced(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The examples are where their batch is."""
+    """The examples are coalesced if the batch is."""
     return op(args[0]), None
 
 
@@ -485,7 +489,7 @@ def is_coalesced(
 def sparse_dim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch dim is one of them."""
+    """The batch dim counts as one sparse dim, which is subtracted."""
     return op(args[0]) - is_sparse(args[0]), None
 
 
@@ -493,7 +497,7 @@ def sparse_dim(
 def dense_dim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """All dims of a tensor that is not sparse."""
+    """All dims of a strided tensor are dense, so there the batch dim is subtracted."""
     return op(args[0]) - (not is_sparse(args[0])), None
 
 
@@ -501,7 +505,7 @@ def dense_dim(
 def sparse_coo_tensor(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The index of the example is a further row of the indices."""
+    """The index of the example becomes an additional row of the indices."""
     sparse, dense, size, places, stored = args
     count = level.batch_size
     places, stored = batched_front(places, dims[3], count), batched_front(stored, dims[4], count)
@@ -514,7 +518,7 @@ def sparse_coo_tensor(
 def sparse_mask(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What a tensor has at the places that the mask stores."""
+    """Return the values of a tensor at the indices that the mask stores."""
     x, mask = batched_front(args[0], dims[0], level.batch_size), args[1]
     if is_compressed(mask):
         return op(x, batch_of(mask, dims[1], level.batch_size)), 0
@@ -525,5 +529,5 @@ def sparse_mask(
 def to_dense(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Every dim stays where it is."""
+    """Every dim keeps its place."""
     return op(*args, **kwargs), dims[0]

@@ -1,6 +1,6 @@
-"""Sums, products and quotients of sparse tensors, where torch has no kernel that takes a batch.
+"""Sums, products and quotients of sparse tensors that torch has no batched kernel for.
 
-The rule of pointwise operators comes here where the call of values with batch dims has failed.
+The rule of pointwise operators calls this module after the call on physical tensors failed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _QUOTIENTS = frozenset({"div", "divide", "true_divide"})
 def elementwise_instead(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Two tensors, of which one at least is sparse.
+    """Combine two tensors, at least one of them sparse.
 
     Raises:
-        RuntimeError: what is being handled, where nothing is sparse, or for other operators.
+        RuntimeError: the current error is raised again if neither is sparse, or for other
+            operators.
     """
     name = op_name(op).rpartition("::")[2].partition(".")[0]
     if len(args) != 2 or not any(_is_sparse(x) for x in args):
@@ -63,7 +64,7 @@ def _is_sparse(x: Any) -> bool:
 
 
 def is_mixed(x: Any, y: Any) -> bool:
-    """Whether one is sparse and the other a dense tensor: torch's products may be wrong then."""
+    """True if one is a sparse and the other a dense tensor; torch's products can be wrong then."""
     return isinstance(x, Tensor) and isinstance(y, Tensor) and _is_sparse(x) != _is_sparse(y)
 
 
@@ -78,7 +79,7 @@ def _expanded(x: Tensor, sizes: Sequence[Any]) -> Tensor:
 
 
 def batched_sparse(x: Tensor, at: int | None, size: int) -> Tensor:
-    """A sparse value with its batch dim first; one that has none is written out for all."""
+    """Return a sparse tensor with its batch dim first; an unbatched one is copied per example."""
     if is_compressed(x):
         return batch_of(x, at, size)
     return front(x, at) if at is not None else torch.stack([x] * size)
@@ -87,7 +88,10 @@ def batched_sparse(x: Tensor, at: int | None, size: int) -> Tensor:
 def _of_both(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of matrices in compressed layouts by the blocks of one: each must store as many elements."""
+    """Combine two sparse tensors; compressed matrices are combined as one block-diagonal matrix.
+
+    All examples of a compressed result must store the same number of elements.
+    """
     x, y = (batched_sparse(arg, dim, level.batch_size) for arg, dim in zip(args, dims, strict=True))
     if is_compressed(x) and is_compressed(y) and x.dim() == y.dim() == 3:
         return _taken_apart(op, op(diagonal(x), diagonal(y), **kwargs), x.shape), 0
@@ -95,7 +99,7 @@ def _of_both(
 
 
 def _taken_apart(op: Any, x: Tensor, shape: torch.Size) -> Tensor:
-    """A batch of the blocks on the diagonal, which store as many elements each."""
+    """Return the batch of the diagonal blocks, which must store equal numbers of elements."""
     compressed, plain, values = members(x)
     count = shape[0]
     starts = compressed[:-1].unflatten(0, (count, -1))[:, :1]
@@ -117,7 +121,7 @@ def _taken_apart(op: Any, x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _by_dense(op: Any, x: Tensor, y: Tensor, q: int | None, kwargs: Mapping[str, Any]) -> Tensor:
-    """A sparse tensor, batch dim first, and a dense one that broadcasts to it."""
+    """Combine a sparse tensor, batch dim first, with a dense tensor that broadcasts to it."""
     y = front(y, q) if q is not None else y.unsqueeze(0)
     if is_compressed(x):
         values = x.values()

@@ -1,4 +1,4 @@
-"""Fourier transforms: along logical dims, the batch where it lies."""
+"""Fourier transforms along logical dims; the batch dim keeps its place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
 def fourier(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The second argument names the dims; all else is about their sizes."""
+    """The second argument has the dims; other arguments do not refer to dims."""
     x, at = args[0], dims[0]
     return op(x, physical_dims(args[1], x.dim() - 1, at), *args[2:], **kwargs), at
 
@@ -22,7 +22,7 @@ def fourier(
 def along_one(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``f(x, n, dim, norm)``."""
+    """Batch ``f(x, n, dim, norm)``."""
     x, at = args[0], dims[0]
     if x.dim() == 1:
         return refused(op, dims, args, kwargs)
@@ -31,7 +31,7 @@ def along_one(
 
 
 def along_several(default: Sequence[int] | None) -> Rule:
-    """``f(x, sizes, dims, norm)``, by default along some dims, or as many as there are sizes."""
+    """Batch ``f(x, sizes, dims, norm)``; ``dims`` has a default, or one dim per size."""
 
     def rule(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -43,7 +43,7 @@ def along_several(default: Sequence[int] | None) -> Rule:
             refused(op, dims, args, kwargs)
             if rank or along or sizes:
                 return NotImplemented
-            # torch takes a scalar, which has no dim to transform along.
+            # torch accepts a scalar, which has no dim to transform.
             return op(x.unsqueeze(1), None, [1], norm).squeeze(1), 0
         if along is None and sizes is not None:
             along = range(rank - len(sizes), rank)
@@ -56,7 +56,7 @@ def along_several(default: Sequence[int] | None) -> Rule:
 def shifted(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """By half of their size each, all dims by default."""
+    """Shift each dim by half of its size, all dims by default."""
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if rank == 0:

@@ -1,4 +1,4 @@
-"""What examples would answer, which of them agree, and some of them taken out of a batch."""
+"""Splitting of a batch by values: compare the examples, group equal ones, take some of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tsfunc.ops.registry import BatchLevel
 
 
 class BatchChanged(Exception):
-    """Internal: examples were put off, so the rule is to be called again with the values left."""
+    """Internal: examples were deferred, so the rule must run again on the remaining batch."""
 
 
 def agree(op: Any, level: BatchLevel, answers: Tensor) -> None:
-    """Goes on where all examples have the same answers, a row each.
+    """Return if all examples have equal rows of ``answers``.
 
     Raises:
-        BatchChanged: they had not; in the level's batch they have now.
-        DataDependentError: there is no example.
+        BatchChanged: the rows differ; the level's batch now has only examples with equal rows.
+        DataDependentError: the batch is empty.
     """
     assert level.splitter is not None
     if not level.batch_size:
@@ -37,14 +37,14 @@ def agree(op: Any, level: BatchLevel, answers: Tensor) -> None:
 
 
 def agree_on_results(op: Any, level: BatchLevel, results: Sequence[Any]) -> None:
-    """As :func:`agree`, on the shapes and Python values of a result for each example."""
+    """Call :func:`agree` on the shapes and Python values of the results of each example."""
     known: dict[Any, int] = {}
     kinds = [known.setdefault(_kind(result), len(known)) for result in results]
     agree(op, level, torch.tensor(kinds, device="cpu"))
 
 
 def _kind(result: Any) -> Any:
-    """What has to be the same for results to be stacked."""
+    """Return the properties of a result that must be equal for results to be stacked."""
     if isinstance(result, Tensor):
         return tuple(result.shape), result.dtype
     if isinstance(result, list | tuple):
@@ -53,7 +53,7 @@ def _kind(result: Any) -> Any:
 
 
 def take_examples(x: Tensor, at: int, places: Tensor) -> Tensor:
-    """Some of the examples: a view where they are neighbours, else laid out as the value is."""
+    """Return some of the examples: a view if they are adjacent, else a copy in the same layout."""
     count = len(places)
     if is_compressed(x):
         return taken(x, places.to(x.device))
@@ -71,11 +71,11 @@ def take_examples(x: Tensor, at: int, places: Tensor) -> Tensor:
     return laid.permute([order.index(dim) for dim in range(x.dim())])
 
 
-_FEW = 256  # rows that are compared in Python sooner than by operators
+_FEW = 256  # up to this number of rows, comparing in Python is faster than by operators
 
 
 def groups_of(answers: Tensor) -> list[Tensor]:
-    """The places of the rows that are the same bit by bit, in ascending order."""
+    """Return the indices of each group of rows that are equal bit by bit, in ascending order."""
     rows = _bits(answers.reshape(answers.shape[0], -1))
     if type(rows) is Tensor and len(rows) > _FEW:
         rows = rows.cpu()
@@ -85,7 +85,7 @@ def groups_of(answers: Tensor) -> list[Tensor]:
             kind = torch.unique(rows, dim=0, return_inverse=True)[1]
         counts = torch.bincount(kind).tolist()
         return list(kind.argsort(stable=True).split(counts))
-    # A list: rows that are tracers of an outer level are read there, which may part examples too.
+    # A list: rows can be tracers of an outer level, and reading those can split examples too.
     found: dict[Any, list[int]] = {}
     for place, row in enumerate(rows.tolist()):
         found.setdefault(tuple(row), []).append(place)
@@ -98,7 +98,7 @@ _SINGLE: dict[str, Callable[[Any], Any]] = {
 
 
 def same_answer(value: Tensor, name: str) -> Any:
-    """What a method answers for all examples, if they are quickly seen to agree; else None.
+    """Return a method's answer if a cheap check finds it equal for all examples; else None.
 
     ``value`` has one number for each example.
     """
@@ -115,7 +115,7 @@ def same_answer(value: Tensor, name: str) -> Any:
         number = numbers[0]
         if numbers.count(number) != len(numbers):
             return None
-    # Zeros are equal that differ in their signs; infinities and NaN have no integers.
+    # 0.0 == -0.0, although their signs differ; infinities and NaN do not convert to integers.
     if isinstance(number, float) and (number == 0 or not math.isfinite(number)):
         return None
     return single(number)
@@ -125,7 +125,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(rows: torch.Tensor) -> torch.Tensor:
-    """Numbers as integers of the same bits, so that NaNs equal themselves."""
+    """Return the values as integers with the same bits, so that a NaN equals itself."""
     if rows.is_complex():
         rows = torch.view_as_real(rows).flatten(1)
     if rows.is_floating_point():
@@ -134,10 +134,10 @@ def _bits(rows: torch.Tensor) -> torch.Tensor:
 
 
 def answers_of(value: torch.Tensor, at: int, name: str) -> torch.Tensor:
-    """A row for each example that tells apart what a method would answer for them."""
+    """Return a row per example; equal rows mean that a method returns equal results for them."""
     value = value.movedim(at, 0)
     if name in ("__bool__", "is_nonzero"):
         return value != 0
     if name in ("__int__", "__index__") and value.is_floating_point():
-        return value.trunc() + 0.0  # without the sign of -0.0
+        return value.trunc() + 0.0  # the addition turns -0.0 into 0.0
     return value

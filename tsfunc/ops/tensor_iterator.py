@@ -1,7 +1,7 @@
 """Pointwise operators: align the arguments and call the operator once.
 
-Results have the broadcast shape of all arguments. What a row's rule adds to ``op(*args)`` is
-only where the batch dim must stand for broadcasting, and the promotion of logical scalars.
+Results have the broadcast shape of all arguments. A rule adds two steps to ``op(*args)``: it moves
+batch dims for broadcasting, and it promotes logical scalars.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tsfunc.ops.sparse_elementwise import elementwise_instead, is_mixed
 
 
 def uniform(args: Sequence[Any], dims: Dims) -> bool:
-    """Whether all tensors are batched alike and of one rank, so that nothing needs aligning."""
+    """True if all tensors have the same batch dim and rank, so that they need no alignment."""
     lead = dims[0]
     if lead is None:
         return False
@@ -34,7 +34,7 @@ def uniform(args: Sequence[Any], dims: Dims) -> bool:
 def pointwise(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Any number of tensors and numbers, broadcast together."""
+    """Call the operator on any number of tensors and numbers, broadcast together."""
     try:
         count = len(args)
         if count == 1:
@@ -43,8 +43,8 @@ def pointwise(
             x, y = args
             at, other = dims
             if other is None:
-                # A value with logical dims promotes and broadcasts as it is with one that has
-                # no dims to the left of the batch dim; where types agree there is no promotion.
+                # No alignment is needed if the batched tensor has logical dims and the other one
+                # has no dim to the left of the batch dim. Equal dtypes need no promotion.
                 if (
                     not isinstance(y, Tensor)
                     or 1 < x.dim() > y.dim() + at
@@ -73,7 +73,7 @@ def pointwise(
 def pointwise_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Writes the first argument, whose batch dim the others follow."""
+    """Write the first argument; the other arguments are aligned with its batch dim."""
     x, at = args[0], dims[0]
     if at is None:
         refuse_inplace(op)
@@ -90,7 +90,11 @@ def pointwise_inplace(
 def clamp(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """torch's derivative writes into comparisons of two of them what depends on the third."""
+    """Batch all three arguments if both bounds are tensors.
+
+    torch's derivative compares two of the arguments and writes values that depend on the third one
+    into the comparison, in place.
+    """
     bounds = [x for x in args[1:] if isinstance(x, Tensor)]
     if len(bounds) == 2 and any(dim is None for dim in dims):
         args = [batched_front(x, dim, level.batch_size) for x, dim in zip(args, dims, strict=True)]
@@ -102,7 +106,7 @@ def clamp(
 def pointwise_pair(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Two results: a rule of its own, so that ``pointwise`` means one tensor."""
+    """Operators with two results: a separate rule, so that ``pointwise`` means one result."""
     return pointwise(op, level, dims, args, kwargs)
 
 
@@ -110,7 +114,7 @@ def pointwise_pair(
 def where(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The condition takes no part in promotion."""
+    """The condition does not affect type promotion."""
     if uniform(args, dims):
         return op(*args, **kwargs), dims[0]
     x, y = promote_scalars(args[1:], dims[1:])
@@ -122,7 +126,7 @@ def where(
 def masked_fill(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The result has the type of the first argument whatever the others are."""
+    """The result has the dtype of the first argument, so scalars are not promoted."""
     aligned, at = align(args, dims)
     return op(*aligned, **kwargs), at
 
@@ -131,7 +135,7 @@ def masked_fill(
 def masked_fill_tensor(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The operator takes a value without dims only: a batched one goes through ``where``."""
+    """A batched value is filled by ``where``: the operator accepts only a value without dims."""
     if dims[2] is None:
         (x, mask), at = align(args[:2], dims[:2])
         return op(x, mask, args[2], **kwargs), at
@@ -145,7 +149,7 @@ def masked_fill_tensor(
 def masked_fill_scalar_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The mask follows the batch dim of the tensor that is written."""
+    """Align the mask with the batch dim of the written tensor."""
     x, at = args[0], dims[0]
     if at is None:
         refuse_inplace(op)
@@ -158,7 +162,7 @@ def masked_fill_scalar_inplace(
 def masked_fill_tensor_inplace(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As for a number, except that batched values need ``where``."""
+    """Like the scalar overload, except that a batched value is filled by ``where``."""
     if dims[2] is None:
         return masked_fill_scalar_inplace(op, level, dims, args, kwargs)
     x, at = args[0], dims[0]
@@ -175,7 +179,7 @@ def masked_fill_tensor_inplace(
 def pointwise_of_equal_shapes(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Kernels that do not broadcast (or warn of it), or leave some argument out of it."""
+    """Broadcast explicitly: these kernels do not broadcast all arguments, or warn about it."""
     if uniform(args, dims):
         return op(*args, **kwargs), dims[0]
     aligned, at = align(args, dims)
@@ -188,7 +192,7 @@ def pointwise_of_equal_shapes(
 def log_sigmoid_forward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Returns a buffer for the backward pass too, which is empty where it is not needed."""
+    """The second result is a buffer for the backward pass, empty on devices other than the CPU."""
     buffered = args[0].device.type == "cpu"
     return op(*args, **kwargs), (dims[0], dims[0] if buffered else None)
 
@@ -197,7 +201,7 @@ def log_sigmoid_forward(
 def log_sigmoid_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The buffer takes part only where there is one."""
+    """Ignore the buffer on devices other than the CPU, where it is empty."""
     if args[0].device.type == "cpu":
         return pointwise_of_equal_shapes(op, level, dims, args, kwargs)
     (grad, x), at = align(args[:2], dims[:2])
@@ -209,12 +213,12 @@ def _aten(names: str) -> list[str]:
 
 
 def _with_inplace(names: str) -> tuple[list[str], list[str]]:
-    """Names for both rules; ``add.Tensor`` has the in-place variant ``add_.Tensor``."""
+    """Return names for both rules; ``add.Tensor`` has the in-place variant ``add_.Tensor``."""
     plain = _aten(names)
     return plain, ["_.".join(n.split(".")) if "." in n else n + "_" for n in plain]
 
 
-# Operators that have an in-place variant of the same overload name.
+# Operators with an in-place variant of the same overload name.
 _BOTH = """
     abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh
     ceil celu clamp_max clamp_min conj_physical cos cosh deg2rad digamma elu erf erfc
@@ -243,7 +247,7 @@ _BOTH = """
     bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar
 """
 
-# Operators without one, or whose in-place variant has another name.
+# Operators without an in-place variant, or with one of another name.
 _PLAIN = """
     _conj_physical angle complex polar positive floor_divide
     float_power.Scalar float_power.Tensor_Scalar

@@ -1,4 +1,4 @@
-"""Operators on lists of tensors: all are given the batch dim in one place."""
+"""Operators on lists of tensors: the batch dims are moved to the same place."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def in_front(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> list[Tensor]:
-    """Each of the tensors with a batch dim first."""
+    """Return each of the tensors with a batch dim first."""
     return [batched_front(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
 
 
 def together(
     tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
 ) -> tuple[Sequence[Tensor], int]:
-    """The tensors with their batch dims in one place, and that place: where it was if it can."""
+    """Return the tensors with one common batch dim, and that dim. Equal dims are unchanged."""
     at = dims[0]
     if at is not None and dims.count(at) == len(dims):
         return tensors, at
@@ -29,7 +29,7 @@ def together(
 
 
 def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Leaves out the empty vectors that cat lets stand for tensors of any rank."""
+    """Leave out empty vectors, which cat accepts beside tensors of any rank."""
     rank = max([x.dim() for x in tensors])
     return [x for x in tensors if x.dim() == rank or x.dim() != 2 or x.numel() > 0]
 
@@ -38,12 +38,12 @@ def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def cat(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Along one logical dim."""
+    """Concatenate along one logical dim."""
     tensors, at = together(args[0], dims[0], level.batch_size)
     ranks = [x.dim() for x in tensors]
     rank = max(ranks)
     if min(ranks) != rank:
-        # Some are of another rank: the same place in all of them is the first one only.
+        # The ranks differ, so only the first place is the same in all tensors.
         tensors, at = _without_empty(in_front(args[0], dims[0], level.batch_size)), 0
     if rank == 1:
         raise RuntimeError("zero-dimensional tensor (at position 0) cannot be concatenated")
@@ -62,7 +62,7 @@ def _cat_channels_last(tensors: Sequence[Tensor], at: int, dim: int) -> Tensor:
 def stack(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A new dim at the batch dim's place comes after it."""
+    """A new dim at the place of the batch dim is inserted after the batch dim."""
     tensors, at = together(args[0], dims[0], level.batch_size)
     rank = tensors[0].dim()
     dim = wrap(args[1] if len(args) > 1 else 0, rank)
@@ -76,7 +76,7 @@ def stack(
 def block_diag(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Each block is padded to the width of the whole."""
+    """Pad each block to the width of the result and concatenate the blocks."""
     tensors = in_front(args[0], dims[0], level.batch_size)
     blocks = [unit_dims(x, 1, 3 - x.dim()) for x in tensors]
     width: Any = sum([x.shape[2] for x in blocks])
@@ -92,7 +92,7 @@ def block_diag(
 def broadcast_tensors(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What is not batched is broadcast over the batch dim too."""
+    """Unbatched tensors are broadcast over the batch dim too."""
     pairs = list(zip(args[0], dims[0], strict=True))
     rank = max([logical_rank(x, at) for x, at in pairs])
     leading = [(x.unsqueeze(0) if at is None else front(x, at)) for x, at in pairs]

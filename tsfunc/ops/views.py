@@ -1,7 +1,7 @@
-"""Views: dims are shifted past the batch dim, and the result shares its argument's memory.
+"""Views: logical dims are shifted past the batch dim, and the result is a view of its argument.
 
-The ``_copy`` variants of views go by the same rules; so do those that change a tensor's own shape,
-which get the functional operator (NOTE [changes of shape in place]).
+The ``_copy`` variants of views have the same rules. The rules also serve in-place operators that
+change the shape of a tensor; those call the functional operator: NOTE [changes of shape in place].
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from tsfunc.ops.registry import BatchLevel, Dims, row, rows
 
 
 def same(x: Tensor) -> Tensor:
-    """A view of all of ``x``: what a view operator that has nothing to do returns."""
+    """Return a view of all of ``x``, for view operators that have no effect."""
     return torch.transpose(x, 0, 0)
 
 
 def known_sizes(sizes: Sequence[Any], x: Tensor, at: int) -> list[Any]:
-    """Sizes with -1 worked out from one example, which an empty batch would leave open."""
+    """Replace -1 by the size computed from one example.
+
+    An empty batch would leave it undefined.
+    """
     out = list(sizes)
     if -1 in out:
         known: Any = 1
@@ -49,7 +52,7 @@ def known_sizes(sizes: Sequence[Any], x: Tensor, at: int) -> list[Any]:
 
 
 def _sizes(op: Any, dims: Dims, args: Sequence[Any]) -> list[Any] | None:
-    """The sizes asked for, with the batch in front; None where they are not to be served."""
+    """Return the requested sizes preceded by the batch size; None if several of them are -1."""
     x = args[0]
     sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
     if sum([type(size) is int and size == -1 for size in sizes]) > 1:
@@ -61,7 +64,7 @@ def _sizes(op: Any, dims: Dims, args: Sequence[Any]) -> list[Any] | None:
 def reshape(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """With the batch dim first."""
+    """Reshape with the batch dim first."""
     sizes = _sizes(op, dims, args)
     if sizes is None:
         return refused(op, dims, args, kwargs)
@@ -72,16 +75,16 @@ def reshape(
 def view(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """With the batch dim first, a physical view exists wherever an example's does.
+    """With the batch dim first, a physical view exists if a view of each example exists.
 
-    Where there is none, the tracer may have to be laid out anew: not a rule's business.
+    Otherwise the tracer can need a copy of its value, which a rule cannot make.
     """
     sizes = _sizes(op, dims, args)
     if sizes is None:
         return refused(op, dims, args, kwargs)
     try:
         return op(front(args[0], dims[0]), sizes), 0
-    except (RuntimeError, ValueError):  # the latter of fake tensors
+    except (RuntimeError, ValueError):  # fake tensors raise ValueError
         return NotImplemented
 
 
@@ -89,7 +92,7 @@ def view(
 def unsafe_view(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of what was just computed, which may lie with the batch dim between others."""
+    """Reshape: the batch dim of an intermediate result can lie between other dims."""
     return view(torch.ops.aten.reshape.default, level, dims, args, kwargs)
 
 
@@ -97,7 +100,7 @@ def unsafe_view(
 def reshape_alias(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The strides are those that a view of these sizes has."""
+    """The strides are those of a view with the given sizes, so they are ignored."""
     x = front(args[0], dims[0])
     return x.reshape([x.shape[0], *args[1]]), 0
 
@@ -106,7 +109,7 @@ def reshape_alias(
 def expand(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """New dims come before all logical ones, so after a batch dim that is first."""
+    """New dims come before all logical dims, and after a batch dim that is first."""
     x, at = args[0], dims[0]
     sizes = list(args[1])
     new = len(sizes) - x.dim() + 1
@@ -122,7 +125,7 @@ def expand(
 def permute(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch dim keeps its place among the permuted ones."""
+    """The batch dim keeps its place."""
     x, at = args[0], dims[0]
     order = physical_dims(args[1], x.dim() - 1, at)
     order.insert(at, at)
@@ -141,7 +144,7 @@ def permute(
 def transpose(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Two logical dims; the batch dim stays."""
+    """Exchange two logical dims; the batch dim keeps its place."""
     x, first, second = args
     at = dims[0]
     rank = x.dim() - 1
@@ -155,7 +158,7 @@ def transpose(
 def t(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Of a matrix; vectors and scalars are themselves."""
+    """Transpose a matrix; vectors and scalars are returned as views."""
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if rank == 2:
@@ -169,7 +172,7 @@ def t(
 def squeeze(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """All logical dims of size 1, but never the batch dim."""
+    """Remove all logical dims of size 1, but never the batch dim."""
     x = front(args[0], dims[0])
     return torch.squeeze(x, list(range(1, x.dim()))), 0
 
@@ -178,7 +181,7 @@ def squeeze(
 def squeeze_dim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Sizes matter only for a dim that lies before the batch dim."""
+    """The batch dim moves only if the removed dim lies before it."""
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if rank == 0:
@@ -192,7 +195,7 @@ def squeeze_dim(
 def squeeze_dims(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As one dim."""
+    """Like ``squeeze_dim``, for several dims."""
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if rank == 0:
@@ -206,7 +209,10 @@ def squeeze_dims(
 def unsqueeze(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A new dim at the batch dim's place comes after it, so that a first dim stays the first."""
+    """A new dim at the place of the batch dim is inserted after it.
+
+    A first batch dim stays first.
+    """
     x, at = args[0], dims[0]
     dim = wrap(args[1], x.dim())
     return (op(x, dim), at + 1) if dim < at else (op(x, dim + 1), at)
@@ -216,7 +222,7 @@ def unsqueeze(
 def select(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One logical dim goes."""
+    """Remove one logical dim."""
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if rank == 0:
@@ -229,7 +235,7 @@ def select(
 def slice_(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One logical dim, the first by default."""
+    """Slice one logical dim, the first by default."""
     x, at = args[0], dims[0]
     if x.dim() == 1:
         raise RuntimeError("slice() cannot be applied to a 0-dim tensor.")
@@ -241,7 +247,7 @@ def slice_(
 def narrow(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One logical dim."""
+    """Narrow one logical dim."""
     x, at = args[0], dims[0]
     if x.dim() == 1:
         raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
@@ -264,7 +270,7 @@ def narrow(
 def split(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Each part has the batch dim where the whole had it."""
+    """Each part has the batch dim in the same place as the whole."""
     x, at = args[0], dims[0]
     if x.dim() == 1:
         raise RuntimeError(f"{op.name()} expects at least a 1-dimensional tensor")
@@ -276,7 +282,7 @@ def split(
 def unbind(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One logical dim goes."""
+    """Remove one logical dim from each result."""
     x, at = args[0], dims[0]
     if x.dim() == 1:
         raise IndexError("Dimension specified as 0 but tensor has no dimensions")
@@ -288,7 +294,7 @@ def unbind(
 def diagonal(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Two dims go and the diagonal comes last."""
+    """Remove two dims and append the diagonal as the last dim."""
     x, at = args[0], dims[0]
     offset, dim1, dim2 = filled(args[1:], 0, 0, 1)
     first, second = physical_dims((dim1, dim2), x.dim() - 1, at)
@@ -299,7 +305,7 @@ def diagonal(
 def unfold(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The windows' dim comes last; a scalar is one window."""
+    """The dim of the windows is last. A scalar is one window."""
     x, dim, size, step = args
     at = dims[0]
     if x.dim() == 1:
@@ -309,10 +315,11 @@ def unfold(
 
 
 # NOTE [offsets into memory]
-# A batched tensor's storage offset is that of its physical value, where the first example begins.
-# Offsets given to as_strided are counted like it, and mean the same place in each example.
+# The storage offset of a batched tensor is that of its physical value, where the first example
+# begins. An offset given to as_strided counts from the same origin, and each example is shifted
+# alike.
 def _within(x: Tensor, at: int, sizes: Sequence[Any], strides: Sequence[Any], offset: Any) -> None:
-    """Raises where a view of an example would reach out of it, into the memory of others."""
+    """Raise if a view of an example would reach beyond the memory of that example."""
     if len(sizes) != len(strides):
         raise RuntimeError(
             f"as_strided: mismatch in length of strides and shape: size and stride must have the "
@@ -334,7 +341,7 @@ def _within(x: Tensor, at: int, sizes: Sequence[Any], strides: Sequence[Any], of
 
 
 def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
-    """How far the last element is from the first."""
+    """Return the distance in memory between the first and the last element."""
     return sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
 
 
@@ -342,7 +349,7 @@ def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
 def as_strided(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch dim goes on lying where it does; see the note above."""
+    """The batch dim keeps its stride: NOTE [offsets into memory]."""
     x, sizes, strides, offset = filled(args, None, None, None, None)
     at = dims[0]
     if offset is None:
@@ -355,7 +362,7 @@ def as_strided(
 def as_strided_scatter(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """As as_strided; a target that is one for all examples becomes a batch of copies."""
+    """Like as_strided. An unbatched target is copied for each example."""
     x, source, sizes, strides, offset = filled(args, None, None, None, None, None)
     at = dims[0]
     if at is not None and level.batch_size and x.stride(at) == 0:
@@ -377,14 +384,14 @@ def as_strided_scatter(
 def view_last(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """They change the last dim, which must not be the batch dim."""
+    """These operators change the last dim, so the batch dim moves away from it."""
     x, at = args[0], dims[0]
     if x.dim() == 1 and (len(args) == 1 or args[1].itemsize != x.dtype.itemsize):
         return refused(op, dims, args, kwargs)
     if at == x.dim() - 1 and at:
         x, at = x.movedim(at, 0), 0
     if len(args) == 1 and x.stride(-1) != 1:
-        return NotImplemented  # not a rule's business, as with ``view``
+        return NotImplemented  # a rule cannot copy the value, as with ``view``
     return op(x, *args[1:]), at
 
 
@@ -392,7 +399,7 @@ def view_last(
 def view_as_real(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A value may be conjugated lazily where the batched tensor does not say so."""
+    """Resolve conjugation: the physical value can have a conjugate bit that the tracer lacks."""
     return op(args[0].resolve_conj()), dims[0]
 
 
@@ -400,7 +407,7 @@ def view_as_real(
 def flatten(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Logical dims only. A scalar becomes a vector."""
+    """Flatten logical dims only. A scalar becomes a vector."""
     x = front(args[0], dims[0])
     rank = x.dim() - 1
     first, last = (wrap(d, rank) for d in filled(args[1:], 0, -1))
@@ -416,7 +423,7 @@ rows(reshape, "aten::_reshape_copy")
 def movedim(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """With the batch dim first, all others count from the one after it."""
+    """The batch dim is moved first, and all other dims count from the one after it."""
     x = front(args[0], dims[0])
     rank = x.dim() - 1
     source, to = ([d] if isinstance(d, int) else d for d in args[1:])
@@ -428,7 +435,7 @@ def movedim(
 def diag(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The diagonal of a matrix, copied, or the matrix that has a vector for one."""
+    """Return a copy of a matrix's diagonal, or the matrix with a vector as its diagonal."""
     x, offset = front(args[0], dims[0]), args[1] if len(args) > 1 else 0
     if x.dim() == 3:
         return torch.diagonal_copy(x, offset, 1, 2), 0

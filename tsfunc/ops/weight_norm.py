@@ -1,4 +1,4 @@
-"""Weight normalisation: the fused operators, which know one weight, written out for a batch."""
+"""Weight normalization: the fused operators take one weight, so a batch is decomposed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tsfunc.ops.registry import BatchLevel, Dims, row
 
 
 def _except_dim(x: Tensor, dim: int) -> list[int]:
-    """The physical dims of one weight but ``dim``, the batch being in front."""
+    """Return the physical dims of a weight except the batch dim, which is first, and ``dim``."""
     return [d + 1 for d in range(x.dim() - 1) if d != dim]
 
 
@@ -20,7 +20,7 @@ def _except_dim(x: Tensor, dim: int) -> list[int]:
 def weight_norm(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A weight of the direction of ``v`` and the length ``g``, and the norms of ``v``."""
+    """Return a weight with the direction of ``v`` and the length ``g``, and the norms of ``v``."""
     v, g, dim = filled(args, None, None, 0)
     v, g = batched_front(v, dims[0], level.batch_size), batched_front(g, dims[1], level.batch_size)
     norms = v.norm(2, _except_dim(v, dim), keepdim=True)
@@ -31,7 +31,7 @@ def weight_norm(
 def weight_norm_backward(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The gradient along ``v`` is projected out: it does not change the direction."""
+    """Project out the gradient along ``v``, which does not change the direction."""
     *tensors, dim = args
     grad, v, g, norms = (
         batched_front(x, at, level.batch_size)

@@ -1,7 +1,7 @@
-"""Operators written in ones whose derivatives can be differentiated any number of times.
+"""Operators as decompositions that can be differentiated any number of times.
 
-torch's own formulas of these take further results of the operator (the mean and deviation that a
-normalisation works with) for constants, or divide by numbers that may be zero.
+torch's own derivative formulas of these operators treat further results (such as the mean and
+deviation of a normalization) as constants, or divide by numbers that can be zero.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In the type that kernels for short types add up in."""
+    """Return the tensor in the dtype in which kernels of half precision accumulate."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -29,14 +29,14 @@ def layer_norm(
     out = (wide - mean) * scale
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias
-    # By themselves they have no derivative.
+    # The statistics alone have no derivative.
     return out.to(x.dtype), mean.detach(), scale.detach()
 
 
 def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``aten::native_batch_norm`` in training, but for its updates."""
+    """``aten::native_batch_norm`` in training, without the update of running statistics."""
     wide = _wide(x)
     dims = [d for d in range(x.dim()) if d != 1]
     mean, var = wide.mean(dims), wide.var(dims, correction=0)
@@ -52,7 +52,7 @@ def batch_norm(
 
 
 def _scanned(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """All prefixes combined, by doubling: each step combines twice as many."""
+    """Combine all prefixes by doubling: each step combines twice as many elements."""
     if not x.dim():
         return x.clone()
     size, step = x.shape[dim], 1
@@ -75,17 +75,17 @@ def logcumsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def native_batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
-    """Also with what follows in the signatures of the operators that update statistics."""
+    """Batch norm in training, also with the arguments of operators that update statistics."""
     training, momentum, eps = rest if len(rest) == 3 else (True, *rest)
     if not training:
         return NotImplemented
-    if mean is not None:  # updates them
+    if mean is not None:  # updates the running statistics
         torch.native_batch_norm(x.detach(), None, None, mean, var, True, momentum, eps)
     return batch_norm(x, weight, bias, eps)
 
 
 def batch_norm_with_update(*args: Any) -> Any:
-    """``aten::_batch_norm_with_update``, whose last result only its own derivative reads."""
+    """``aten::_batch_norm_with_update``; only its own derivative reads the last result."""
     x = args[0]
     return (*native_batch_norm(*args), x.new_empty((0,), dtype=torch.uint8))
 
@@ -98,14 +98,14 @@ def batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
 def triangular_solve(
     b: Tensor, a: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``aten::triangular_solve``, which returns the matrix as well."""
+    """``aten::triangular_solve``, which also returns the matrix."""
     matrix = a.mT if transpose else a
     solve = torch.linalg.solve_triangular
     return solve(matrix, b, upper=upper != transpose, unitriangular=unitriangular), a.clone()
 
 
 def _pulled_back(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, dims: list[int]) -> Tensor:
-    """Return the gradient of ``(x - mean) * scale``, statistics over ``dims``, by ``x``."""
+    """Return the gradient of ``(x - mean) * scale`` by ``x``, with statistics over ``dims``."""
     centered = (x - mean) * scale
     along = (grad * centered).mean(dims, keepdim=True)
     return (grad - grad.mean(dims, keepdim=True) - centered * along) * scale
@@ -121,11 +121,11 @@ def layer_norm_backward(
     bias: Tensor | None,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """``aten::native_layer_norm_backward``, the statistics computed from the input again."""
+    """``aten::native_layer_norm_backward`` with statistics recomputed from the input."""
     dims, wide, cotangent = list(range(-len(shape), 0)), _wide(x), _wide(grad)
     mean = wide.mean(dims, keepdim=True)
     var = wide.var(dims, correction=0, keepdim=True)
-    # The square of the scale that was kept lacks eps alone, which has no derivative.
+    # The saved scale determines eps, which has no derivative.
     eps = scale.detach().square().reciprocal() - var.detach()
     scale = (var + eps).rsqrt()
     outer = list(range(x.dim() - len(shape)))
@@ -154,7 +154,7 @@ def batch_norm_backward(
     eps: float,
     mask: Sequence[bool],
 ) -> Any:
-    """``aten::native_batch_norm_backward``, the statistics computed from the input again."""
+    """``aten::native_batch_norm_backward`` with statistics recomputed from the input."""
     if not training:
         return NotImplemented
     dims, wide, cotangent = [d for d in range(x.dim()) if d != 1], _wide(x), _wide(grad)
@@ -180,11 +180,11 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "aten::logcumsumexp": logcumsumexp,
     "aten::triangular_solve": triangular_solve,
 }
-# torch's formula writes the tangent of the value into that of the tensor, which lacks the batch dim
-# that the tensor lacks.
+# torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
+# batch dim that the tensor lacks.
 PUSHED_WRITTEN_OUT: dict[str, Callable[..., Any]] = {"aten::fill_.Tensor": Tensor.copy_}
-# Formulas of backward passes that torch differentiates once, and wrongly any further: they take
-# the statistics for constants.
+# torch's formulas of these backward operators are correct for one derivative only: they treat the
+# statistics as constants.
 BACKWARD_WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm_backward": layer_norm_backward,
     "aten::native_batch_norm_backward": batch_norm_backward,

@@ -1,34 +1,33 @@
 """The types of values and of calls, and their checks.
 
-A descriptor of a function's parameter is a type. The modules, in the order in which they rest on
-each other:
+The descriptor of a function's parameter is a type. The modules, in the order of their imports:
 
-    polynomials  expressions over sizes: when two are the same, and solved for a name
+    polynomials  expressions over sizes: equality, and solutions for a name
     dims         sizes: numbers, names with bounds, expressions
     meta         MetaTensorType: a tensor's dtype, shape, device, requires_grad, layout
-    class_names  how a class is called in a text, and found by it
-    values       Python values as literals: when two are the same, and their text
+    class_names  the names of classes in texts, and the lookup of a class by its name
+    values       Python values as literals: equality, and their text
     grammar      the types: frozen dataclasses under one union
     classes      nominal types: enums, interfaces, torch's own classes, any class
-    descriptors  what a type says of a value: its class, its tensors, its parts
-    sizes        the sizes of two types compared: names hold across a type
-    lattice      which type is below which, and the least type above two
+    descriptors  the class, the tensors and the parts that a type describes
+    sizes        comparison of the sizes of two types, whose names hold across a type
+    lattice      the subtype relation, and the least type above two types
     inference    the types of values
-    text         a text read into a type, or a descriptor
-    annotation   what typing objects, classes and strings stand for
-    reading      what users write for a descriptor
-    conformance  whether a value is of a type, and every place where it is not
-    generated    the same as generated code, which is fast for values that are right
-    interfaces   whether a class has what an interface asks for
+    text         the parser of types and descriptors
+    annotation   the types of typing objects, classes and strings
+    reading      the conversion of users' values into descriptors
+    conformance  the check of a value against a type, with every mismatch
+    generated    the same check as generated code, which is fast for values that fit
+    interfaces   the check of a class against an interface
     signatures   the types of parameters and results, and the check of a call
-    attributes   what an attribute of a type is
-    control_flow the types of branches, and of what loops carry
+    attributes   the type of an attribute of a type
+    control_flow the types of branches, and of values that loops carry
 
 The descriptors of a call:
 
     descriptor_sets the record of all parameters: from examples, widened, split, as text
-    checks       a descriptor as a function that finds what a value breaks
-    choosing     which of several sets of descriptors a call is checked by
+    checks       a descriptor as a function that finds the mismatches of a value
+    choosing     the choice among several sets of descriptors for a call
     compiled     the descriptors of a whole function, ready for its calls
 """
 

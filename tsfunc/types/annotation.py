@@ -1,4 +1,4 @@
-"""Annotations: typing objects, classes and strings read into types."""
+"""Annotations: conversion of typing objects, classes and strings to types."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class _Reading:
-    """The context in which one annotation is read.
+    """The context in which an annotation is read.
 
     Attributes:
         where: the place, for error messages.
-        scope: the objects that names in strings stand for; None for the words of the grammar alone.
+        scope: the objects that names in strings refer to; None for the words of the grammar only.
         inside: the enclosing named tuples.
     """
 
@@ -77,17 +77,17 @@ class _Reading:
 def from_annotation(
     annotation: Any, scope: Scope | None = None, *, where: str = "the annotation"
 ) -> TSType:
-    """The type that an annotation stands for.
+    """Return the type that an annotation stands for.
 
     Args:
         annotation: a typing object of the old or the new style, a class, a `MetaTensorType`,
             a string, a forward reference, or a type itself.
-        scope: what names in strings stand for, such as the globals of the module. Without it
-            strings are read by `parse`.
-        where: how error messages call it.
+        scope: the objects that names in strings refer to, such as the globals of the module.
+            Without a scope strings are parsed by `parse`.
+        where: the name of the annotation in error messages.
 
     Raises:
-        AnnotationError: it is not a type of the language.
+        AnnotationError: the annotation is not a type of the language.
 
     Example:
         >>> from typing import Dict, Optional
@@ -147,7 +147,7 @@ def _from_string(text: str, reading: _Reading) -> TSType:
         names: Any = ChainMap(dict(reading.scope), _WORDS)
         found = eval(text, {"__builtins__": builtins}, names)
     except Exception as error:
-        # A text of the grammar that is not Python: f32[n, 64] cpu.
+        # The text can be of the grammar without being Python: f32[n, 64] cpu.
         try:
             return read_type(text, reading.scope, lambda found: _read(found, reading))
         except AnnotationError:
@@ -169,12 +169,12 @@ _WORDS: dict[str, object] = {
 
 
 def parse(text: str, scope: Scope | None = None) -> TSType:
-    """The type that a text says; the inverse of ``str``.
+    """Return the type that a text describes; the inverse of ``str``.
 
     Args:
-        text: a type as its ``str`` is, or as Python code would write it.
-        scope: what the names of classes in the text stand for; those that it lacks are looked up
-            by their module and qualified name.
+        text: a type as returned by ``str``, or as written in Python code.
+        scope: the objects that the names of classes in the text refer to. Other names are looked up
+            as a module and a qualified name.
 
     Raises:
         AnnotationError: the text is not a type.
@@ -195,7 +195,7 @@ def parse(text: str, scope: Scope | None = None) -> TSType:
 
 
 def _from_generic(annotation: Any, reading: _Reading) -> TSType:
-    """A typing object that has been given arguments, or waits for them (``List``)."""
+    """Convert a typing object with arguments, or one that lacks them (``List``)."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _from_annotated(args, reading)
@@ -206,7 +206,7 @@ def _from_generic(annotation: Any, reading: _Reading) -> TSType:
         if isinstance(origin, type) and typing.Generic in origin.__bases__:
             return _from_class(
                 origin, reading
-            )  # a class of the user's: its parameters are not ours
+            )  # a user's class, whose parameters are not part of the language
         raise reading.error(f"{annotation!r} is no type of the language; {_ADVICE}")
     if not args and annotation in (typing.List, typing.Dict, typing.Tuple):  # noqa: UP006
         raise reading.error(f"{annotation!r} says not what is in it: write {_BARE[origin]}")
@@ -225,7 +225,7 @@ def _from_generic(annotation: Any, reading: _Reading) -> TSType:
 
 
 def _constructor(origin: Any) -> str | None:
-    """The grammar's name of what a typing object was made with."""
+    """Return the grammar's name of a typing object's origin, or None."""
     if origin in (Union, types.UnionType):
         return "Union"
     if origin in (list, dict, tuple):
@@ -238,7 +238,7 @@ def _constructor(origin: Any) -> str | None:
 
 
 def _from_annotated(args: tuple[Any, ...], reading: _Reading) -> TSType:
-    """Read ``Annotated[Tensor, MetaTensorType(...)]``, a tensor with metadata."""
+    """Convert ``Annotated[Tensor, MetaTensorType(...)]``, a tensor with metadata."""
     base = _read(args[0], reading)
     for extra in args[1:]:
         if isinstance(extra, MetaTensorType):
@@ -272,7 +272,10 @@ def _from_class(cls: type, reading: _Reading) -> TSType:
 
 
 def _from_named_tuple(cls: type, reading: _Reading) -> TSType:
-    """A field without annotation is a tensor, as a parameter without one is."""
+    """Convert a named tuple class.
+
+    A field without annotation is a tensor, like a parameter without annotation.
+    """
     if cls in reading.inside:
         raise reading.error(
             f"{cls.__name__} has itself among its elements; a named tuple is its elements, so "
@@ -290,13 +293,13 @@ def _from_named_tuple(cls: type, reading: _Reading) -> TSType:
 
 
 def raw_annotations(cls: type) -> Iterator[tuple[str, Any]]:
-    """The annotations of a class and of those that it is derived from, as they were written."""
+    """Yield the unevaluated annotations of a class and its bases."""
     for home in reversed(cls.__mro__):
         yield from inspect.get_annotations(home).items()
 
 
 def class_scope(cls: type) -> Scope:
-    """Return the objects that the names in the annotations of a class stand for."""
+    """Return the objects that the names in the annotations of a class refer to."""
     module = sys.modules.get(cls.__module__)
     return ChainMap({cls.__name__: cls}, _closed_over(cls), vars(module) if module else {})
 
@@ -311,7 +314,7 @@ def _closed_over(cls: type) -> dict[str, object]:
 
 
 def closure_of(func: Any) -> dict[str, object]:
-    """The variables that a function closes over, and that have a value."""
+    """Return the variables with a value that a function closes over."""
     found: dict[str, object] = {}
     names = getattr(getattr(func, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(func, "__closure__", None) or (), strict=False):
@@ -326,7 +329,7 @@ class _Declared(NamedTuple):
     """The declared attributes of a class.
 
     Attributes:
-        types: attribute name to type; ``Any`` where the annotation is not a type.
+        types: attribute name to type; ``Any`` if the annotation is not a type.
         any: the attributes that are annotated as ``Any``.
     """
 
@@ -338,10 +341,10 @@ _known: weakref.WeakKeyDictionary[type, _Declared] = weakref.WeakKeyDictionary()
 
 
 def attribute_types(cls: type) -> Mapping[str, TSType]:
-    """Return the types of a class's annotated attributes; `Any` where the annotation is not a type.
+    """Return the types of a class's annotated attributes; `Any` if the annotation is not a type.
 
-    An attribute is checked where it is used, so an annotation that is not a type of the language
-    does not prevent the use of the others.
+    An attribute is checked at its use, so an annotation that is not a type of the language does not
+    prevent the use of other attributes.
     """
     return _declared(cls).types
 

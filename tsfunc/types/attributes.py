@@ -1,6 +1,6 @@
 """Attribute resolution: the type of an attribute, a method or an operator of a type.
 
-A class is not checked where it is declared or annotated. Only an attribute that is used must exist.
+A class is not checked at its declaration or annotation; only attributes that are used must exist.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def attribute_type(type_: TSAllType, name: str, *, of: str = "a value") -> Resol
 
     Args:
         type_: the type.
-        name: the attribute; operators go by Python's names for them (``"__add__"``).
+        name: the attribute; operators have Python's names (``"__add__"``).
         of: the value's name, for error messages.
 
     Returns:
-        The type of a data attribute, or the `Signature` of a method; of a method that is written
-        in C, one that takes anything.
+        The type of a data attribute, or the `Signature` of a method. The signature of a method in C
+        accepts any arguments.
 
     Raises:
-        TypeCheckError: values of this type have no such attribute, or may be None, or are of a
-            type of which nothing is known (`Any`).
+        TypeCheckError: values of this type lack the attribute, can be None, or have an unknown type
+            (`Any`).
 
     Example:
         >>> from tsfunc.types import parse
@@ -158,7 +158,7 @@ def _missing(type_: TSAllType, name: str, of: str) -> TypeCheckError:
 
 
 def _of_class(cls: type, type_: TSAllType, name: str, of: str) -> Resolved:
-    """Resolve an attribute in a class: a method, an annotation, a property or a class attribute."""
+    """Resolve an attribute of a class: a method, an annotation, a property or a class variable."""
     missing = object()
     value: Any = inspect.getattr_static(cls, name, missing)
     if isinstance(value, staticmethod | classmethod):
@@ -175,26 +175,26 @@ def _of_class(cls: type, type_: TSAllType, name: str, of: str) -> Resolved:
         return signature(value)
     if callable(value):
         return _anything(name)
-    if inspect.isdatadescriptor(value):  # a slot, or a field of a class that is written in C
+    if inspect.isdatadescriptor(value):  # a slot, or a field of a class in C
         return ANY
     return of_value(value)
 
 
 def _tensor_attribute(name: str) -> TSAllType | None:
-    """The type of a data attribute that all tensors have; None for a method."""
+    """Return the type of a data attribute that all tensors have; None for a method."""
     if name == "grad":
         return optional(TENSOR)
     if not inspect.isdatadescriptor(inspect.getattr_static(torch.Tensor, name)):
         return None
     try:
         value = getattr(torch.empty(1, 1, device="cpu"), name)
-    except RuntimeError:  # such as `imag` of what is real
+    except RuntimeError:  # such as `imag` of a real tensor
         return TENSOR
     return ANY if value is None else of_value(value)
 
 
 def _anything(name: str, returns: TSType | None = None) -> Signature:
-    """The signature of a method that says nothing of its parameters."""
+    """Return the signature of a method with unknown parameters."""
 
     def method(*args: Any, **kwargs: Any): ...  # type: ignore[no-untyped-def]
 

@@ -52,7 +52,7 @@ from tsfunc.types.values import describe, same_value
 
 
 def compile_check(descriptor: Descriptor, dims: Mapping[str, Dim]) -> Check | None:
-    """Return the check of one descriptor; None if all values fit. `dims` has all the bounds."""
+    """Return the check of a descriptor; None if all values fit. `dims` has all bounds of names."""
     match descriptor:
         case TSTensor(cls, meta):
             if cls is torch.Tensor:
@@ -117,8 +117,7 @@ def _both(first: Check, second: Check) -> Check:
 
 def _class_check(cls: type) -> Check:
     def check(value: Any, path: Path, run: Run) -> None:
-        # In Python a bool is an int, and so may be the member of an enum; to the language they
-        # are none.
+        # In Python a bool and the members of some enums are ints; in the language they are not.
         derived = cls in _NUMBERS and type(value) is not cls
         if not isinstance(value, cls) or (derived and str(primitive_of(value)) != cls.__name__):
             run.fail(path, "", f"expected {cls.__name__}, got {describe(value)}")

@@ -1,8 +1,8 @@
-"""Several sets of descriptors for one function: the order in which a call is checked by them.
+"""Several sets of descriptors for one function: the order in which a call is checked against them.
 
-The narrower of two comes first, so that a call takes the most specific set. Two sets that one call
-can fit, neither of them narrower, are refused at definition. An empty list fits lists of any
-element type, and takes the first of these.
+The narrower of two sets comes first, so that a call takes the most specific set. If a call can fit
+two sets and neither is narrower, the definition raises an error. An empty list fits lists of any
+element type, and takes the first such set.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Place = tuple[int, str]
 def in_order(
     contracts: Sequence[CompiledDescriptors], what: str
 ) -> tuple[CompiledDescriptors, ...]:
-    """Sets of descriptors in the order in which a call is held against them.
+    """Return sets of descriptors in the order in which a call is checked against them.
 
     Args:
-        contracts: the sets, as they were written.
+        contracts: the sets, in the given order.
         what: the function, for errors.
 
     Raises:
-        DescriptorError: a call can keep two of which neither is narrower.
+        DescriptorError: a call can fit two sets, neither of which is narrower.
     """
     all_ = [Descriptors(each.descriptors) for each in contracts]
     for j, right in enumerate(all_):
@@ -79,7 +79,7 @@ def exclude_each_other(left: Mapping[str, Descriptor], right: Mapping[str, Descr
 
 
 def _apart(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]) -> bool:
-    """Return True if no value can fit both; add the pairs of sizes that would have to be equal."""
+    """Return True if no value fits both; add the pairs of sizes that would have to be equal."""
     if ANY in (left, right):
         return False
     unions = TSUnion | TSOptional
@@ -134,7 +134,7 @@ def _children_apart(
 
 
 def _elements_apart(ones: Sequence[Descriptor] | None, others: Any) -> bool:
-    """Return True if no element of two containers can be of both kinds."""
+    """Return True if elements of the two containers can't have a common type."""
     return any(_all_apart(one, other) for one in ones or () for other in others or ())
 
 

@@ -1,9 +1,9 @@
-"""Names of classes, and the way back from a name to its class.
+"""Names of classes, and the lookup of a class by its name.
 
-Types are printed and parsed, so the classes in them need names. A class goes by its module and
-qualified name, torch's own by their public names. A class that can't be found
-by its name (it was made inside of a function, or another has taken its place) is remembered, for
-as long as it lives, by that name; where two claim one name, the second is told apart by a number:
+Types are printed and parsed, so their classes need names. The name of a class is its module and
+qualified name; torch's own classes have their public names. A class that its name does not find
+(because it was made inside of a function, or another class has replaced it) is remembered under
+that name as long as it lives. If two classes have one name, the second name gets a number:
 ``module.f.<locals>.Model#2``.
 """
 
@@ -30,7 +30,7 @@ _PUBLIC: dict[str, type] = {
     "torch.memory_format": torch.memory_format,
     "torch.Size": torch.Size,
     "torch.Generator": torch.Generator,
-    "torch.stream": torch.Stream,  # as the proposal writes it
+    "torch.stream": torch.Stream,  # the spelling of the proposal
     "torch.Stream": torch.Stream,
     "torch.Event": torch.Event,
     "torch.cuda.Stream": torch.cuda.Stream,
@@ -49,7 +49,7 @@ _lock = threading.Lock()
 
 
 def class_name(cls: type) -> str:
-    """The name that `find` finds the class by.
+    """Return the name by which `find` finds the class.
 
     Example:
         >>> class_name(torch.nn.Linear), class_name(complex)
@@ -73,19 +73,19 @@ def _claim(cls: type, name: str) -> str:
 
 
 def _free(name: str) -> str:
-    """The name itself, or with the first number that no class has."""
+    """Return the name itself, or the name with the first number that is not in use."""
     names = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
     return next(each for each in names if each not in _claims and _imported(each) is None)
 
 
 def find(name: str, scope: Mapping[str, object]) -> Any:
-    """Return the object that a dotted name stands for, or None.
+    """Return the object that a dotted name refers to, or None.
 
     Args:
-        name: as `class_name` gives it, or as code that sees `scope` would write it.
-        scope: names that come first.
+        name: a name from `class_name`, or a name as written in code that sees `scope`.
+        scope: names that take precedence.
 
-    Nothing is imported for it: a class whose module isn't is not found.
+    Nothing is imported: a class in a module that is not imported is not found.
     """
     root, *rest = name.split(".")
     if root in scope:
@@ -105,7 +105,7 @@ def _imported(name: str) -> Any:
 
 def _attribute(value: Any, names: list[str]) -> Any:
     for name in names:
-        # vars, not getattr: looking up a name is to run no one's __getattr__.
+        # vars instead of getattr: a lookup must not run a custom __getattr__.
         value = next((vars(c)[name] for c in _homes(value) if name in vars(c)), None)
     return value
 

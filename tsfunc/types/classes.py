@@ -52,10 +52,10 @@ _C = TypeVar("_C", bound=type)
 
 
 def nominal_type(cls: type) -> TSNominalType:
-    """The type that a class stands for.
+    """Return the type that a class stands for.
 
     Raises:
-        AnnotationError: an enum or an interface that breaks the rules for these.
+        AnnotationError: an enum or an interface breaks the rules of its kind.
     """
     if issubclass(cls, torch.Tensor):
         return TSTensor(cls)
@@ -82,7 +82,7 @@ def is_rref_class(cls: type) -> bool:
 
 # --- the classes of single values, and of named tuples
 
-# In this order: a bool is an int to Python, and not to the language.
+# The order matters: a bool is an int in Python, but not in the language.
 _PRIMITIVES = (
     (bool | torch.SymBool, BOOL),
     (int | torch.SymInt, INT),
@@ -92,9 +92,9 @@ _PRIMITIVES = (
 
 
 def primitive_of(value: Any) -> TSPrimitiveType | None:
-    """The primitive type of a single value, None included; None for a value of another type.
+    """Return the primitive type of a value, NONE for None; None for a value of another type.
 
-    The members of an enum are not ints, even if they are to Python.
+    The members of an enum are not ints, even if they are in Python.
     """
     if value is None:
         return NONE
@@ -104,12 +104,12 @@ def primitive_of(value: Any) -> TSPrimitiveType | None:
 
 
 def field_names(value: object) -> tuple[str, ...] | None:
-    """The names of a named tuple's elements; None for any other value."""
+    """Return the names of a named tuple's elements; None for any other value."""
     return names_of_class(type(value))
 
 
 def names_of_class(cls: type) -> tuple[str, ...] | None:
-    """`field_names` of the instances of a class."""
+    """Return `field_names` of the instances of a class."""
     if optree.is_namedtuple_class(cls):
         return tuple(optree.namedtuple_fields(cls))
     if optree.is_structseq_class(cls):  # torch.return_types
@@ -121,9 +121,12 @@ def names_of_class(cls: type) -> tuple[str, ...] | None:
 
 
 def check_enum(cls: type[enum.Enum]) -> None:
-    """The members of an enum are literals of one type.
+    """Raise unless the members of an enum are literals of one type.
 
-    Python itself keeps the other rule: an enum that has members can't be derived from.
+    Python enforces the other rule: an enum with members can't have subclasses.
+
+    Raises:
+        AnnotationError: the enum has no members, or values of several or other types.
     """
     values = {name: member.value for name, member in cls.__members__.items()}
     kinds = sorted({type(value).__name__ for value in values.values()})
@@ -144,10 +147,10 @@ def check_enum(cls: type[enum.Enum]) -> None:
 
 
 def interface(cls: _C) -> _C:
-    """Declares a module interface: a decorator for a class of abstract methods.
+    """Declare a module interface: a decorator for a class of abstract methods.
 
-    What has such methods may be passed where the interface is annotated; a ``typing.Protocol``
-    is an interface without being declared one.
+    Any value with such methods fits an annotation with the interface. A ``typing.Protocol`` is an
+    interface without this decorator.
 
     Raises:
         AnnotationError: the class has attributes, a constructor, a method with a body, or an
@@ -168,15 +171,15 @@ def interface(cls: _C) -> _C:
 
 
 def is_interface(cls: type) -> bool:
-    """Return True if the class itself, not merely one of its bases, is an interface."""
+    """Return True if the class itself, not only a base class, is an interface."""
     own = vars(cls)
-    # The second is how torch.jit.interface marks a class.
+    # torch.jit.interface marks a class by the second name.
     marked = _MARK in own or "__torch_script_interface__" in own
     return marked or bool(own.get("_is_protocol", False))
 
 
 def interface_methods(cls: type) -> dict[str, types.FunctionType]:
-    """The methods that an interface asks for, its own and those of interfaces it extends."""
+    """Return the methods that an interface requires, including those of interfaces it extends."""
     return {
         name: value
         for home in reversed(cls.__mro__)
@@ -187,7 +190,7 @@ def interface_methods(cls: type) -> dict[str, types.FunctionType]:
 
 
 def check_interface(cls: type) -> None:
-    """An interface is methods without bodies, their arguments annotated, and nothing else."""
+    """Raise unless an interface has only methods without bodies and with annotated arguments."""
     found = list(_faults(cls))
     if found:
         raise AnnotationError(
@@ -216,7 +219,7 @@ def _faults(cls: type) -> Iterator[str]:
 
 
 def _is_machinery(name: str, value: Any) -> bool:
-    """Return True for an entry that Python, abc or typing puts into a class by itself."""
+    """Return True for an entry that Python, abc or typing adds to a class."""
     if isinstance(value, types.FunctionType):
         return value.__module__ in ("typing", "typing_extensions", "abc")
     return name.startswith("_")

@@ -1,4 +1,4 @@
-"""The descriptors of one function, compiled to the check that runs at every call."""
+"""The descriptors of a function, compiled to the check that runs at every call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bindings:
 
     @property
     def leaves(self) -> Mapping[Path, MetaTensorType]:
-        if callable(self._leaves):  # most calls do not need them
+        if callable(self._leaves):  # computed on demand: most calls do not need the leaves
             self._leaves = self._leaves()
         return self._leaves
 
@@ -57,11 +57,11 @@ class Bindings:
         return f"Bindings(sizes={dict(self.sizes)!r}, leaves={dict(self.leaves)!r})"
 
     def dims(self, path: Path) -> tuple[DimForm, ...] | None:
-        """Return the descriptor of each dim of the tensor at `path`.
+        """Return the form of each dim of the tensor at `path`.
 
-        An int is fixed, a `Dim` named, a `DimExpr` computed from named ones, and None open.
-        The result is None if no rank is described: all dims are open. If it has fewer entries
-        than the tensor has dims, they describe the last ones.
+        An int is fixed, a `Dim` named, a `DimExpr` computed from named sizes, and None open. The
+        result is None if the rank is not described: all dims are open. If it has fewer entries
+        than the tensor has dims, they describe the last dims.
         """
         meta = self.leaves.get(path)
         if meta is None or meta.shape is None:
@@ -76,7 +76,7 @@ class CompiledDescriptors:
     Attributes:
         call: the function with its parameters, as error messages write it.
         descriptors: the descriptor of each described parameter.
-        dims: each named dim, with all the bounds that it has anywhere.
+        dims: each named dim with all of its bounds in all descriptors.
     """
 
     call: str
@@ -89,11 +89,11 @@ class CompiledDescriptors:
         """Check the arguments of a call.
 
         Args:
-            arguments: parameter name to value. A parameter that is missing has its default.
+            arguments: parameter name to value. A missing parameter has its default.
 
         Raises:
-            DescriptorViolation: the call breaks the descriptors; the message lists every
-                mismatch by its path, with what was expected and what was got.
+            DescriptorViolation: the call breaks the descriptors; the message lists every mismatch
+                by its path, as expected and got.
         """
         quick = self._quick
         sizes = None if quick is None else quick(arguments)
@@ -103,7 +103,7 @@ class CompiledDescriptors:
         return Bindings(run.sizes, run.leaves)
 
     def is_kept(self, arguments: Mapping[str, object]) -> bool:
-        """Return True if a fast check shows that a call fits; False may be wrong."""
+        """Return True if a call fits, by a fast check if there is one, which can miss a fit."""
         if self._quick is not None:
             return self._quick(arguments) is not None
         try:
@@ -132,14 +132,14 @@ class CompiledDescriptors:
         return run
 
     def leaf_descriptor(self, path: Path) -> MetaTensorType | None:
-        """Return the one metadata that describes a tensor at `path`; None if the leaf is open.
+        """Return the only metadata that can describe a tensor at `path`; None if the leaf is open.
 
         Args:
             path: the parameter's name, then the entries of
                 ``optree.tree_flatten_with_path(value, none_is_leaf=True)``.
 
-        A leaf that has several alternatives is open here; the `Bindings` of a call say which
-        of them it took.
+        A leaf with several alternatives is open here; the `Bindings` of a call have the
+        alternative that was chosen.
         """
         if not path or path[0] not in self.descriptors:
             return None
@@ -162,10 +162,10 @@ def compile_descriptors(
     """Compile the descriptors of a function's parameters.
 
     Args:
-        descriptors: parameter name to descriptor; see `as_descriptor`. A parameter without
-            one is open.
-        signature: the function's.
-        name: the function's, for error messages.
+        descriptors: parameter name to descriptor; see `as_descriptor`. A parameter without a
+            descriptor is open.
+        signature: the signature of the function.
+        name: the name of the function, for error messages.
 
     Raises:
         DescriptorError: a parameter does not exist, a descriptor is malformed, the bounds of a
@@ -205,7 +205,7 @@ attribute open).
 def _read(
     descriptors: Mapping[str, object], signature: inspect.Signature
 ) -> tuple[dict[str, Descriptor], dict[str, Dim]]:
-    """The descriptors, in the order of the parameters, and the named dims in them."""
+    """Return the descriptors, in the order of the parameters, and the named dims in them."""
     _require_parameters(descriptors, signature)
     read = {
         parameter: as_descriptor(descriptors[parameter], parameter)
@@ -244,7 +244,7 @@ _STARRED = {
 def _require_kind(
     signature: inspect.Signature, parameter: inspect.Parameter, descriptor: Descriptor
 ) -> None:
-    """Refuse a descriptor of ``*args`` or ``**kwargs`` that is not one of a tuple or a dict."""
+    """Raise if the descriptor of ``*args`` or ``**kwargs`` does not describe a tuple or dict."""
     if parameter.kind not in _STARRED or isinstance(descriptor, TSMetaType | TSUnion | TSOptional):
         return
     stars, words, kind, spelling = _STARRED[parameter.kind]
@@ -276,7 +276,11 @@ def _default(parameter: inspect.Parameter) -> Any:
 
 
 def _named_dims(leaves: list[tuple[str, MetaTensorType]]) -> dict[str, Dim]:
-    """Each named dim with all of its bounds."""
+    """Return each named dim with all of its bounds.
+
+    Raises:
+        DescriptorError: the bounds of a name contradict each other.
+    """
     dims: dict[str, Dim] = {}
     written: dict[str, list[str]] = {}
     for where, meta in leaves:
@@ -296,7 +300,7 @@ def _named_dims(leaves: list[tuple[str, MetaTensorType]]) -> dict[str, Dim]:
 
 
 def _sizes(meta: MetaTensorType) -> Iterator[tuple[str, DimForm]]:
-    """All sizes that a description speaks of, and where."""
+    """Yield all sizes in a tensor's metadata with their places."""
     first = 0 if meta.dims is not None else -len(meta.trailing)
     for axis, form in enumerate(meta.dims or meta.trailing, first):
         yield f".shape[{axis}]", form
@@ -305,7 +309,7 @@ def _sizes(meta: MetaTensorType) -> Iterator[tuple[str, DimForm]]:
 
 
 def _solve(leaves: list[tuple[str, MetaTensorType]], dims: dict[str, Dim]) -> None:
-    """Add the names that are not a dim by themselves, and that an expression is solved for.
+    """Add the names that no shape has as a dim, but that an expression can be solved for.
 
     Raises:
         DescriptorError: a name can't be solved for.
@@ -333,7 +337,7 @@ def _solve(leaves: list[tuple[str, MetaTensorType]], dims: dict[str, Dim]) -> No
 
 
 def _require_sizes(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, Dim]) -> None:
-    """Refuse an expression that is negative for all sizes that its names allow."""
+    """Raise for an expression that is negative for all sizes that its names allow."""
     for where, meta in leaves:
         for part, form in _sizes(meta):
             if not isinstance(form, DimExpr):

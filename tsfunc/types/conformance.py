@@ -1,4 +1,4 @@
-"""``check``: every place where a value is not of its type."""
+"""``check``: every place where a value does not have its type."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from tsfunc.types.values import describe, entry_text, same_keys, same_value
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One place where a value is not what its type says.
+    """One place where a value does not have its type.
 
     Attributes:
-        path: the place, as Python would write it: ``x["w"][3]``.
-        expected: the type of the place.
-        got: the value, in words.
+        path: the place in Python's notation: ``x["w"][3]``.
+        expected: the expected type.
+        got: a description of the value.
     """
 
     path: str
@@ -67,12 +67,12 @@ class Mismatch:
 
 
 def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]:
-    """Return every place where a value is not of a type; an empty list if it is of the type.
+    """Return every place where a value does not have a type; an empty list if it fits.
 
     Sizes of one name are equal within the whole type.
 
     Args:
-        value: anything.
+        value: any value.
         type_: a type, or an annotation (see `from_annotation`).
         name: the value's name in the paths.
 
@@ -96,12 +96,12 @@ def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]
 
 @functools.lru_cache(maxsize=4096)
 def predicate(type_: TSAllType) -> Fits:
-    """Return a function that is true only of values of a type, perhaps not of all."""
+    """Return a function that returns True only for values of a type; it can miss some of them."""
     return generate(type_, decide)
 
 
 def decide(type_: TSAllType) -> Fits:
-    """A function that is true of the values of a type."""
+    """Return a function that returns True exactly for the values of a type."""
     return lambda value: not mismatches([("x", value, type_)])
 
 
@@ -115,7 +115,7 @@ def mismatches(values: Iterable[tuple[str, Any, TSAllType]]) -> list[Mismatch]:
 
 
 class _Run:
-    """One check: what was found so far, and the sizes that names stand for."""
+    """One check: the mismatches and the sizes of names found so far."""
 
     def __init__(self) -> None:
         self.found: list[Mismatch] = []
@@ -127,7 +127,7 @@ class _Run:
         self.found.append(Mismatch(path, str(expected), describe(value)))
 
     def visit(self, value: Any, type_: TSAllType, path: str, shown: object = None) -> None:
-        """Checks one value; `shown` is the Optional that the type is the inside of."""
+        """Check one value; `shown` is the Optional that contains the type."""
         expected = type_ if shown is None else shown
         match type_:
             case TSMetaType():
@@ -214,7 +214,7 @@ class _Run:
     def union(
         self, value: Any, alternatives: Iterable[TSAllType], path: str, expected: object
     ) -> None:
-        """Take the first alternative that the value fits."""
+        """Take the first alternative that the value fits; add a mismatch if there is none."""
         for alternative in alternatives:
             trial = _Run()
             trial.sizes, trial.pending = dict(self.sizes), list(self.pending)
@@ -225,8 +225,8 @@ class _Run:
         self.fail(path, expected, value)
 
     def fields(self, value: Any, cls: type, path: str) -> None:
-        """The fields of a dataclass, which are what its constructor declares."""
-        if (id(value), cls) in self.entered:  # an object that leads back to itself
+        """Check the fields of a dataclass, not its other attributes."""
+        if (id(value), cls) in self.entered:  # an object that contains itself
             return
         self.entered.add((id(value), cls))
         types = attribute_types(cls)
@@ -259,7 +259,7 @@ class _Run:
             self.found.append(Mismatch(path, wanted, _text(value, type_.meta)))
 
     def shape(self, value: torch.Tensor, type_: TSTensor, path: str) -> bool:
-        """Return True if the sizes fit; the first dim that has a name binds it."""
+        """Return True if the sizes fit. A name is bound by the first dim that has it."""
         shape = value.shape
         dims = type_.meta.dims_of_rank(len(shape))
         if dims is None:
@@ -278,7 +278,7 @@ class _Run:
         return fits
 
     def settle(self) -> None:
-        """Check computed sizes; a name that stands nowhere alone is solved for."""
+        """Check computed sizes; a name that occurs only in expressions is solved for."""
         pending, before = self.pending, None
         while pending and len(pending) != before:
             before = len(pending)
@@ -289,7 +289,7 @@ class _Run:
     def _is_settled(
         self, expression: DimExpr, size: int, value: torch.Tensor, path: str, type_: TSTensor
     ) -> bool:
-        """Check a computed size, or bind its one unknown name; True if either was possible."""
+        """Check a computed size, or bind its only unknown name; False if neither is possible."""
         known = {name: bound for name, (bound, _) in self.sizes.items()}
         if any(name not in known for name in expression.names):
             found = expression.solve(size, known)
@@ -299,7 +299,7 @@ class _Run:
             if solution is not None:
                 self.sizes[name] = solution, f"{path}, by {expression}"
                 return True
-            # A slope of 0: every size of the name gives the expression, or none does.
+            # The slope is 0: every size of the name gives the same value.
             fits = expression.evaluate({**known, name: 0}) == size
         else:
             try:
@@ -329,7 +329,7 @@ class _Run:
 
 
 def is_instance(value: object, cls: type) -> bool:
-    """``isinstance``, also for classes that refuse it."""
+    """Return ``isinstance``, also for classes that do not support it."""
     try:
         return isinstance(value, cls)
     except TypeError:
@@ -343,7 +343,7 @@ def _spell(key: object) -> str:
 def _outcome(future: Any) -> object:
     try:
         return future.value()
-    except Exception as error:  # what the future's function raised, of whatever class
+    except Exception as error:  # the future's function raised an exception of any class
         return error
 
 
@@ -358,7 +358,7 @@ def _has(value: torch.Tensor, meta: MetaTensorType) -> bool:
 
 
 def _text(value: torch.Tensor, meta: MetaTensorType) -> str:
-    """A tensor by what its description speaks of."""
+    """Return the text of a tensor with the properties that its expected metadata has."""
     text = tensor_text(
         value.dtype,
         value.shape,

@@ -1,4 +1,4 @@
-"""The checks of containers and of unions, made of the checks of their parts."""
+"""Checks of containers and unions, composed of the checks of their parts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _keys_check(checks: Mapping[Any, Check | None]) -> Check:
 
 
 def _children_check(kind: type[Any], checks: Mapping[Any, Check | None]) -> Check:
-    """For named tuples, and for containers that optree was taught."""
+    """Return the check of a named tuple, or of a container registered with optree."""
 
     def check(value: Any, path: Path, run: Run) -> None:
         if type(value) is not kind:
@@ -94,7 +94,7 @@ def _children_check(kind: type[Any], checks: Mapping[Any, Check | None]) -> Chec
 
 
 def named_check(names: tuple[str, ...], checks: Sequence[Check | None]) -> Check:
-    """For a named tuple of any class."""
+    """Return the check of a named tuple of any class."""
 
     def check(value: Any, path: Path, run: Run) -> None:
         if field_names(value) != names:
@@ -109,7 +109,7 @@ def named_check(names: tuple[str, ...], checks: Sequence[Check | None]) -> Check
 
 
 def fields_check(cls: type, checks: Mapping[str, Check | None]) -> Check:
-    """For attributes of an object."""
+    """Return the check of the attributes of an object."""
     steps = [(name, check) for name, check in checks.items() if check is not None]
 
     def check(value: Any, path: Path, run: Run) -> None:
@@ -127,9 +127,9 @@ def fields_check(cls: type, checks: Mapping[str, Check | None]) -> Check:
 
 
 def _entries(value: Any) -> Callable[[str, Any], Any]:
-    """A function of the name and the value of an attribute: its entry in a path.
+    """Return a function from the name and value of an attribute to its entry in a path.
 
-    An object may be a container to optree, and its attribute one of the children.
+    An object can be a container for optree, and its attribute a child of it.
     """
     if pytrees.structure_of(value).type is None:
         return lambda name, child: Attribute(name)
@@ -159,11 +159,11 @@ def _report_keys(
 
 
 def one_of_check(one_of: TSType, checks: Sequence[Check | None]) -> Check | None:
-    """For the first alternative that fits; `checks` are of those that are not None."""
+    """Return the check of a union; `checks` are those of the alternatives that are not None."""
     optional = len(checks) < len(alternatives_of(one_of))
     found = [check for check in checks if check is not None]
     if len(found) < len(checks):
-        return None  # one of them promises nothing
+        return None  # one alternative accepts any value
     check_rest = _only_check(one_of, found[0]) if len(found) == 1 else _first_check(one_of, found)
 
     def check(value: Any, path: Path, run: Run) -> None:
@@ -174,7 +174,7 @@ def one_of_check(one_of: TSType, checks: Sequence[Check | None]) -> Check | None
 
 
 def _only_check(one_of: TSType, check_rest: Check) -> Check:
-    """For ``Optional[X]``: X, but what fails as a whole is compared to the whole."""
+    """Return the check of ``Optional[X]``; a mismatch of the whole value names the whole type."""
 
     def check(value: Any, path: Path, run: Run) -> None:
         before = len(run.failures)
@@ -187,7 +187,7 @@ def _only_check(one_of: TSType, check_rest: Check) -> Check:
 
 
 def _first_check(one_of: TSType, checks: list[Check]) -> Check:
-    """The first alternative that fits what the call has bound so far; it is not revised."""
+    """Return a check that takes the first fitting alternative, given the names bound so far."""
 
     def check(value: Any, path: Path, run: Run) -> None:
         closest = []
@@ -199,7 +199,8 @@ def _first_check(one_of: TSType, checks: list[Check]) -> Check:
                 return
             if min(fork.failures).depth > (len(path), False):
                 closest.append(fork)
-        # The one alternative that fits the outside of the value, if there is one, says most.
+        # If only one alternative fits the outside of the value, its mismatches are the most
+        # specific.
         if len(closest) == 1:
             run.adopt(closest[0])
             run.failures.extend(closest[0].failures)

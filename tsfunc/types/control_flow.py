@@ -1,7 +1,7 @@
 """Types where control flow joins: the branches of a condition, and the carry of a loop.
 
-A symbol keeps its type: after a branch it is the join of what the branches made of it, and that
-must be a type which something can be computed with; what a loop carries is the same at each turn.
+A variable keeps its type. After a condition its type is the join of its types in the branches,
+which must not be `Any`. The carry of a loop has the same type in every iteration.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def join_branches(
     """Return the type of the result of one of several branches.
 
     Args:
-        branches: what errors call a branch, and the type of what it returns.
-        where: how errors call the operator.
-        exact: whether the types must be equal: no None beside another type, no tensors of
-            different descriptions.
+        branches: the name of each branch in errors, and the type of its result.
+        where: the name of the operator in errors.
+        exact: True if the types must be equal: None does not join with another type, and tensors do
+            not join with tensors of other metadata.
 
     Raises:
-        TypeCheckError: the branches have no type in common but `Any`, or, if `exact`, differ. The
-            message has the type of each branch, and each place where they part.
+        TypeCheckError: the only common type of the branches is `Any`, or, if `exact`, their types
+            differ. The message has the type of each branch, and each place where they differ.
 
     Example:
         >>> from tsfunc.types import parse
@@ -71,11 +71,11 @@ same type from each branch.
 
 
 def branch_faults(left: TSType, right: TSType, path: str = "", *, exact: bool) -> list[str]:
-    """Return a line for each place where the types of two branches do not go together.
+    """Return a line for each place where the types of two branches are incompatible.
 
     Args:
         left, right: the types.
-        path: where they stand.
+        path: the path of the types.
         exact: as for `join_branches`.
     """
     found = (
@@ -101,12 +101,12 @@ def check_carry(
     Args:
         before: the type of the initial value.
         after: the type of the value that the body returns for it.
-        where: how errors call the operator.
-        name: how errors call the carried value.
+        where: the name of the operator in errors.
+        name: the name of the carried value in errors.
 
     Raises:
-        TypeCheckError: what the body returns may not stand where the initial value did. The
-            message has both types, and each place where they part.
+        TypeCheckError: the body's result does not have the type of the initial value. The message
+            has both types, and each place where they differ.
 
     Example:
         >>> from tsfunc.types import parse
@@ -144,7 +144,7 @@ def carry_faults(before: TSType, after: TSType, path: str = "") -> list[str]:
 def _same_sizes(before: TSType, after: TSType) -> bool:
     """Return True if known sizes stay the same.
 
-    A name is the size of one value here, the initial one, and not any size.
+    Here a name is the size of the initial value, not any size.
     """
     if not isinstance(before, TSTensor) or not isinstance(after, TSTensor):
         return True
@@ -156,7 +156,7 @@ def _same_sizes(before: TSType, after: TSType) -> bool:
 def differences(
     left: TSType, right: TSType, path: str = ""
 ) -> Iterator[tuple[str, TSType, TSType]]:
-    """Each innermost place where two types differ, as a path, and the types there."""
+    """Yield each innermost place where two types differ, as a path, with the types there."""
     match left, right:
         case _ if left == right:
             return
@@ -165,7 +165,7 @@ def differences(
             yield from _inside(steps, ones, others, path)
         case TSTuple(ones), TSTuple(others) if len(ones) == len(others):
             yield from _inside([f"[{i}]" for i in range(len(ones))], ones, others, path)
-        # Those of other elements are themselves what differs: see NOTE [the order of types].
+        # Lists and dicts of unequal elements differ as a whole: see NOTE [the order of types].
         case TSList(one), TSList(other) if plain(one) == plain(other):
             yield from differences(one, other, f"{path}[...]")
         case TSDict(key, one), TSDict(other_key, other) if key == other_key and plain(one) == plain(

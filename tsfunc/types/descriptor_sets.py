@@ -1,7 +1,7 @@
 """`Descriptors`: the descriptors of a function's parameters, as one value.
 
-They can be inferred from examples, widened by more of them, joined, compared, split into narrower
-ones, printed, and parsed.
+They can be inferred from examples, widened by further examples, joined, compared, split into
+narrower ones, printed, and parsed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tsfunc.types.sizes import substituted
 
 
 class Descriptors(Mapping[str, Descriptor]):
-    """The descriptors of a function's parameters; `specialize` takes them as it takes a dict.
+    """The descriptors of a function's parameters, which `specialize` accepts like a dict.
 
     Args:
-        described: parameter name to descriptor, as `specialize` takes it.
+        described: parameter name to descriptor, as for `specialize`.
 
     Raises:
         DescriptorError: a key can't be the name of a parameter, or a descriptor is malformed.
 
-    ``d <= e`` if every call that fits ``d`` fits ``e``; a parameter without descriptor is open.
+    ``d <= e`` if every call that fits ``d`` fits ``e``. A parameter without a descriptor is open.
 
     Example:
         >>> d = Descriptors({"x": MetaTensorType(["n", 64], dtype=torch.float32), "train": False})
@@ -87,11 +87,12 @@ class Descriptors(Mapping[str, Descriptor]):
         """Parse the text that ``str`` returns.
 
         Args:
-            text: ``name: descriptor``, a line each, or with commas between them.
-            scope: what the names of classes in the text stand for, see `tsfunc.types.parse`.
+            text: one ``name: descriptor`` per line, or several separated by commas.
+            scope: the objects that the names of classes in the text refer to, see
+                `tsfunc.types.parse`.
 
         Raises:
-            DescriptorError: the text says none, or names a parameter twice.
+            DescriptorError: the text is not a list of descriptors, or names a parameter twice.
 
         Example:
             >>> Descriptors.parse("x: f32[n, 64] cpu, y: List[int]")["y"]
@@ -121,8 +122,8 @@ class Descriptors(Mapping[str, Descriptor]):
     def join(self, other: Mapping[str, object]) -> Descriptors:
         """Return the least descriptors that every call of either fits.
 
-        Sizes that differ get a name, the same where they are the same in all places. Values that
-        differ are joined by their type.
+        Sizes that differ get a name; sizes that agree in all places get the same name. The join of
+        values that differ is their type.
 
         Example:
             >>> d, e = (Descriptors.parse(f"x: f32[{n}, 64], y: f32[{n}], k: Literal[{n}]")
@@ -144,7 +145,7 @@ class Descriptors(Mapping[str, Descriptor]):
         return Descriptors({name: each for name, each in pairs if each != ANY})
 
     def widen(self, example: Mapping[str, object]) -> Descriptors:
-        """Return the least descriptors above these that one more example fits.
+        """Return the least descriptors above these that another example fits.
 
         Args:
             example: parameter name to value.
@@ -156,12 +157,12 @@ class Descriptors(Mapping[str, Descriptor]):
         return self.join(infer_descriptors(example))
 
     def split(self, **alternatives: Iterable[Any]) -> tuple[Descriptors, ...]:
-        """Return narrower descriptors, each for a program of its own.
+        """Return narrower descriptors, each for a separate program.
 
         Args:
-            alternatives: by the name of a parameter descriptors that are narrower than its own,
-                or values; by the name of a size sizes, or a `Dim` with bounds. Of several names
-                every combination is given.
+            alternatives: by the name of a parameter its narrower descriptors or values; by the
+                name of a size its sizes, which can be `Dim` with bounds. Several names give all
+                combinations.
 
         Raises:
             DescriptorError: there is no such name, or an alternative is not narrower.
@@ -210,7 +211,7 @@ class Descriptors(Mapping[str, Descriptor]):
 
 
 def _parameters(line: str) -> Iterator[tuple[str, str]]:
-    """The parameters of a line, and the texts of their descriptors."""
+    """Yield the parameters of a line and the texts of their descriptors."""
     starts, depth, quote = [], 0, ""
     for i, character in enumerate(line):
         if quote:
@@ -288,10 +289,10 @@ def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType
 def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
     """Return the narrowest descriptors that all examples of a call fit.
 
-    Tensors are described by dtype, shape, device, requires_grad and layout, as far as they agree
-    in all examples. Sizes that differ get a name, and the same name where they are equal in every
-    example. Other values that differ are described by their type. A parameter that an example
-    lacks has its default there, and is left open.
+    Tensors are described by the dtype, shape, device, requires_grad and layout that agree in all
+    examples. Sizes that differ get a name; sizes that are equal in every example get the same name.
+    Other values that differ are described by their type. A parameter that is missing in an example
+    has its default there, and is open.
 
     Args:
         examples: parameter name to value; at least one.
@@ -329,9 +330,9 @@ def _of_example(example: Any) -> Descriptors:
 
 
 def descriptor_of(value: Any) -> Descriptor:
-    """Return the descriptor of a value: metadata of the tensors in it, plain values as literals.
+    """Return the descriptor of a value: tensors by their metadata, plain values as literals.
 
-    An object is described by its class alone.
+    Other objects are described only by their class.
     """
 
     def leaf(each: Any) -> Any:
@@ -343,7 +344,7 @@ def descriptor_of(value: Any) -> Descriptor:
 
 
 def split_meta(meta: MetaTensorType, alternatives: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
-    """`MetaTensorType.split`."""
+    """Implement `MetaTensorType.split`."""
     found = [meta]
     for name, several in alternatives.items():
         choices = list(_choices(name, several))

@@ -1,6 +1,6 @@
-"""Questions about descriptors: the class of the values, their tensors, their parts.
+"""Queries on descriptors: the class of the values, their tensors, their parts.
 
-A descriptor is a type, see ``grammar``: one for each parameter of a call.
+A descriptor is a type (see ``grammar``), one for each parameter of a call.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SINGLE = (int, float, str)
 
 
 def class_type(cls: type) -> Descriptor:
-    """Return the type of the instances of a class, nothing being said of their attributes."""
+    """Return the type of the instances of a class, without their attributes."""
     primitive = {int: INT, float: FLOAT, bool: BOOL, str: STR, type(None): NONE}.get(cls)
     if primitive is not None:
         return primitive
@@ -72,21 +72,21 @@ def class_type(cls: type) -> Descriptor:
         return TSFields(cls, (), ())
     try:
         return nominal_type(cls)
-    except AnnotationError:  # an enum that breaks the rules: its members are just objects
+    except AnnotationError:  # an enum that breaks the rules: its members are plain objects
         return TSCustomClass(cls)
 
 
 def children_of(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the entries and children of a pytree node, those of a dict in its own order."""
+    """Return the entries and children of a pytree node; a dict keeps its own order."""
     if isinstance(container, dict):
         return tuple(container), tuple(container.values())
-    pytrees.flatten(container)  # takes in classes that are unknown so far
+    pytrees.flatten(container)  # registers classes that are not registered yet
     flat = optree.tree_flatten_one_level(container, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     return tuple(flat.entries), tuple(flat.children)
 
 
 def meta_of(descriptor: Descriptor) -> MetaTensorType | None:
-    """Return what a descriptor says of a tensor; None if it describes none."""
+    """Return the metadata of a descriptor of a tensor; None for other descriptors."""
     if isinstance(descriptor, TSTensor):
         return descriptor.meta
     if isinstance(descriptor, Value) and isinstance(descriptor.value, torch.Tensor):
@@ -95,7 +95,7 @@ def meta_of(descriptor: Descriptor) -> MetaTensorType | None:
 
 
 def class_of(descriptor: Descriptor) -> type | None:
-    """Return the class of all values that keep a descriptor; None if there is no one class."""
+    """Return the class of all values that fit a descriptor; None if there is no single class."""
     match descriptor:
         case TSTensor(cls) | TSFields(cls) | TSPytree(kind=cls):
             return cls
@@ -120,9 +120,9 @@ def class_of(descriptor: Descriptor) -> type | None:
 
 
 def fits_class(descriptor: Descriptor, cls: type) -> bool:
-    """True if each value that keeps a descriptor is of a class.
+    """True if each value that fits a descriptor is an instance of a class.
 
-    In the language a bool is not an int, and nor is the member of an enum.
+    In the language neither a bool nor the member of an enum is an int.
     """
     own = class_of(descriptor)
     if own is None or not issubclass(own, cls):
@@ -134,7 +134,7 @@ def fits_class(descriptor: Descriptor, cls: type) -> bool:
 
 
 def elements_of(descriptor: Descriptor, kind: type) -> Sequence[Descriptor] | None:
-    """Return what the elements of a list or tuple are; None if the descriptor has none."""
+    """Return the types of the elements of a list or tuple; None for other descriptors."""
     match descriptor:
         case TSList(element) if kind is list:
             return (element,)
@@ -149,7 +149,7 @@ def elements_of(descriptor: Descriptor, kind: type) -> Sequence[Descriptor] | No
 
 
 def entries_of(descriptor: Descriptor, kind: type) -> Sequence[Any]:
-    """Return the entries of a container of a kind; nothing if it may have any."""
+    """Return the entries of a container of a kind; nothing if it can have any entries."""
     if isinstance(descriptor, TSTuple) and issubclass(tuple, kind):
         return range(len(descriptor.elements))
     fits = isinstance(descriptor, TSPytree) and issubclass(descriptor.kind, kind)
@@ -171,26 +171,26 @@ def dims_in(descriptor: Descriptor) -> list[DimForm]:
 
 
 def keys_of(descriptor: Descriptor) -> list[Descriptor]:
-    """Return what the keys of a dict are."""
+    """Return the types of the keys of a dict."""
     if isinstance(descriptor, TSDict):
         return [descriptor.key]
     return [literal(entry) for entry in entries_of(descriptor, dict)]
 
 
 def items_of(descriptor: Descriptor) -> list[Descriptor]:
-    """Return what the values of a dict are."""
+    """Return the types of the values of a dict."""
     if isinstance(descriptor, TSDict):
         return [descriptor.value]
     return list(descriptor.children) if isinstance(descriptor, TSPytree) else []
 
 
 def literal(value: object) -> Descriptor:
-    """Return the type of one value; that of None has a name of its own."""
+    """Return the type of one value; the type of None is NONE."""
     return NONE if value is None else Value(value)
 
 
 def is_plain_value(value: object) -> bool:
-    """True for what is neither a tensor nor an object with parts: a number, a word, an enum."""
+    """True for a value without tensors or parts: a number, a string, an enum."""
     return isinstance(value, _PLAIN)
 
 
@@ -229,7 +229,10 @@ def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, Met
 
 
 def governing(descriptor: Descriptor, path: tuple[Any, ...]) -> set[MetaTensorType | None]:
-    """Return what may describe a tensor at a path in a descriptor; None in it: nothing may."""
+    """Return the metadata that can describe a tensor at a path.
+
+    None in the set means that the tensor can be without a description.
+    """
     match descriptor:
         case TSTensor(cls, meta):
             if cls is not torch.Tensor and meta == MetaTensorType():

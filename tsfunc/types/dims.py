@@ -1,7 +1,7 @@
 """The sizes in a shape: a number, a name, an expression, or nothing.
 
-`parse_dim` reads a size as a user writes it (``DimSpec``) into one of four forms (``DimForm``),
-which every later stage matches on::
+`parse_dim` converts a size as a user writes it (``DimSpec``) to one of four forms (``DimForm``),
+which all later stages match on::
 
     3, Dim("n", min=2), DimExpr("2 * n + 1"), None
 """
@@ -45,20 +45,20 @@ def _is_int(value: object) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class Dim:
-    """A named size, with what is known of it.
+    """A named size with its bounds.
 
-    One name stands for one size within all the descriptors of one function. Where a name has
-    several bounds, all of them hold.
+    One name stands for one size within all descriptors of a function. If a name has several
+    bounds, all of them hold.
 
     Args:
         name: a Python identifier.
-        min: the smallest size that is allowed, or None.
-        max: the largest size that is allowed, or None.
+        min: the smallest allowed size, or None.
+        max: the largest allowed size, or None.
         multiple_of: a number that divides every size, or None.
-        one_of: the only sizes that are allowed, or None.
+        one_of: the only allowed sizes, or None.
 
-    The bounds are kept in one form: `min` and `max` are sizes that are allowed, and `one_of` has
-    those that the rest allows.
+    The bounds are normalized: `min` and `max` are allowed sizes, and `one_of` has only sizes that
+    the other bounds allow.
 
     Raises:
         DescriptorError: the name is not an identifier, a bound is not a non-negative int, or no
@@ -73,7 +73,7 @@ class Dim:
         >>> Dim("heads", min=3, multiple_of=4), Dim("k", min=2, one_of=(1, 2, 4))
         (Dim('heads', min=4, multiple_of=4), Dim('k', one_of=(2, 4)))
 
-    Source: the symbolic lengths of the TorchScript Input Descriptor proposal. Bounds are ours.
+    Source: the symbolic lengths of the TorchScript Input Descriptor proposal, which has no bounds.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Dim:
             and self.one_of
             and (self.min, self.max) == (self.one_of[0], self.one_of[-1])
         ):
-            bounds = {"one_of": self.one_of}  # the others follow from it
+            bounds = {"one_of": self.one_of}  # the other bounds follow from it
         words = [f"{word}={bound!r}" for word, bound in bounds.items() if bound is not None]
         return f"Dim({', '.join([repr(self.name), *words])})"
 
@@ -135,7 +135,7 @@ class Dim:
 
     @property
     def is_bounded(self) -> bool:
-        """True if any size is refused."""
+        """True if the dim excludes any size."""
         return not (self.min is None and self.max is None and self.multiple_of is None)
 
     def admits(self, size: int) -> bool:
@@ -149,7 +149,7 @@ class Dim:
         )
 
     def admits_all(self, other: Dim) -> bool:
-        """Return True if every size that `other` allows is allowed here."""
+        """Return True if this dim allows every size that `other` allows."""
         if other.one_of is not None:
             return all(map(self.admits, other.one_of))
         if other.max is not None and other.max - (other.min or 0) <= _FEW * (
@@ -165,10 +165,10 @@ class Dim:
         )
 
     def meet(self, other: Dim) -> Dim:
-        """Return the dim of the same name that allows the sizes that both allow.
+        """Return the dim of the same name with the sizes that both allow.
 
         Raises:
-            DescriptorError: no size keeps both.
+            DescriptorError: no size fits both.
         """
         lower = [d.min for d in (self, other) if d.min is not None]
         upper = [d.max for d in (self, other) if d.max is not None]
@@ -181,7 +181,7 @@ class Dim:
         return Dim(self.name, low, high, math.lcm(*steps) if steps else None, common)
 
     def hull(self, other: Dim) -> Dim:
-        """Return the narrowest dim of the same name that allows the sizes that either allows."""
+        """Return the narrowest dim of the same name with all sizes that either dim allows."""
         for one, rest in ((self, other), (other, self)):
             if one.admits_all(rest):
                 return replace(one, name=self.name)
@@ -192,7 +192,7 @@ class Dim:
         return Dim(self.name, low, high, math.gcd(_step(self), _step(other)) or None)
 
     def bounds_of(self, size: int) -> Dim:
-        """Return the dim of the same name with those of the bounds that a size fits.
+        """Return the dim of the same name with only those bounds that a size fits.
 
         Example:
             >>> Dim("n", min=2, multiple_of=2).bounds_of(7), Dim("n", one_of=(2, 4)).bounds_of(3)
@@ -222,7 +222,7 @@ def _are_sizes(sizes: object) -> bool:
 
 
 def _normal_bounds(dim: Dim) -> dict[str, Any]:
-    """Return a dim's bounds in their one form."""
+    """Return the normalized bounds of a dim."""
     step = dim.multiple_of or 1
     low = -(-(dim.min or 0) // step) * step
     high = None if dim.max is None else dim.max // step * step
@@ -242,7 +242,7 @@ def _normal_bounds(dim: Dim) -> dict[str, Any]:
 
 
 def _said(dim: Dim) -> list[str]:
-    """Return the bounds of a dim in words."""
+    """Return the bounds of a dim as text."""
     said = {
         "at least": dim.min,
         "at most": dim.max,
@@ -254,10 +254,10 @@ def _said(dim: Dim) -> list[str]:
 
 @dataclass(frozen=True, repr=False)
 class DimExpr:
-    """A size that is computed from named ones, with ``+ - * // **`` and integers.
+    """A size computed from named sizes with ``+ - * // **`` and integers.
 
     Args:
-        text: the expression; it is kept in a normal spelling.
+        text: the expression; it is normalized.
 
     Raises:
         DescriptorError: the text is not such an expression.
@@ -280,15 +280,16 @@ class DimExpr:
         return self.text
 
     def solve(self, size: int, sizes: Mapping[str, int]) -> tuple[str, int | None] | None:
-        """Solve for the one name that has no size yet.
+        """Solve for the only name without a size.
 
         Args:
-            size: what the expression is to be.
+            size: the value of the expression.
             sizes: the known sizes, by name.
 
         Returns:
-            The name, and its size, which is None if no size, or every size, gives it. None if
-            the expression can't be solved: more names are unknown, or it is not linear in the one.
+            The name and its size. The size is None if no size, or every size, gives the value. The
+            result is None if several names are unknown, or if the expression is not linear in the
+            name.
 
         Example:
             >>> DimExpr("2*n+1").solve(7, {}), DimExpr("2*n+1").solve(6, {})
@@ -306,16 +307,16 @@ class DimExpr:
 
     @property
     def normal(self) -> str:
-        """One text for all expressions that are the same polynomial."""
+        """A text that is equal for all expressions of the same polynomial."""
         return normal_text(self.text)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The named dims that it is computed from, each once, in order of appearance."""
+        """The names in the expression, each once, in order of appearance."""
         return _parse_expression(self.text)[1]
 
     def evaluate(self, sizes: Mapping[str, int]) -> int:
-        """Return the size, given those of the named dims; it may be negative.
+        """Return the size for given sizes of the names; it can be negative.
 
         Raises:
             KeyError: a name is not among `sizes`.
@@ -335,14 +336,14 @@ DimForm: TypeAlias = int | Dim | DimExpr | None
 
 
 def parse_dim(spec: object) -> DimForm:
-    """Return the form of a dim that is written in a shape.
+    """Return the form of a dim as written in a shape.
 
     Args:
-        spec: a non-negative int; a name; an expression such as ``"2*n+1"``; a `Dim`; or None
-            for a size that is not known.
+        spec: a non-negative int; a name; an expression such as ``"2*n+1"``; a `Dim`; or None for
+            an unknown size.
 
     Raises:
-        DescriptorError: it is none of these.
+        DescriptorError: the value is none of these.
 
     Example:
         >>> [parse_dim(spec) for spec in (3, "n", "n+1", "2*3", None)]
@@ -361,7 +362,7 @@ def parse_dim(spec: object) -> DimForm:
 
 
 def spell_dim(form: DimForm) -> DimSpec:
-    """Return the shortest spelling of a dim, which `parse_dim` reads back."""
+    """Return the shortest spelling of a dim that `parse_dim` converts back."""
     if isinstance(form, DimExpr):
         return form.text
     if isinstance(form, Dim):
@@ -383,7 +384,7 @@ LARGEST = 2**63 - 1
 
 
 def _simplify(expression: DimExpr) -> DimForm:
-    """An expression without names is a number; one that is only a name is that name."""
+    """Return the form of an expression: an int without names, a `Dim` for a single name."""
     if is_dim_name(expression.text):
         return Dim(expression.text)
     if expression.names:
@@ -397,7 +398,7 @@ def _simplify(expression: DimExpr) -> DimForm:
 
 @functools.lru_cache(maxsize=1024)
 def _parse_expression(text: str) -> tuple[str, tuple[str, ...], _Evaluator]:
-    """The normal spelling of an expression, the names in it, and what computes it."""
+    """Return the normal spelling of an expression, its names, and a function that computes it."""
     if len(text) > _LONGEST_EXPRESSION:
         raise DescriptorError(
             f"{text[:20]!r}...: an expression has at most {_LONGEST_EXPRESSION} characters, "
@@ -418,7 +419,7 @@ def _parse_expression(text: str) -> tuple[str, tuple[str, ...], _Evaluator]:
 
 
 def _build(node: ast.expr, names: dict[str, None], text: str) -> _Evaluator:
-    """Return a function that computes `node`; add the names in it to `names`."""
+    """Return a function that computes `node`; add the names in `node` to `names`."""
     match node:
         case ast.Constant(value=int(value)) if _is_int(value):
             return lambda sizes: value
@@ -452,5 +453,5 @@ _HIGHEST_POWER = 8
 
 
 def _has_power(node: ast.expr) -> bool:
-    """Powers of powers would be larger than anything is."""
+    """True if an expression contains a power; powers of powers could be huge."""
     return any(isinstance(each, ast.Pow) for each in ast.walk(node))

@@ -27,9 +27,9 @@ def fact_code(text: str, variables: Mapping[str, str]) -> str:
     """Return a fact as Python code that needs ``math`` in its scope.
 
     Args:
-        text: comparisons of sums, products, quotients and remainders of names and numbers, of
-            ``min``, ``max``, ``abs``, ``round``, ``int``, ``float`` and some functions of ``math``
-            of these, joined by ``and``, ``or`` and ``not``.
+        text: comparisons joined by ``and``, ``or`` and ``not``. They compare sums, products,
+            quotients and remainders of names and numbers, and calls of ``min``, ``max``, ``abs``,
+            ``round``, ``int``, ``float`` and some functions of ``math``.
         variables: name to its variable in the code.
 
     Raises:

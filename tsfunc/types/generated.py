@@ -1,8 +1,8 @@
 """Types as straight-line Python: fast checks of values, of calls, and of descriptors.
 
-Most values fit their types, and a call's arguments are checked at every call. So generated code
-answers first, and gives up at the first mismatch; `check` and ``checks.py`` then look for all of
-them. The code may refuse a value that fits, but never takes one that does not.
+Most values fit their types, and arguments are checked at every call. Generated code therefore
+runs first, and returns at the first mismatch; `check` and ``checks.py`` then find all mismatches.
+The code can reject a value that fits, but never accepts one that does not fit.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ Fits = Callable[..., bool]
 
 
 def generate(type_: TSAllType, decide: Callable[[TSAllType], Fits]) -> Fits:
-    """Return a function of a value that is true only if the value is of a type.
+    """Return a function of a value that returns True only if the value has the type.
 
     Args:
+        type_: the type.
         decide: returns such a function for a type that generated code does not decide: a class
             with fields, an interface, a future.
     """
@@ -73,11 +74,13 @@ def generate_call(
     types: Mapping[str, TSType],
     decide: Callable[[TSAllType], Fits],
 ) -> Fits:
-    """Return a function of the parameters that is true only if each argument is of its type.
+    """Return a function of the parameters that returns True only if each argument has its type.
 
     Args:
-        name: its name in Python's errors about too many or too few arguments.
+        name: the function's name in Python's errors about too many or too few arguments.
+        signature: the signature of the checked function.
         types: parameter name to type; sizes of one name are equal within all of them.
+        decide: as in :func:`generate`.
     """
     if any(map(_leaves_names_open, types.values())):
         return _unsure
@@ -113,7 +116,7 @@ def _unsure(*args: object, **kwargs: object) -> bool:
 
 
 class _Name(str):
-    """Is spelled in a signature as it is."""
+    """A name whose repr is the name itself, for use in a signature."""
 
     __slots__ = ()
 
@@ -124,8 +127,8 @@ class _Name(str):
 def _leaves_names_open(type_: TSAllType) -> bool:
     """Return True if generated code can't compare the named sizes of a type.
 
-    The code reads them one after the other: a computed size may come before its names, and the
-    functions of `decide` do not return the sizes that they have read.
+    The code reads sizes in order. A computed size can come before its names, and the functions of
+    `decide` do not return the sizes that they have read.
     """
     return any(
         isinstance(dim, DimExpr) or (behind and isinstance(dim, Dim))
@@ -134,9 +137,9 @@ def _leaves_names_open(type_: TSAllType) -> bool:
 
 
 def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm, bool]]:
-    """The sizes in a type, each with whether it is behind a type that `decide` is asked about.
+    """Yield the sizes in a type, and True for sizes behind a type that needs `decide`.
 
-    `behind` are the classes around it, so that one that has itself for an attribute comes once.
+    `behind` are the enclosing classes, so that a class with itself as an attribute comes once.
     """
     match type_:
         case TSTensor(_, meta):
@@ -165,7 +168,7 @@ def _is_derived(kind: str, value: object) -> bool:
 
 
 def _is_plain(cls: type) -> bool:
-    """Return True if ``isinstance`` decides a class: no fields, and no metaclass of its own."""
+    """Return True if ``isinstance`` decides a class: no fields, and no custom metaclass."""
     return not dataclasses.is_dataclass(cls) and type(cls) in (type, abc.ABCMeta)
 
 
@@ -183,7 +186,7 @@ _BUILTINS: tuple[Any, ...] = (isinstance, len, type, list, dict, tuple, int, flo
 
 
 def refused_sizes(dim: Dim, at: str) -> Iterator[str]:
-    """Conditions, in Python, under which a size is none that a dim allows."""
+    """Yield Python conditions under which a dim does not allow a size."""
     if dim.one_of is not None:
         yield f"{at} not in {dim.one_of!r}"
         return
@@ -196,10 +199,10 @@ def refused_sizes(dim: Dim, at: str) -> Iterator[str]:
 
 
 class _Source(abc.ABC):
-    """The lines so far, the objects that they name, and a variable for each named size.
+    """The lines of a function, the objects they refer to, and a variable for each named size.
 
     Args:
-        taken: names that the code has already.
+        taken: names that are in use already.
     """
 
     def __init__(self, taken: Container[str]) -> None:
@@ -210,11 +213,11 @@ class _Source(abc.ABC):
         self.seen: list[str] = []
         self.loops = 0
         self._count = 0
-        # By names of our own, because a parameter may be called `type` or `len`.
+        # Builtins get generated names, because a parameter can be called `type` or `len`.
         self.known = {each: self.new(each) for each in (*_BUILTINS, torch.Tensor, _names_of)}
 
     def new(self, value: object = None) -> str:
-        """A new variable; for an object, a name of it."""
+        """Return a new variable; for an object, a name that refers to it."""
         while (name := f"_{self._count}") in self.taken:
             self._count += 1
         self._count += 1
@@ -226,7 +229,7 @@ class _Source(abc.ABC):
         return f"not {self.known[isinstance]}({at}, {self.known.get(cls) or self.new(cls)})"
 
     def function(self, name: str, parameters: str, result: str = "True") -> Fits:
-        """The function that the lines make; it gives what `result` spells where nothing fails."""
+        """Compile the lines to a function, which returns `result` (an expression) on success."""
         name = name if name.isidentifier() and not keyword.iskeyword(name) else "call"
         start = [f"    {variable} = -1" for variable in self.sizes.values()]
         start += [f"    {variable} = None" for variable in self.seen]
@@ -242,7 +245,7 @@ class _Source(abc.ABC):
         self.lines.append(f"{indent}if {condition}: return False")
 
     def emit(self, at: str, type_: TSAllType, indent: str) -> None:
-        """Lines that return False where the variable `at` is not of the type."""
+        """Add lines that return False if the variable `at` does not have the type."""
         match type_:
             case TSMetaType():
                 return
@@ -308,7 +311,7 @@ class _Source(abc.ABC):
 
     @abc.abstractmethod
     def undecided(self, at: str, type_: TSAllType, indent: str) -> None:
-        """Add the lines for a type that generated code alone does not decide."""
+        """Add the lines of a type that generated code does not decide."""
 
     def literal(self, at: str, value: object, indent: str) -> None:
         if value is None or isinstance(value, bool):
@@ -320,13 +323,13 @@ class _Source(abc.ABC):
     def entries(
         self, at: str, entries: tuple[Any, ...], children: tuple[TSType, ...], indent: str
     ) -> None:
-        """Add the lines for a dict of as many entries, which is to have just these."""
+        """Add lines for a dict whose length is checked: it must have exactly these entries."""
         names = [repr(x) if type(x) is str else self.name_of(x) for x in entries]
         if all(type(entry) is str for entry in entries):
             missing = " or ".join(f"{name} not in {at}" for name in names)
             if missing:
                 self.refuse(missing, indent)
-        else:  # 1, 1.0 and True are one key to Python
+        else:  # 1, 1.0 and True are the same key in Python
             self.refuse(f"not {self.new(same_keys)}({self.new(entries)}, {at})", indent)
         for name, child in zip(names, children, strict=True):
             part = self.new()
@@ -334,7 +337,7 @@ class _Source(abc.ABC):
             self.emit(part, child, indent)
 
     def name_of(self, value: object) -> str:
-        """Return a name for an object, None among them."""
+        """Return a name that refers to an object, or None's literal."""
         return "None" if value is None else self.new(value)
 
     def loop(
@@ -346,7 +349,7 @@ class _Source(abc.ABC):
         for item, type_ in items:
             self.emit(item, type_, indent + "    ")
         self.loops -= 1
-        if len(self.lines) == before + 1:  # its items may be anything
+        if len(self.lines) == before + 1:  # all items fit, so the loop is removed
             self.lines.pop()
 
     def unpack(self, at: str, elements: Sequence[TSType], indent: str) -> None:
@@ -365,7 +368,8 @@ class _Source(abc.ABC):
         elif meta.shape is not None:
             shape, unlike = self.new(), "<" if meta.dims is None else "!="
             self.lines.append(f"{indent}{shape} = {at}.shape")
-            if self.loops:  # the names are bound by now: what the last tensor had fits again
+            # In a loop, a shape equal to the previous tensor's fits again, as its names are bound.
+            if self.loops:
                 self.seen.append(seen := self.new())
                 self.lines.append(f"{indent}if {shape} != {seen}:")
                 indent, outer = f"{indent}    ", indent
@@ -398,7 +402,10 @@ class _Source(abc.ABC):
 
 
 class _TypeSource(_Source):
-    """Code for types; `decide` gives a function for a type that code alone does not decide."""
+    """Code for types.
+
+    `decide` returns a function for a type that generated code does not decide.
+    """
 
     def __init__(self, decide: Callable[[TSAllType], Fits], taken: Container[str]) -> None:
         super().__init__(taken)
@@ -415,26 +422,26 @@ CallCheck = Callable[[Mapping[str, object]], "dict[str, int] | None"]
 
 
 class _SlowError(Exception):
-    """There is something among the descriptors that code is not generated for."""
+    """Raised for a descriptor that has no generated code."""
 
 
 def generate_check(
     descriptors: Mapping[str, Descriptor], signature: inspect.Signature
 ) -> CallCheck | None:
-    """Return a function of a call's arguments that gives the sizes of named dims.
+    """Return a function of a call's arguments that returns the sizes of named dims.
 
-    It returns None where it can't tell.
+    The function returns None if the generated code does not decide the call.
 
     Args:
-        descriptors: by parameter name.
-        signature: the function's, which has the defaults.
+        descriptors: the descriptors by parameter name.
+        signature: the function's signature, which has the defaults.
 
     Returns:
-        The function; None where descriptors are such that none is generated.
+        The function; None if the descriptors have no generated code.
     """
     dims = (dim for each in descriptors.values() for dim, _ in _dims(each, ()))
     if any(isinstance(dim, DimExpr) for dim in dims):
-        return None  # an expression is worked out, or solved, when all of its names are known
+        return None  # an expression is computed or solved only when all of its names are known
     lines = _CallSource(("arguments",))
     try:
         for name, each in descriptors.items():
@@ -445,7 +452,7 @@ def generate_check(
 
 
 class _CallSource(_Source):
-    """Code for the descriptors of a call, which is refused by False instead of the sizes."""
+    """Code for the descriptors of a call, which returns False or the named sizes."""
 
     def argument(self, name: str, parameter: inspect.Parameter, descriptor: Descriptor) -> None:
         default = parameter.default
@@ -469,7 +476,7 @@ class _CallSource(_Source):
             sizes: Any = fits(arguments)
             if sizes is False:
                 return None
-            if -1 in sizes.values():  # what would have given it a size did not come
+            if -1 in sizes.values():  # the value that would bind the size is absent
                 return {name: size for name, size in sizes.items() if size != -1}
             return dict(sizes)
 

@@ -1,7 +1,7 @@
 """The types of the language, as frozen dataclasses under one union.
 
-The grammar is that of the TorchScript type system proposal, a class for each of its rules, and the
-types that descriptors of a call have beside these::
+The grammar is that of the TorchScript type system proposal, with one class for each of its rules,
+and additional types for descriptors of a call::
 
     TSAllType        = TSType | TSInstanceClass
     TSType           = TSMetaType | TSPrimitiveType | TSStructuralType | TSNominalType | TSCallType
@@ -10,17 +10,17 @@ types that descriptors of a call have beside these::
     TSCallType       = Value | TSUnion | TSTupleOf | TSPytree | TSFields
     TSInstanceClass  = TSModuleType
 
-A descriptor is a type in the form that `as_descriptor` gives it: it has a `TSUnion` in place of
-``Optional``, and the classes of dataclasses and named tuples are written out.
+A descriptor is a type in the form that `as_descriptor` returns: it has a `TSUnion` in place of
+``Optional``, and dataclasses and named tuples are expanded to their fields.
 
-Functions over types match on the union and end in ``assert_never``, so that a member that one of
-them does not handle is an error of the type checker.
+Functions over types match on the union and end in ``assert_never``, so that the type checker
+reports a member that a function does not handle.
 
 NOTE [normal forms]
-Two types that are subtypes of each other are equal, so that a type can be compared, hashed and
-printed. For that ``Optional`` holds neither ``None``, ``Any`` nor another ``Optional``: `optional`
-gives the type that such a spelling stands for, and the constructor refuses it. (Names of sizes are
-the exception: ``f32[n]`` and ``f32[m]`` alone say the same.)
+Two types that are subtypes of each other are equal, so that types can be compared, hashed and
+printed. ``Optional`` therefore does not contain ``None``, ``Any`` or another ``Optional``:
+`optional` returns the normal form of such a spelling, and the constructor rejects it. Names of
+sizes are an exception: ``f32[n]`` and ``f32[m]`` alone are equivalent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tsfunc.types.values import describe, field_text, key_text, literal_text, sa
 
 @dataclass(frozen=True)
 class TSMetaType:
-    """``Any``: every value. It may stand in a signature, and nothing can be computed with it."""
+    """``Any``: every value. It is allowed in a signature, but nothing can be computed with it."""
 
     name: Literal["Any"] = "Any"
 
@@ -51,7 +51,7 @@ class TSMetaType:
 
 @dataclass(frozen=True)
 class TSPrimitiveType:
-    """A type of single values that has a name of its own; a ``bool`` is not an ``int``."""
+    """A named type of single values; a ``bool`` is not an ``int``."""
 
     name: Literal["int", "float", "double", "bool", "str", "None"]
 
@@ -76,7 +76,7 @@ class TSTuple:
 class TSNamedTuple:
     """``namedtuple(a: X, b: Y)``: like `TSTuple`, with a name for each element.
 
-    It is structural: the class that a named tuple was made by plays no part.
+    It is structural: the class of a named tuple does not matter.
     """
 
     names: tuple[str, ...]
@@ -126,7 +126,7 @@ class TSDict:
 
 @dataclass(frozen=True)
 class TSOptional:
-    """``Optional[X]``: X or None. See NOTE [normal forms]; `optional` makes one of any type."""
+    """``Optional[X]``: X or None. See NOTE [normal forms]; `optional` accepts any type."""
 
     element: TSType
 
@@ -170,7 +170,7 @@ class TSRRef:
 
 @dataclass(frozen=True)
 class TSTensor:
-    """``Tensor``, or a class derived from it; `meta` says what more is known of it."""
+    """``Tensor`` or a class derived from it; `meta` has the known metadata."""
 
     cls: type[torch.Tensor] = torch.Tensor
     meta: MetaTensorType = MetaTensorType()  # noqa: RUF009  frozen
@@ -185,7 +185,7 @@ class TSTensor:
 
 @dataclass(frozen=True)
 class TSBuiltinClass:
-    """A class of torch's that is part of the language: ``torch.device``, ``torch.dtype``."""
+    """A class of torch that is part of the language: ``torch.device``, ``torch.dtype``."""
 
     cls: type
 
@@ -195,7 +195,7 @@ class TSBuiltinClass:
 
 @dataclass(frozen=True)
 class TSCustomClass:
-    """Any other class. What is used of it is checked where it is used (see `attribute_type`)."""
+    """Any other class. Its attributes are checked at their use (see `attribute_type`)."""
 
     cls: type
 
@@ -215,7 +215,7 @@ class TSEnum:
 
 @dataclass(frozen=True)
 class TSModuleInterface:
-    """A class of abstract methods with annotated arguments, and nothing else."""
+    """A class that consists of abstract methods with annotated arguments."""
 
     cls: type
 
@@ -225,13 +225,13 @@ class TSModuleInterface:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One value, even where it would be read as something else (a class, a container).
+    """A single value, also one that would otherwise be a descriptor (a class, a container).
 
     Args:
-        value: the value that the argument must be; see `same_value`.
+        value: the value that the argument must equal; see `same_value`.
 
-    Two are equal if their values are the same, types included: 1, 1.0 and True differ. Tensors are
-    the same if their metadata and elements are, and neither requires grad.
+    Two are equal if their values are equal, including types: 1, 1.0 and True differ. Tensors are
+    equal if their metadata and elements are equal, and neither requires grad.
 
     Example:
         >>> from tsfunc.types import as_descriptor
@@ -247,7 +247,7 @@ class Value:
         return isinstance(other, Value) and same_value(self.value, other.value)
 
     def __hash__(self) -> int:
-        return hash((Value, type(self.value)))  # the value itself need not be hashable
+        return hash((Value, type(self.value)))  # the value can be unhashable
 
     def __str__(self) -> str:
         text = literal_text(self.value)
@@ -256,7 +256,7 @@ class Value:
 
 @dataclass(frozen=True)
 class TSUnion:
-    """``X | Y``: the first of some types that fits."""
+    """``X | Y``: the first of several types that fits."""
 
     alternatives: tuple[TSType, ...]
 
@@ -285,7 +285,7 @@ class TSPytree:
     """A container with exactly these children; a tuple is a `TSTuple` instead.
 
     Args:
-        kind: ``list``, ``dict``, or another class that optree knows.
+        kind: ``list``, ``dict``, or another container class of optree.
         entries: optree's names for the children.
         children: their types.
     """
@@ -322,7 +322,7 @@ class TSPytree:
 
 @dataclass(frozen=True)
 class TSFields:
-    """An instance of a class, and the types of some of its attributes, perhaps of none."""
+    """An instance of a class, with the types of some of its attributes, or of none."""
 
     cls: type
     names: tuple[str, ...]
@@ -339,10 +339,10 @@ class TSFields:
 
 @dataclass(frozen=True)
 class TSModuleType:
-    """The type of one ``nn.Module``, read off the instance; two of one class may differ in it.
+    """The type of one ``nn.Module`` instance; instances of one class can have different types.
 
-    It is not a `TSType`: it can't be written as an annotation and composes with nothing. Where a
-    type is needed, a module is one of its class, a `TSCustomClass`.
+    It is not a `TSType`: it can't be written as an annotation, and does not compose. If a type is
+    needed, the type of a module is its class, a `TSCustomClass`.
     """
 
     cls: type
@@ -363,7 +363,7 @@ Descriptor: TypeAlias = TSType
 TSInstanceClass: TypeAlias = TSModuleType
 TSAllType: TypeAlias = TSType | TSInstanceClass
 
-# What isinstance takes: on Python 3.10 it takes no union that is written as an alias of aliases.
+# For isinstance: Python 3.10 does not accept a union that is written as an alias of aliases.
 TS_TYPES = (
     TSMetaType, TSPrimitiveType, TSTuple, TSNamedTuple, TSList, TSDict, TSOptional, TSFuture,
     TSRRef, TSTensor, TSBuiltinClass, TSCustomClass, TSEnum, TSModuleInterface,
@@ -382,7 +382,7 @@ PRIMITIVES = (INT, FLOAT, DOUBLE, BOOL, STR, NONE)
 
 
 def key_error(key: TSType, value: TSType) -> AnnotationError:
-    """Return the error of a dict whose keys may not be of a type."""
+    """Return the error of a dict whose key type is not allowed."""
     return AnnotationError(
         f"Dict[{key}, {value}]: the keys of a dict are str, int, float, bool, Tensor or Any, "
         f"not {key}"
@@ -390,12 +390,12 @@ def key_error(key: TSType, value: TSType) -> AnnotationError:
 
 
 def assert_never(value: NoReturn) -> NoReturn:
-    """For the end of a match over a union: type checkers prove that it isn't reached."""
+    """The end of a match over a union: type checkers prove that it is not reached."""
     raise AssertionError(f"not handled: {value!r}")
 
 
 def optional(element: TSType) -> TSType:
-    """The type of what is of type `element` or None, in its normal form.
+    """Return the type of values of type `element` or None, in its normal form.
 
     Example:
         >>> print(optional(INT), optional(optional(INT)), optional(NONE), optional(ANY))
@@ -409,17 +409,17 @@ def _holds_none(type_: TSType) -> bool:
 
 
 def is_key_type(key: TSAllType) -> bool:
-    """True if annotations may have dicts with such keys."""
+    """True if annotations allow dicts with such keys."""
     return key in (STR, INT, FLOAT, BOOL, ANY) or isinstance(key, TSTensor)
 
 
 def may_be_key(key: TSType) -> bool:
-    """True if a dict may have such keys at all."""
+    """True if a dict can have such keys."""
     return key != NONE and not isinstance(key, TSOptional | TSList | TSDict | TSFuture | TSRRef)
 
 
 def alternatives_of(type_: TSType) -> tuple[TSType, ...]:
-    """Return the types of which a value is to be one; the type itself, if it is not a union."""
+    """Return the alternatives of a union; for any other type, the type itself."""
     if isinstance(type_, TSOptional):
         return type_.element, NONE
     return type_.alternatives if isinstance(type_, TSUnion) else (type_,)
@@ -450,7 +450,7 @@ def children_of_type(type_: TSType) -> tuple[TSType, ...]:
 
 
 def with_children(type_: TSType, children: Iterable[TSType]) -> TSType:
-    """Return a type of the same kind that is composed of other types; itself, if of its own."""
+    """Return a type of the same kind with other children; the type itself if they are the same."""
     new = tuple(children)
     if all(map(operator.is_, new, children_of_type(type_))):
         return type_
@@ -487,7 +487,7 @@ def map_tensors(type_: TSType, func: Callable[[MetaTensorType], MetaTensorType])
 
 
 def _require_types(composed: object, children: tuple[object, ...]) -> None:
-    """Only a `TSType` composes: no Python class, and no `TSModuleType`."""
+    """Raise unless all children are of `TSType`: not Python classes, and not `TSModuleType`."""
     for child in children:
         if isinstance(child, TSModuleType):
             raise AnnotationError(

@@ -43,13 +43,13 @@ _DESCRIBED: TypeAlias = Callable[[torch.Tensor], TSType]
 
 
 def of_value(value: Any, *, describe: bool = False) -> TSAllType:
-    """The type of a value.
+    """Return the type of a value.
 
     Args:
-        value: anything. A tensor of any class is a ``Tensor``; a list or dict is one of what its
-            elements have in common, and an empty one of tensors; a module has a type of its own,
-            a `TSModuleType`; of any other object it is the class.
-        describe: whether tensors are described in full, sizes and all.
+        value: any value. A tensor of any class is a ``Tensor``. A list or dict has the common type
+            of its elements, which are tensors if it is empty. A module has a separate type, a
+            `TSModuleType`. The type of any other object is its class.
+        describe: True to describe tensors in full, including their sizes.
 
     Raises:
         TypeCheckError: a container contains itself.
@@ -77,10 +77,10 @@ def _description(tensor: torch.Tensor) -> TSType:
 
 
 def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
-    """The one type of several values, which stand in one place.
+    """Return the common type of several values in the same place.
 
-    The elements of containers are taken together before they are joined: of ``[[1], [None], []]``
-    all lists have the elements 1 and None, and are therefore lists of Optional[int].
+    The elements of containers are collected before they are joined. In ``[[1], [None], []]`` all
+    inner lists together have the elements 1 and None, so they are lists of Optional[int].
     """
     rest = [value for value in values if value is not None]
     if len(rest) < len(values):
@@ -103,7 +103,7 @@ def _elements(values: Sequence[Any], tensor: _DESCRIBED, default: TSType) -> TST
 
 
 def is_tuple(value: object) -> bool:
-    """Return True if a value is a tuple of the language; ``torch.Size`` is a class of its own."""
+    """Return True if a value is a tuple of the language; ``torch.Size`` is a separate class."""
     return isinstance(value, tuple) and type(value) not in BUILTIN_CLASSES
 
 
@@ -125,17 +125,17 @@ def _single(value: Any, tensor: _DESCRIBED) -> TSType:
         return TSBuiltinClass(builtin)
     try:
         return nominal_type(cls)
-    except AnnotationError:  # an enum that breaks the rules: its members are just objects
+    except AnnotationError:  # an enum that breaks the rules: its members are plain objects
         return TSCustomClass(cls)
 
 
 def _held(future: Any, tensor: _DESCRIBED) -> TSType:
-    """Return the type of a future's value, `Any` if it is not there yet."""
+    """Return the type of a future's value; `Any` if the future is not done."""
     if not future.done():
         return ANY
     try:
         return _common([future.value()], tensor)
-    except Exception:  # it holds an exception, of whatever class
+    except Exception:  # it holds an exception of any class
         return ANY
 
 
@@ -143,7 +143,7 @@ def _held(future: Any, tensor: _DESCRIBED) -> TSType:
 
 
 def module_type(module: torch.nn.Module) -> TSModuleType:
-    """The type of one module: its class, and the types of its attributes.
+    """Return the type of one module: its class, and the types of its attributes.
 
     Example:
         >>> print(module_type(torch.nn.Flatten()))
@@ -157,10 +157,10 @@ def _module_type(module: torch.nn.Module, inside: tuple[object, ...]) -> TSModul
 
 
 def schema_of(instance: Any) -> dict[str, TSAllType]:
-    """The types of the attributes that an object has of its own.
+    """Return the types of the attributes of an instance.
 
-    For a module these are its parameters, buffers and submodules, and what else was assigned to
-    it; not what torch keeps in it for itself. ``__slots__`` are attributes too.
+    For a module these are its parameters, buffers, submodules and attributes assigned by the user,
+    without torch's internal ones. ``__slots__`` are attributes too.
 
     Example:
         >>> from types import SimpleNamespace
@@ -171,7 +171,10 @@ def schema_of(instance: Any) -> dict[str, TSAllType]:
 
 
 def _schema(instance: Any, inside: tuple[object, ...]) -> dict[str, TSAllType]:
-    """`schema_of`; `inside` are the objects around it, of which only the class is given."""
+    """Return `schema_of` an instance.
+
+    Objects in `inside`, which contain the instance, are described only by their class.
+    """
     inside = (*inside, instance)
     found: dict[str, TSAllType] = {}
     for name, value in attributes_of(instance).items():
@@ -189,7 +192,7 @@ _OWN_TO_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def attributes_of(instance: Any) -> dict[str, Any]:
-    """The attributes that an object has of its own, a module's state among them."""
+    """Return the attributes of an instance by name, including the state of a module."""
     found = dict(getattr(instance, "__dict__", {}))
     for cls in type(instance).__mro__:
         slots = vars(cls).get("__slots__", ())

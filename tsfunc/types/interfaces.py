@@ -1,4 +1,4 @@
-"""Interfaces: the methods that a class lacks."""
+"""Interfaces: the methods that a class lacks or has with other types."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tsfunc.types.lattice import is_subtype
 def missing_methods(cls: type, interface: type) -> list[tuple[str, tuple[str, str]]]:
     """Return the methods of an interface that a class lacks or has with other types.
 
-    A class that is derived from the interface has them; any other must have each under its name,
-    taking what the interface says and returning no more than it says.
+    A class that is derived from the interface has its methods. Another class must have each method
+    under its name, accept the arguments of the interface, and return a subtype of its result.
     """
     found = []
     for name, wanted in interface_methods(interface).items():

@@ -1,47 +1,50 @@
-"""The order of types, of values and of calls: which type is below which, and least upper bounds.
+"""The order of types, of values and of calls: the subtype relation, and least upper bounds.
 
 NOTE [the order of types]
-``a`` is a subtype of ``b`` if every value of type ``a`` may stand where a ``b`` is expected.
+``a`` is a subtype of ``b`` if every value of type ``a`` is allowed where a ``b`` is expected.
 
-- `Any` is above all. A union is above each of its alternatives; ``Optional[X]`` is ``X | None``.
+- `Any` is above all types. A union is above each of its alternatives; ``Optional[X]`` is
+  ``X | None``.
 - Numbers do not convert: ``bool``, ``int`` and ``float`` are unrelated. ``float`` is below
-  ``double``, which Python's floats are.
-- A value is below its class, and below a description of it if it is a tensor.
-- Containers that can't be written to vary with their elements: tuples, named tuples, futures and
-  remote references. A named tuple is below the tuple of its elements.
-- Lists and dicts do not: a function that takes a ``List[Any]`` may write a string into it. Tensor
-  metadata is an exception, because writing does not change it: ``List[f32[3]]`` is below
+  ``double``, the type of Python's floats.
+- A value is below its class, and a tensor is below its metadata.
+- Immutable containers are covariant: tuples, named tuples, futures and remote references. A named
+  tuple is below the tuple of its elements.
+- Lists and dicts are invariant: a function that takes a ``List[Any]`` can write a string into it.
+  Tensor metadata is an exception, because writing does not change it: ``List[f32[3]]`` is below
   ``List[Tensor]``.
 - A container with exactly these children is below one of any number: ``[X, X]`` below ``List[X]``.
-- Classes are below those that they are derived from. So an interface is above the classes that
-  are derived from it; a class that merely has its methods may be passed as one (see `check`).
+- A class is below its base classes, so an interface is above the classes derived from it. A class
+  that only has the methods of an interface can be passed as one (see `check`).
 - The type of a module is below its class.
 
-Two classes that have several bases in common, neither derived from the other, have no least type
+Two classes with several common bases, none of which is derived from all others, have no least type
 above both; their join is `Any`. In every other case `join` is the least upper bound.
 
 NOTE [the order of descriptors]
-``d <= e`` if every call that keeps the descriptors ``d`` keeps ``e``. This is the order of types,
-on the record of all parameters: a name of a size has one meaning in it (NOTE [names of sizes]).
-Lists and dicts vary with their elements here, since the order compares what a call passes.
+``d <= e`` if every call that fits the descriptors ``d`` fits ``e``. This is the order of types on
+the record of all parameters, in which a name of a size has one meaning (NOTE [names of sizes]).
+Lists and dicts are covariant here, because the order compares the arguments of calls.
 
-A join is above both, does not mind their order, and is the least that has no bounds which neither
-has: of the sizes 3 and 4 it is a name, not a name from 3 to 4. Two values of one class are joined
-by the class, ``3`` and ``4`` by ``int``. No join makes a new union, except with None. The join of
-two that mean the same is the one whose text sorts first; that of one below the other is the other.
+A join is above both, does not depend on their order, and is the least one without bounds that
+neither side has: the join of the sizes 3 and 4 is a name, not a name from 3 to 4. The join of two
+values of one class is the class: ``int`` for ``3`` and ``4``. A join makes no new union, except
+with None. The join of two equivalent descriptors is the one whose text sorts first. If one is
+below the other, the join is the other.
 
 NOTE [joins of several]
-``a.join(b).join(c)`` and ``a.join(b.join(c))`` mean the same where they have no bounds,
-expressions and written unions; the names in them may differ. No useful join does more:
+``a.join(b).join(c)`` and ``a.join(b.join(c))`` are equivalent if they have no bounds, expressions
+and written unions; the names in them can differ. No useful join guarantees more:
 
-- Names. ``[n, 3]`` with ``[7, 4]`` keeps its name, and the other dim has a new one: ``[n, m]``. To
-  join it with ``[7, n]`` too changes nothing, which is below. ``[7, 4]`` is itself below
-  ``[7, n]``, so that in the other order the join is that of ``[n, 3]`` and ``[7, n]`` alone: it has
-  ``n`` in the first dim. By the same with ``[8, 3]`` it has ``n`` in the second one.
-- Bounds. The sizes 3 and 4 keep ``n>=2``, so that ``n>=2`` is its join with either. Of the two of
-  them alone the join is any size, and that with ``n>=2`` as well.
-- Expressions. ``[2, 4]`` and ``[3, 9]`` are ``[n, n**2]``, and ``[n, 5*n-6]``: none is the least.
-- Unions. ``int | str`` is above 3 and ``"a"``, of which the join is `Any`.
+- Names. The join of ``[n, 3]`` and ``[7, 4]`` keeps its name and gives the other dim a new one:
+  ``[n, m]``. A further join with ``[7, n]``, which is below it, changes nothing. But ``[7, 4]`` is
+  itself below ``[7, n]``, so in the other order the join is that of ``[n, 3]`` and ``[7, n]``
+  only, which has ``n`` in the first dim. With ``[8, 3]`` in the same way it has ``n`` in the
+  second.
+- Bounds. The sizes 3 and 4 fit ``n>=2``, so ``n>=2`` is its own join with either. The join of 3 and
+  4 alone is any size, and so is the join of that with ``n>=2``.
+- Expressions. ``[2, 4]`` and ``[3, 9]`` fit ``[n, n**2]`` and ``[n, 5*n-6]``: neither is the least.
+- Unions. ``int | str`` is above 3 and ``"a"``, but their join is `Any`.
 """
 
 from __future__ import annotations
@@ -112,7 +115,7 @@ from tsfunc.types.values import same_keys
 
 
 def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
-    """Return True if values of one type may stand where another is expected.
+    """Return True if values of one type are allowed where another is expected.
 
     See NOTE [the order of types].
 
@@ -135,13 +138,13 @@ def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
 
 
 def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
-    """Return True if each call of the narrower types is one of the wider types.
+    """Return True if every call that fits the narrower types fits the wider types.
 
     See NOTE [the order of descriptors].
 
     Args:
         narrower: the type of each parameter.
-        wider: the same of the other call; names of sizes hold in all of them.
+        wider: the types of the same parameters; names of sizes hold in all of them.
     """
     ones = list(narrower)
     sizes = Instance(dim for each in ones for dim in dims_in(each))
@@ -150,7 +153,7 @@ def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
 
 
 def _below(narrower: TSType, wider: TSType, sizes: Instance, *, of_call: bool) -> bool:
-    """Return True if one type is below another, as far as names have a meaning so far."""
+    """Return True if one type is below another, under the names assigned so far."""
 
     def below(one: TSType, other: TSType) -> bool:
         return _below(one, other, sizes, of_call=of_call)
@@ -219,7 +222,7 @@ _Below: TypeAlias = Callable[[TSType, TSType], bool]
 
 
 def _below_if(narrower: TSType, wider: TSType, sizes: Instance, of_call: bool) -> bool:
-    """`_below`, which gives names no meaning where it is False."""
+    """Return `_below`, and assign names only if it is True."""
     trial = sizes.copy()
     if not _below(narrower, wider, trial, of_call=of_call):
         return False
@@ -236,19 +239,19 @@ def _pairs(below: _Below, ones: Sequence[TSType] | None, others: Sequence[TSType
 
 
 def _field(type_: TSType, name: str) -> TSType:
-    """Return what a type says of an attribute."""
+    """Return the type of an attribute; `Any` if the type does not describe it."""
     if isinstance(type_, TSFields) and name in type_.names:
         return type_.children[type_.names.index(name)]
     return ANY
 
 
 def _class_of(type_: TSType) -> type | None:
-    """`class_of`, with the class of an interface."""
+    """Return `class_of` a type, or the class of an interface."""
     return type_.cls if isinstance(type_, TSModuleInterface) else class_of(type_)
 
 
 def nominal_view(type_: TSAllType) -> TSType:
-    """Return a type that composes: for the type of a module that of its class."""
+    """Return a type that composes: the class of the type of a module, else the type itself."""
     return nominal_type(type_.cls) if isinstance(type_, TSModuleType) else type_
 
 
@@ -258,7 +261,7 @@ def plain(type_: TSType) -> TSType:
 
 
 def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
-    """Return True if all that `wider` says of a tensor follows from what `narrower` says."""
+    """Return True if every property in `wider` follows from `narrower`."""
     for name in _EXACT:
         known = getattr(wider, name)
         if known is not None and getattr(narrower, name) != known:
@@ -301,9 +304,9 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType: ...
 def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
     """Return the least type that two types are subtypes of.
 
-    It is the type of a value of either, as after the branches of a condition. Where nothing else is
-    above both it is `Any`, with which nothing can be computed; `join_branches` makes an error of
-    that.
+    It is the type of a value of either type, as after the branches of a condition. It is `Any` if
+    no other type is above both. Nothing can be computed with `Any`; `join_branches` raises an
+    error then.
 
     Example:
         >>> from tsfunc.types import parse
@@ -315,7 +318,7 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
     Source: the unification of types at the joins of control flow in TorchScript.
     """
     below, above = is_subtype(left, right), is_subtype(right, left)
-    if below and above:  # the same but for names of sizes
+    if below and above:  # they differ only in names of sizes
         return min(left, right, key=str)
     if below or above:
         return right if below else left
@@ -324,7 +327,7 @@ def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
 
 
 def join_pairs(pairs: Sequence[tuple[TSType, TSType]]) -> list[TSType]:
-    """Return the join of each pair of parameters' types; names of sizes hold in all of them."""
+    """Return the join of each pair of parameters' types; names of sizes hold in all pairs."""
     return _generalized(pairs, of_call=True)
 
 
@@ -347,8 +350,8 @@ def join_metas(left: MetaTensorType, right: MetaTensorType) -> MetaTensorType:
 def join_parts(left: TSType, right: TSType) -> TSType:
     """Return the least type above the types of two parts of one value.
 
-    Unlike `join` it makes no names of sizes: a name says that sizes are equal within a value, and
-    the parts of one value have both sizes.
+    Unlike `join` it makes no names of sizes: a name states that sizes are equal within a value,
+    but the parts of one value have both sizes.
 
     Example:
         >>> from tsfunc.types import parse
@@ -376,7 +379,7 @@ JoinSizes: TypeAlias = Callable[[SideForm, SideForm], DimForm]
 
 
 def _same_size(left: SideForm, right: SideForm) -> DimForm:
-    """Join two sizes of one value: a name in both is one size, and no new name is made."""
+    """Join two sizes of one value without new names; a name in both is one size."""
     if isinstance(left, Absent):
         assert not isinstance(right, Absent)
         return right
@@ -389,15 +392,15 @@ class _Join:
 
     Attributes:
         size: joins two sizes.
-        of_call: whether the types are those of a call's arguments, see NOTE [the order of
-            descriptors]; else they are types of the language.
+        of_call: True for types of a call's arguments, see NOTE [the order of descriptors]; False
+            for types of the language.
     """
 
     size: JoinSizes
     of_call: bool
 
     def of(self, left: TSType, right: TSType) -> TSType:
-        """Return the join of two types of which neither need be below the other."""
+        """Return the join of two types, neither of which must be below the other."""
         if ANY in (left, right):
             return ANY
         unions = TSUnion | TSOptional
@@ -441,7 +444,7 @@ class _Join:
     # --- unions
 
     def unions(self, left: TSType, right: TSType) -> TSType:
-        """Join unions: None beside one alternative is told apart, a written union stays one."""
+        """Join unions. None beside one alternative is separated; a written union stays a union."""
         ones, others = (
             [each for each in alternatives_of(side) if each != NONE] for side in (left, right)
         )
@@ -475,7 +478,7 @@ class _Join:
     # --- containers and classes
 
     def containers(self, left: TSType, right: TSType) -> TSType:
-        """Join lists, tuples and dicts, or by the classes of the two types."""
+        """Join lists, tuples and dicts; join other types by their classes."""
         ones, others = elements_of(left, tuple), elements_of(right, tuple)
         if ones is not None and others is not None:
             fixed = not isinstance(left, TSTupleOf) and not isinstance(right, TSTupleOf)
@@ -498,7 +501,7 @@ class _Join:
         return self.classes(left, right)
 
     def together(self, ones: Sequence[TSType], others: Sequence[TSType]) -> TSType:
-        """Return one type for all elements of two containers."""
+        """Return the common type of all elements of two containers."""
         parts = _Join(_same_size, self.of_call)
         one = functools.reduce(parts.of, ones) if ones else None
         other = functools.reduce(parts.of, others) if others else None
@@ -523,7 +526,7 @@ class _Join:
 
 
 def _without_names(meta: MetaTensorType) -> MetaTensorType:
-    """Open named sizes: in a union a name may mean a size of one alternative alone."""
+    """Make named sizes open: in a union a name can be a size of only one alternative."""
 
     def opened(size: SideForm, _: SideForm) -> DimForm:
         return size if isinstance(size, int) else None
@@ -532,7 +535,7 @@ def _without_names(meta: MetaTensorType) -> MetaTensorType:
 
 
 def common_order(ones: Iterable[Any], others: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what is in both, in the order that it has in both; sorted where they differ in it."""
+    """Return the common elements in their common order; sorted if the two orders differ."""
     one, other = list(ones), list(others)
     left, right = [x for x in one if x in other], [x for x in other if x in one]
     return tuple(left if left == right else sorted(left, key=lambda x: (type(x).__name__, repr(x))))
@@ -548,7 +551,7 @@ def _same_entries(kind: type, ones: Sequence[Any], others: Sequence[Any]) -> boo
 def join_descriptions(
     left: MetaTensorType, right: MetaTensorType, size: JoinSizes
 ) -> MetaTensorType:
-    """Return what is known of both tensors; of different ranks the last dims are kept."""
+    """Return the metadata common to both tensors; if the ranks differ, the last dims are kept."""
     known = {
         name: value for name in _EXACT if (value := getattr(left, name)) == getattr(right, name)
     }
@@ -584,7 +587,7 @@ def _join_strides(
     return joined.text if isinstance(joined, DimExpr) else None
 
 
-# Bases that say nothing of what a class is, and classes whose instances have types of their own.
+# Bases that do not characterize a class, and classes whose instances have separate types.
 _NO_CLASSES = frozenset(
     {object, abc.ABC, typing.Generic, typing.Protocol, int, float, str, list, dict, tuple}
 )
@@ -592,7 +595,7 @@ _NO_CLASSES = frozenset(
 
 @functools.lru_cache(maxsize=1024)
 def common_class(left: type, right: type) -> type | None:
-    """The one class that two are derived from and that is derived from all others such."""
+    """Return the common base class that is derived from all other common ones, or None."""
     common = [cls for cls in left.__mro__ if cls in right.__mro__ and _is_type(cls)]
     least = [cls for cls in common if all(other in cls.__mro__ for other in common)]
     return least[0] if least else None

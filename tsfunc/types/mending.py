@@ -31,7 +31,7 @@ def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor
 
     Args:
         descriptor: the descriptor of one parameter.
-        dims: name to the new size; None leaves it open, and with it the sizes computed from it.
+        dims: name to the new size; None makes the size open, and all sizes computed from it.
 
     Example:
         >>> from tsfunc import Dim, MetaTensorType
@@ -68,12 +68,12 @@ def _size(form: DimForm, dims: Mapping[str, DimSpec]) -> DimForm:
 
 
 def _operand(form: DimForm) -> str:
-    """A size as part of an expression."""
+    """Return a size as an operand of an expression."""
     return form.name if isinstance(form, Dim) else f"({spell_dim(form)})"
 
 
 def as_python(descriptor: Descriptor) -> str:
-    """Return a descriptor as Python code that has imported the names in it.
+    """Return a descriptor as Python code, for a scope that has imported its names.
 
     Example:
         >>> from tsfunc.types import as_descriptor
@@ -85,7 +85,7 @@ def as_python(descriptor: Descriptor) -> str:
             text = repr(meta)
             if meta.shape is None:
                 return text
-            # A list reads better, and is what the documentation writes.
+            # A list is easier to read, and is the form in the documentation.
             return text.replace(f"shape={meta.shape!r}", f"shape={[*meta.shape]!r}")
         case Value(value):
             return repr(value)

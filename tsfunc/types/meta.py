@@ -27,29 +27,29 @@ SHORT_DTYPES = {
     torch.uint8: "u8",
 }
 
-_UNION: Any = Union  # type checkers know it only with constant arguments
+_UNION: Any = Union  # type checkers accept it only with constant arguments
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class MetaTensorType:
-    """The metadata of a tensor; None stands for a property that is not known.
+    """The metadata of a tensor; None stands for an unknown property.
 
     A list or tuple as first argument is the shape.
 
     Args:
-        dtype: a ``torch.dtype``, or ``float``, ``int``, ``bool`` or ``complex``, which mean
-            what they mean to torch's factories (``float`` is ``torch.float64``).
+        dtype: a ``torch.dtype``, or ``float``, ``int``, ``bool`` or ``complex``, with the meaning
+            that torch's factories give them (``float`` is ``torch.float64``).
         rank: the number of dims; it must agree with `shape`, and follows from it.
-        shape: a dim each: a size, a name (``"n"``), an expression (``"2*n+1"``), a `Dim`
-            with bounds, or None for a size that is not known. ``...`` (or ``"..."``) as the
-            first entry stands for any number of dims before the others.
+        shape: one entry per dim: a size, a name (``"n"``), an expression (``"2*n+1"``), a `Dim`
+            with bounds, or None for an unknown size. ``...`` (or ``"..."``) as the first entry
+            stands for any number of dims before the others.
         device: a ``torch.device`` or its name; ``"cuda"`` stands for every CUDA device.
         requires_grad: True or False.
         layout: a ``torch.layout``.
-        strides: an entry each: an int, a name or an expression over sizes that shapes have, or
-            None where it is not known.
+        strides: one entry per dim: an int, a name or an expression over sizes in shapes, or None
+            for an unknown stride.
         memory_format: ``torch.contiguous_format``, ``channels_last`` or ``channels_last_3d``;
-            a tensor keeps it if it is contiguous in it.
+            a tensor fits if it is contiguous in this format.
 
     Raises:
         DescriptorError: no tensor could have this metadata.
@@ -133,21 +133,21 @@ class MetaTensorType:
 
     @classmethod
     def parse(cls, text: str) -> MetaTensorType:
-        """The description that ``str`` of one is.
+        """Return the metadata that a text describes, the inverse of ``str``.
 
         Raises:
-            DescriptorError: the text describes no tensor.
+            DescriptorError: the text does not describe a tensor.
 
         Example:
             >>> MetaTensorType.parse("f32[n, 64] cpu")
             MetaTensorType(dtype=torch.float32, shape=('n', 64), device='cpu')
         """
-        from tsfunc.types.text import parse_tensor  # reads what this file defines
+        from tsfunc.types.text import parse_tensor  # a circular import
 
         return parse_tensor(text)
 
     def __le__(self, other: object) -> bool:
-        """Return True if every tensor that this describes is described by `other` too.
+        """Return True if `other` describes every tensor that this describes.
 
         Example:
             >>> MetaTensorType([3, 3]) <= MetaTensorType(["n", "n"]) <= MetaTensorType(rank=2)
@@ -156,7 +156,7 @@ class MetaTensorType:
         if not isinstance(other, MetaTensorType):
             return NotImplemented
         from tsfunc.types.grammar import TSTensor
-        from tsfunc.types.lattice import is_below  # they use what this file defines
+        from tsfunc.types.lattice import is_below  # circular imports
 
         return is_below([TSTensor(meta=self)], [TSTensor(meta=other)])
 
@@ -173,7 +173,7 @@ class MetaTensorType:
     def join(self, other: MetaTensorType) -> MetaTensorType:
         """Return the metadata common to both.
 
-        Sizes that differ get a name; of different ranks the last dims are kept.
+        Sizes that differ get a name. If the ranks differ, the last dims are kept.
 
         Example:
             >>> print(MetaTensorType([3, 3], dtype=float).join(MetaTensorType([4, 4])))
@@ -186,7 +186,7 @@ class MetaTensorType:
         return join_metas(self, other)
 
     def widen(self, example: torch.Tensor) -> MetaTensorType:
-        """Return the least metadata above this that one more tensor has.
+        """Return the least metadata that describes all tensors of this one, and `example`.
 
         Example:
             >>> print(MetaTensorType.of(torch.ones(3)).widen(torch.ones(5, dtype=torch.float64)))
@@ -195,11 +195,12 @@ class MetaTensorType:
         return self.join(MetaTensorType.of(example))
 
     def split(self, **alternatives: Sequence[Any]) -> tuple[MetaTensorType, ...]:
-        """Return narrower metadata, each for a program of its own.
+        """Return narrower metadata, each for a separate program.
 
         Args:
             alternatives: by the name of an attribute its values (``dtype=[...]``), or by the name
-                of a size its sizes, or a `Dim` with bounds. Of several every combination is given.
+                of a size its sizes, which can be `Dim` with bounds. Several names give all
+                combinations.
 
         Raises:
             DescriptorError: there is no such attribute or size, or an alternative is not narrower.
@@ -218,20 +219,20 @@ class MetaTensorType:
 
     @functools.cached_property
     def dims(self) -> tuple[DimForm, ...] | None:
-        """The form of each dim of the shape; None if the rank is not known.
+        """The form of each dim of the shape; None if the rank is unknown.
 
-        An int is fixed, a `Dim` named, a `DimExpr` computed from named ones, None open.
+        An int is fixed, a `Dim` named, a `DimExpr` computed from named sizes, None open.
         """
         return None if self.shape is None or ... in self.shape else _forms(self.shape)
 
     @functools.cached_property
     def trailing(self) -> tuple[DimForm, ...]:
-        """The forms of the last dims if ``...`` stands before them; else empty."""
+        """The forms of the dims after ``...`` if the shape starts with it; else empty."""
         return _forms(self.shape[1:]) if self.shape and self.shape[0] is ... else ()
 
     @functools.cached_property
     def stride_forms(self) -> tuple[int | DimExpr | None, ...]:
-        """The form of each stride; empty if none is known."""
+        """The form of each stride; empty if all strides are unknown."""
         return tuple(
             DimExpr(each) if isinstance(each, str) else each for each in self.strides or ()
         )
@@ -242,14 +243,14 @@ class MetaTensorType:
         return (*(self.dims or self.trailing), *self.stride_forms)
 
     def dims_of_rank(self, rank: int) -> tuple[DimForm, ...] | None:
-        """Return the form of each dim of a tensor of a rank; None if such tensors don't fit."""
+        """Return the form of each dim of a tensor of a rank; None if such tensors do not fit."""
         if self.dims is not None:
             return self.dims if len(self.dims) == rank else None
         leading = rank - len(self.trailing)
         return None if leading < 0 else (None,) * leading + self.trailing
 
     def is_laid_out(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor has the memory format, and the strides that are numbers."""
+        """Return True if a tensor has the memory format and the strides that are numbers."""
         if self.strides is None and self.memory_format is None:
             return True
         if tensor.layout != torch.strided:
@@ -290,14 +291,17 @@ class MetaTensorType:
         return " ".join(words)
 
     def __or__(self, other: object) -> Any:
-        """``meta | None``, as with a class: ``typing.Union[meta, None]``."""
+        """Return ``typing.Union[meta, None]`` for ``meta | None``, as a class does."""
         return _UNION[self, other]
 
     def __ror__(self, other: object) -> Any:
         return _UNION[other, self]
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refused; it is here because Python 3.10's ``List[meta]`` asks for a callable."""
+        """Raise TypeError.
+
+        The method exists because Python 3.10's ``List[meta]`` requires a callable.
+        """
         raise TypeError(f"{self!r} describes tensors and can't be called; it makes none")
 
 
@@ -329,7 +333,7 @@ def _size_text(size: object) -> str:
 
 
 def on_device(got: torch.device, expected: torch.device) -> bool:
-    """Return True if a device is the expected one; without an index that is any of its type."""
+    """Return True if a device is the expected one; without an index any device of its type is."""
     return got == expected or (expected.index is None and got.type == expected.type)
 
 
@@ -340,7 +344,7 @@ def tensor_text(
     requires_grad: bool | None = None,
     layout: torch.layout | None = None,
 ) -> str:
-    """A description of a tensor in a line; what is None is left out or shown as ``?``."""
+    """Return a description of a tensor in one line; None is left out or shown as ``?``."""
     kind = "tensor" if dtype is None else SHORT_DTYPES.get(dtype, _plain(dtype))
     shape = "..." if dims is None else ", ".join(map(_size_text, dims))
     words = [f"{kind}[{shape}]"]

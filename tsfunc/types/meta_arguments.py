@@ -30,7 +30,7 @@ Shape: TypeAlias = tuple["DimSpec | EllipsisType", ...]
 
 
 def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of `MetaTensorType` in one form.
+    """Return the normalized attributes of `MetaTensorType`.
 
     Raises:
         DescriptorError: an argument could not describe any tensor.
@@ -63,7 +63,10 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
 
 
 def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments by name, positional ones read in either of its two orders."""
+    """Return the constructor's arguments by name.
+
+    The first positional one is the dtype or the shape.
+    """
     shape_first = bool(args) and isinstance(args[0], list | tuple)
     order = ("shape",) if shape_first else _FIELDS
     if len(args) > len(order):
@@ -167,7 +170,7 @@ _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_
 
 
 def _require_one_memory(known: Mapping[str, Any]) -> None:
-    """Strides and memory format fit the shape, and are those of a strided tensor."""
+    """Raise unless strides and memory format fit the shape and the layout."""
     shape, strides, memory_format = known["shape"], known["strides"], known["memory_format"]
     name = "strides" if strides is not None else "memory_format"
     given = known[name]
@@ -192,7 +195,7 @@ def _require_one_memory(known: Mapping[str, Any]) -> None:
 
 
 def _require_some_strides(known: Mapping[str, Any]) -> None:
-    """Strides that are numbers are some of the memory format."""
+    """Raise unless numeric strides fit the memory format."""
     shape, strides, memory_format = known["shape"], known["strides"], known["memory_format"]
     if memory_format is None or shape is None or strides is None:
         return
@@ -233,7 +236,7 @@ def _device(device: object) -> torch.device | None:
             f"MetaTensorType(device=...): torch knows no device {device!r}; "
             "write for example 'cpu', 'cuda' or 'cuda:1'"
         ) from None
-    # There is one CPU: tensors on "cpu:0" say that they are on "cpu".
+    # There is only one CPU: a tensor on "cpu:0" has the device "cpu".
     return torch.device(found.type) if found.type in ("cpu", "meta") else found
 
 

@@ -1,6 +1,6 @@
 """Expressions over named sizes as polynomials: equality, bounds, substitution and solutions.
 
-A quotient by ``//`` that is not known to be exact is an atom of its own, like a name.
+A quotient by ``//`` that is not known to be exact is an atom, like a name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MOST_TERMS = 64
 
 
 class TooLargeError(Exception):
-    """A polynomial of more terms than anyone writes."""
+    """A polynomial has too many terms."""
 
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A sum of products of names, each with an integer before it.
+    """A sum of products of names with integer coefficients.
 
     Example:
         >>> print(Polynomial.of("(n + 1) * (n - 1)"), Polynomial.of("2*a - a"))
@@ -35,7 +35,7 @@ class Polynomial:
 
     @staticmethod
     def of(text: str) -> Polynomial:
-        """The polynomial that an expression is.
+        """Return the polynomial of an expression.
 
         Raises:
             TooLargeError: it has too many terms.
@@ -74,15 +74,15 @@ class Polynomial:
 
     @property
     def key(self) -> int | str:
-        """The number that it is, or its text."""
+        """The value of a constant polynomial, else its text."""
         return self.terms.get((), 0) if set(self.terms) <= {()} else str(self)
 
     def least(self, ranges: Mapping[str, tuple[int, int | None]]) -> float:
-        """Return a number that the polynomial is not below.
+        """Return a lower bound of the polynomial.
 
         Args:
-            ranges: the least and the largest number (or None) of each name; those of a name that
-                is missing are 0 and None.
+            ranges: the least and the largest value (or None) of each name; (0, None) for a missing
+                name.
         """
         total = 0.0
         for monomial, factor in self.terms.items():
@@ -103,7 +103,7 @@ class Polynomial:
         return Polynomial({monomial: f // divisor for monomial, f in self.terms.items()})
 
     def substitute(self, meaning: Mapping[str, Polynomial]) -> Polynomial | None:
-        """Return the polynomial with others in place of names; None if a quotient has the name."""
+        """Return the polynomial with names replaced; None if a quotient contains such a name."""
         total = Polynomial({})
         for monomial, factor in self.terms.items():
             term = Polynomial({(): factor})
@@ -116,7 +116,7 @@ class Polynomial:
         return total
 
     def split(self, name: str) -> tuple[Polynomial, Polynomial] | None:
-        """``a`` and ``b`` of ``a * name + b``, neither with the name in it, or None."""
+        """Return ``a`` and ``b`` of ``a * name + b``, both without the name, or None."""
         slope: dict[_Monomial, int] = {}
         rest: dict[_Monomial, int] = {}
         for monomial, factor in self.terms.items():
@@ -174,7 +174,7 @@ def _names(atom: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def normal_text(text: str) -> str:
-    """One text for all expressions that are the same polynomial."""
+    """Return a text that is equal for all expressions of the same polynomial."""
     try:
         return str(Polynomial.of(text))
     except (TooLargeError, RecursionError):
@@ -182,12 +182,12 @@ def normal_text(text: str) -> str:
 
 
 def is_never_positive(text: str) -> bool:
-    """Return True if an expression is at most 0 for all sizes, as far as `most` can tell."""
+    """Return True if `most` shows that an expression is at most 0 for all sizes."""
     return most(text, {}) <= 0
 
 
 def polynomial_of(key: int | str) -> Polynomial:
-    """Return the polynomial that a number, a name or the text of an expression is."""
+    """Return the polynomial of a number, a name or the text of an expression."""
     if isinstance(key, int):
         return _sum({(): key})
     if key.startswith("?"):  # stands for a size without a name
@@ -202,9 +202,9 @@ def solve(
 
     Args:
         text: the expression.
-        name: the name that is solved for.
-        value: what the expression is to be.
-        meaning: what the other names in the expression are.
+        name: the name to solve for.
+        value: the value of the expression.
+        meaning: the polynomials of the other names in the expression.
 
     Returns:
         The polynomial; None if there is none, or the expression can't be solved for the name.
@@ -223,7 +223,7 @@ def solve(
 
 @functools.lru_cache(maxsize=1024)
 def solved_for(text: str, name: str) -> tuple[str, str] | None:
-    """The texts of ``a`` and ``b`` where an expression is ``a * name + b``; None if it is not."""
+    """Return the texts of ``a`` and ``b`` if an expression is ``a * name + b``, else None."""
     try:
         found = Polynomial.of(text).split(name)
     except (TooLargeError, RecursionError):
@@ -232,7 +232,7 @@ def solved_for(text: str, name: str) -> tuple[str, str] | None:
 
 
 def most(text: str, ranges: Mapping[str, tuple[int, int | None]]) -> float:
-    """Return a number that an expression is not above.
+    """Return an upper bound of an expression.
 
     Args:
         text: the expression.

@@ -1,4 +1,4 @@
-"""Descriptors as users write them, read into types."""
+"""Conversion of users' descriptors to types."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     """Return the descriptor that a user's object stands for.
 
     Args:
-        written: a `MetaTensorType`; a class or typing object; a container (any pytree node)
-            of descriptors; or any other Python value, which the argument then must be.
-        where: its place, for error messages.
+        written: a `MetaTensorType`; a class or typing object; a container (any pytree node) of
+            descriptors; or any other Python value, which the argument must then equal.
+        where: the place of the descriptor, for error messages.
 
     Raises:
-        DescriptorError: it is a typing object that no value can be checked against.
+        DescriptorError: a typing object against which values can't be checked.
 
     Example:
         >>> from typing import List, Optional
@@ -86,13 +86,13 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
 
 
 def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> Descriptor:
-    """Return the descriptor that a text says; the inverse of ``str``.
+    """Return the descriptor that a text describes; the inverse of ``str``.
 
-    Values that have no text of their own (a tensor, an object) can't be read back.
+    Values without a literal (a tensor, an object) can't be parsed.
 
     Args:
-        text: a descriptor as its ``str`` is.
-        scope: what the names of classes in the text stand for, see `parse`.
+        text: a descriptor as returned by ``str``.
+        scope: the objects that the names of classes in the text refer to, see `parse`.
 
     Raises:
         AnnotationError: the text is not a descriptor.
@@ -106,7 +106,7 @@ def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> De
 
 
 def _named(found: Any) -> Descriptor:
-    """Return what the object of a name in a text is; its fields are those in the text."""
+    """Return the descriptor of an object named in a text, without fields: the text lists them."""
     is_class = isinstance(found, type) and not is_interface(found)
     return class_type(found) if is_class else as_descriptor(found)
 
@@ -143,7 +143,7 @@ _TENSOR_TEXT = re.compile(r"(?:tensor|[a-z]+\d+\w*|bool)\[.*\]")
 
 
 def _from_value(value: Any, where: str) -> Descriptor:
-    """Return the type of a literal, which must be hashable so that it can't change."""
+    """Return the type of a literal. It must be hashable, which ensures that it does not change."""
     if isinstance(value, str) and _TENSOR_TEXT.match(value):
         raise DescriptorError(
             f"{where}: {value!r} is a string, but reads as the description of a tensor; write "
@@ -165,7 +165,10 @@ def _require_hashable(value: Any, where: str) -> None:
 
 
 def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
-    """Return a type as a descriptor; `inside` are the classes around it, described once."""
+    """Return a type as a descriptor.
+
+    `inside` are the enclosing classes, which are not expanded again.
+    """
     match type_:
         case TSPrimitiveType("double"):
             return FLOAT
@@ -186,7 +189,7 @@ def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
 
 
 def _from_record(record: Any, where: str) -> Descriptor:
-    """A dataclass instance: of descriptors for its fields if there are any, else a value."""
+    """Convert a dataclass instance: to its fields' descriptors if it has any, else to a value."""
     values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     children = tuple(_descriptor(each, f"{where}.{name}") for name, each in values.items())
     if any(_describes(child) for child in children):
@@ -195,7 +198,7 @@ def _from_record(record: Any, where: str) -> Descriptor:
 
 
 def _describes(descriptor: Descriptor) -> bool:
-    """True if a descriptor is more than the value that was written."""
+    """True if a descriptor contains more than literal values."""
     if isinstance(descriptor, TSPytree | TSTuple | TSNamedTuple | TSFields):
         return any(map(_describes, children_of_type(descriptor)))
     return descriptor != NONE and not isinstance(descriptor, Value)
@@ -234,7 +237,7 @@ def _annotated(
 
 
 def _from_generic(written: object, where: str) -> Descriptor:
-    """A typing object that has been given arguments, or waits for them (``List``)."""
+    """Convert a typing object with arguments, or one that lacks them (``List``)."""
     origin, args = typing.get_origin(written), typing.get_args(written)
     if origin is typing.Annotated:
         return _from_annotated(args, where)
@@ -261,7 +264,7 @@ def _from_generic(written: object, where: str) -> Descriptor:
 
 
 def _from_annotated(args: tuple[Any, ...], where: str) -> Descriptor:
-    """``Annotated[Tensor, MetaTensorType(...)]`` describes a tensor."""
+    """Convert ``Annotated[Tensor, MetaTensorType(...)]``, which describes a tensor."""
     if any(isinstance(extra, MetaTensorType) for extra in args[1:]):
         return _from_type(from_annotation(typing.Annotated[args], where=where))
     return _descriptor(args[0], where)

@@ -1,8 +1,9 @@
 """Runs: the state of the check of one call.
 
 NOTE [one check, one report]
-A check does not stop at the first mismatch: it adds to the `Run` that it is given, so that one
-error lists all. Text is made only for mismatches; a call that fits pays for comparisons alone.
+A check does not stop at the first mismatch. It adds mismatches to the `Run` that it is given, so
+that one error lists all of them. Text is made only for mismatches, so a call that fits costs only
+the comparisons.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 class Failure(NamedTuple):
-    """One mismatch: its line, and its depth, which tells the closest alternative of a union."""
+    """One mismatch: its line, and its depth, which selects the closest alternative of a union."""
 
     depth: tuple[int, bool]
     line: str
 
 
 class Run:
-    """The mismatches, and the sizes of names, that the check of one call has found so far."""
+    """The mismatches and the named sizes that the check of one call has found so far."""
 
     __slots__ = ("arguments", "failures", "leaves", "pending", "places", "sizes")
 
@@ -45,7 +46,7 @@ class Run:
         self.failures.append(Failure((len(path), bool(part)), line))
 
     def bound_at(self, name: str) -> str:
-        """Return the place that bound a named dim, in words."""
+        """Return a text with the place that bound a named dim."""
         path, part = self.places[name]
         return f"{name} is {self.sizes[name]} at {place_text(path, self.arguments)}{part}"
 
@@ -68,7 +69,7 @@ Check: TypeAlias = Callable[[Any, Path, Run], None]
 
 
 def place_text(path: Path, arguments: Mapping[str, object]) -> str:
-    """Return a path as Python would write it: ``params['w'][0]``, ``state.step``."""
+    """Return a path in Python's notation: ``params['w'][0]``, ``state.step``."""
     text, value = str(path[0]), arguments.get(path[0])
     for entry in path[1:]:
         text += entry_text(type(value), entry)
@@ -77,7 +78,7 @@ def place_text(path: Path, arguments: Mapping[str, object]) -> str:
 
 
 def _child(value: object, entry: object) -> object:
-    """The child, or None: the rest of a path is then shown by its entries alone."""
+    """Return the child, or None, after which a path is shown by its entries only."""
     if isinstance(entry, Attribute):
         return getattr(value, entry.name, None)
     try:

@@ -34,13 +34,13 @@ _ONE, _MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """The types of a function's parameters and of its result; made by `signature`.
+    """The types of a function's parameters and of its result; `signature` makes it.
 
     Attributes:
-        name: the function's.
-        parameters: parameter name to type, in order; for ``*args`` and ``**kwargs`` that of each
-            argument.
-        returns: the type of the result; None if it is not annotated, and so left to be inferred.
+        name: the name of the function.
+        parameters: parameter name to type, in order; for ``*args`` and ``**kwargs`` the type of
+            each argument.
+        returns: the type of the result; None if it is not annotated, and therefore inferred.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Signature:
         return generate_call(self.name, self._signature, self.parameters, decide)
 
     def check(self, *args: Any, **kwargs: Any) -> list[Mismatch]:
-        """Return every place where the arguments of a call are not of the parameters' types.
+        """Return every place where an argument of a call does not have its parameter's type.
 
         Raises:
             TypeError: the arguments are too many or too few.
@@ -85,14 +85,16 @@ class Signature:
 
 
 def signature(func: Any) -> Signature:
-    """The types of a function's parameters and of its result.
+    """Return the types of a function's parameters and of its result.
 
-    A parameter has the type of its annotation; without one, that of its default value (of None:
-    an optional tensor); without either it is a Tensor. Where the default is None, None is allowed
-    whatever the annotation says. `self` has the type of its class and may not be annotated.
+    A parameter has the type of its annotation. Without an annotation, it has the type of its
+    default value (an optional tensor for None). Without either it is a Tensor. If the default is
+    None, None is allowed regardless of the annotation. `self` has the type of its class and must
+    not be annotated.
 
     Args:
-        func: a function, a method, a ``functools.partial``, a module, a class, or another callable.
+        func: a function, a method, a ``functools.partial``, a module, a class, or another
+            callable.
 
     Raises:
         AnnotationError: an annotation is not a type, or `self` has one.
@@ -145,7 +147,7 @@ def _parameter_type(parameter: inspect.Parameter, scope: Scope, name: str) -> TS
 
 
 def signature_of(func: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function or module; that of one written in C takes anything."""
+    """Return the signature of a function or module; a function in C accepts any arguments."""
     try:
         return inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
     except ValueError:
@@ -153,9 +155,9 @@ def signature_of(func: Callable[..., Any]) -> inspect.Signature:
 
 
 def takes_any_keyword(func: Callable[..., Any]) -> bool:
-    """Return True if a function has ``**kwargs``, and so sees their order.
+    """Return True if a function has ``**kwargs``, and therefore sees their order.
 
-    A function that it wraps does not count.
+    The signature of a wrapped function does not count.
     """
     try:
         own = func.forward if isinstance(func, torch.nn.Module) else func
@@ -169,10 +171,10 @@ def _takes_anything(*args: Any, **kwargs: Any) -> None: ...
 
 
 def annotated_types(func: Any) -> dict[str, TSType]:
-    """The types of the parameters of a function that have an annotation which is a type.
+    """Return the types of a function's parameters whose annotation is a type.
 
-    ``*args`` and ``**kwargs`` are left out: ``Any`` there is what functions write that pass on
-    whatever comes. So are functions of this library, which take any pytree.
+    ``*args`` and ``**kwargs`` are left out, because functions that pass arguments on annotate them
+    with ``Any``. Functions of this library are left out too, because they accept any pytree.
     """
     target = func.forward if isinstance(func, torch.nn.Module) else func
     inner = _function(target)
@@ -185,7 +187,7 @@ def annotated_types(func: Any) -> dict[str, TSType]:
             continue
         try:
             found[name] = from_annotation(parameter.annotation, scope)
-        except AnnotationError:  # it says nothing to us
+        except AnnotationError:  # the annotation is not a type of the language
             continue
     return found
 
@@ -194,7 +196,7 @@ def annotated_types(func: Any) -> dict[str, TSType]:
 
 
 def _function(func: Any) -> Any:
-    """The Python function behind wrappers, partials, bound methods, classes and instances."""
+    """Return the Python function inside of a wrapper, partial, method, class or instance."""
     func = inspect.unwrap(func)
     if isinstance(func, functools.partial):
         return _function(func.func)
@@ -209,10 +211,11 @@ def _function(func: Any) -> Any:
 
 
 def _owner(func: Any) -> type | None:
-    """The class in whose body a function was defined, if it can be found by name."""
+    """Return the class in whose body a function was defined, if its name leads to it."""
     *path, _ = getattr(func, "__qualname__", "").split(".")
     found: Any = getattr(func, "__globals__", {})
-    for name in path:  # "<locals>" is no name: a class made inside of a function isn't found
+    # "<locals>" is not found, so a class made inside of a function is not found either.
+    for name in path:
         found = found.get(name) if isinstance(found, dict) else vars(found).get(name)
         if not isinstance(found, type):
             return None
@@ -226,7 +229,7 @@ def _takes_self(func: Any, owner: type) -> bool:
 def _require_plain_self(func: Any, name: str) -> None:
     *path, _ = getattr(func, "__qualname__", "").split(".")
     if not path or path[-1] == "<locals>":
-        return  # it stands in no class
+        return  # not defined in the body of a class
     first = next(iter(inspect.signature(func).parameters.values()), None)
     if first is not None and first.name == "self" and first.annotation is not _EMPTY:
         raise AnnotationError(
@@ -236,7 +239,7 @@ def _require_plain_self(func: Any, name: str) -> None:
 
 
 def _scope(func: Any, owner: type | None) -> Scope:
-    """Return the objects that the names in a function's annotations stand for."""
+    """Return the objects that the names in a function's annotations refer to."""
     module = sys.modules.get(getattr(func, "__module__", None) or "")
     names = getattr(func, "__globals__", vars(module) if module else {})
     return ChainMap(closure_of(func), dict(class_scope(owner)) if owner else {}, names)

@@ -1,9 +1,9 @@
-"""The sizes of two types compared: the meaning of each name.
+"""Comparison of the sizes of two types: the meaning of each name.
 
 NOTE [names of sizes]
-A name says that sizes are equal, within one type: ``Tuple[f32[n], f32[n]]`` is two tensors of one
-length. ``f32[3]`` is a subtype of ``f32[n]``, with 3 for n, and ``f32[3, 4]`` is not one of
-``f32[n, n]``. A name that stands once, without bounds, means the same as ``?``.
+A name states that sizes are equal within one type: ``Tuple[f32[n], f32[n]]`` is two tensors of one
+length. ``f32[3]`` is a subtype of ``f32[n]``, with 3 for n, and ``f32[3, 4]`` is not a subtype of
+``f32[n, n]``. A name that occurs once, without bounds, means the same as ``?``.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _NAME = re.compile(r"[^\W\d]\w*")
 
 
 def all_bounds(dims: Iterable[DimForm]) -> dict[str, Dim]:
-    """Return each name with all the bounds that it has anywhere."""
+    """Return each name with all of its bounds in `dims`."""
     found: dict[str, Dim] = {}
     for dim in dims:
         if isinstance(dim, Dim):
             try:
                 found[dim.name] = found.get(dim.name, dim).meet(dim)
             except DescriptorError:
-                found[dim.name] = dim  # no size fits: then it matters little which bounds are kept
+                found[dim.name] = dim  # no size fits, so any of the bounds will do
     return found
 
 
 class Instance:
-    """The sizes of a narrower type that the names of a wider one stand for, so far.
+    """The assignment of a narrower type's sizes to a wider type's names, built up size by size.
 
     Args:
         narrower: all sizes of the narrower type.
@@ -73,7 +73,7 @@ class Instance:
         self._meaning, self._pending = dict(other._meaning), list(other._pending)
 
     def fits(self, size: DimForm, wider: DimForm) -> bool:
-        """Return True if a size is one that the wider size allows, so far."""
+        """Return True if the wider size allows a size, under the names assigned so far."""
         if wider is None:
             return True
         low, high = self._range(size)
@@ -92,15 +92,15 @@ class Instance:
     def settled(self) -> bool:
         """True if the computed sizes of the wider type fit too.
 
-        A name that stands nowhere alone is solved for, one after the other. A name that can't be
-        solved for stands for the same name of the narrower type.
+        A name that occurs only in expressions is solved for. A name that can't be solved for
+        stands for the same name of the narrower type.
         """
         while any(self._solve(wider, key) for wider, key in self._pending):
             pass
         return all(self._value(wider) == key for wider, key in self._pending)
 
     def _solve(self, wider: DimExpr, key: Key) -> bool:
-        """Give the one unknown name of an expression its meaning; True if that was possible."""
+        """Assign the only unknown name of an expression; True if that was possible."""
         unknown = [name for name in wider.names if name not in self._meaning]
         if len(unknown) != 1:
             return False
@@ -126,7 +126,7 @@ class Instance:
         low, high = self._range(size)
         if low == high:
             return low
-        if size is None:  # every open size is its own
+        if size is None:  # every open size differs from all others
             self._opens += 1
             return f"?{self._opens}"
         if isinstance(size, DimExpr):
@@ -134,23 +134,24 @@ class Instance:
         return size.name if isinstance(size, Dim) else size
 
     def _value(self, expression: DimExpr) -> Key | None:
-        """Return an expression of the wider type in the sizes of the narrower one."""
+        """Return an expression of the wider type in terms of the narrower type's sizes."""
         meaning = {name: self._meaning.get(name, name) for name in expression.names}
         if any(isinstance(key, str) and key.startswith("?") for key in meaning.values()):
             return None
         try:
             return _normal(parse_dim(substituted(expression.text, meaning)))
-        except DescriptorError:  # it divides by zero, or comes out negative
+        except DescriptorError:  # it divides by zero, or the result is negative
             return None
 
 
 class Generalization:
-    """The sizes that two types have in common.
+    """The common sizes of two types.
 
-    A pair of sizes that stands in several places is one size there, and gets one name. All pairs
-    are first counted by `count`; `size` then says what each has become. A pair that stands once is
-    open, or, with `always_named`, has a name too. An expression is kept where it is one of the
-    pairs' names for both sides, and of bounds those that hold on both; none are made of numbers.
+    A pair of sizes that occurs in several places is the same size there, and gets one name. All
+    pairs are first counted by `count`; `size` then returns the generalized size of a pair. A pair
+    that occurs once is open, or named too with `always_named`. An expression is kept if it has the
+    names of pairs and holds on both sides. Bounds are kept if they hold on both sides; numbers do
+    not become bounds.
 
     Source: least general generalization, Plotkin, "A note on inductive generalization" (1970).
     """
@@ -195,7 +196,7 @@ class Generalization:
         return None
 
     def _one_sided(self, size: SideForm, side: int) -> DimForm:
-        """Return a size that only one side has, in the names that the other places have."""
+        """Return a size that only one side has, in terms of the names of other places."""
         if isinstance(size, Dim):
             pair = self._pair_of(Dim(size.name), side)
             if pair is not None:
@@ -216,12 +217,12 @@ class Generalization:
         return size
 
     def _pair_of(self, size: DimForm, side: int) -> tuple[SideForm, SideForm] | None:
-        """Return the first pair that has a size on a side, as far as the pair is named."""
+        """Return the first named pair with this size on a side, or None."""
         pairs = (pair for pair in self._counts if _same(pair[side], size))
         return next((pair for pair in pairs if self._is_named(pair)), None)
 
     def _is_named(self, pair: tuple[SideForm, SideForm]) -> bool:
-        """True if the pair has a name for what it is, and not for bounds alone."""
+        """True if the pair has a name for another reason than its bounds."""
         same = isinstance(pair[0], Dim) and pair[0] == pair[1]
         names = {(i, name) for i in (0, 1) for name in names_of_dim(pair[i])}
         return (
@@ -232,7 +233,7 @@ class Generalization:
         )
 
     def _bounds(self, left: DimForm, right: DimForm) -> Dim | None:
-        """The bounds that hold on both sides, of those that are written on either."""
+        """Return the bounds of either side that hold on both sides."""
         if isinstance(left, Dim) and isinstance(right, Dim):
             return self._sides[0][left.name].hull(self._sides[1][right.name])
         if isinstance(left, Dim) and isinstance(right, int):
@@ -242,7 +243,7 @@ class Generalization:
         return None
 
     def _computed(self, pair: tuple[SideForm, SideForm]) -> DimExpr | None:
-        """A pair as an expression in the names of others, on either side the one that it is."""
+        """Return an expression in names of pairs that gives the pair on both sides, or None."""
         found = [
             text
             for side in (0, 1)
@@ -252,7 +253,7 @@ class Generalization:
         return DimExpr(min(found, key=lambda text: (len(text), text))) if found else None
 
     def _in_names(self, expression: DimExpr, side: int, other: SideForm) -> Iterator[str]:
-        """Yield an expression of one side in the names of pairs, if it is `other` on the other."""
+        """Yield one side's expression in names of pairs if it equals `other` on the other side."""
         pairs = [
             [each for each in self._counts if each[side] == Dim(name) and self._is_named(each)]
             for name in expression.names
@@ -287,12 +288,12 @@ _MOST_CHOICES = 64
 
 
 def names_of_dim(dim: SideForm) -> tuple[str, ...]:
-    """The names in a size."""
+    """Return the names in a size."""
     return dim.names if isinstance(dim, DimExpr) else (dim.name,) if isinstance(dim, Dim) else ()
 
 
 def substituted(text: str, meant: Mapping[str, Key]) -> str:
-    """Return an expression with other sizes for its names."""
+    """Return an expression with its names replaced by other sizes."""
 
     def other(name: re.Match[str]) -> str:
         text = str(meant[name[0]])
@@ -302,7 +303,7 @@ def substituted(text: str, meant: Mapping[str, Key]) -> str:
 
 
 def parsed(text: str) -> DimForm:
-    """Return the size that a text says; None if it can be none, as where it divides by zero."""
+    """Return the size that a text describes; None if it is invalid, such as a division by zero."""
     try:
         return parse_dim(text)
     except DescriptorError:
@@ -310,7 +311,7 @@ def parsed(text: str) -> DimForm:
 
 
 def _same(one: SideForm, other: DimForm) -> bool:
-    """True if two sizes are the same for all values of the names in them."""
+    """True if two sizes are equal for all values of their names."""
     if isinstance(one, Absent):
         return False
     return other is not None and _normal(one) == _normal(other)
@@ -324,5 +325,5 @@ def _normal(size: DimForm) -> Key | None:
 
 
 def _bare(size: DimForm) -> DimForm:
-    """A name without its bounds."""
+    """Return a name without its bounds; other sizes are returned unchanged."""
     return Dim(size.name) if isinstance(size, Dim) else size

@@ -1,4 +1,4 @@
-"""The checks of tensors: their metadata, and the sizes of names and expressions."""
+"""Checks of tensors: their metadata, and the sizes of names and expressions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _brackets(dims: Iterable[object]) -> str:
 
 
 def _sizes_check(forms: tuple[DimForm, ...], first: int, dims: Mapping[str, Dim]) -> Check:
-    """The check of the last dims, from the first that something is said of."""
+    """Return the check of the last dims, starting at dim `first`."""
     rank, numbered = first + len(forms), list(enumerate(forms, first))
     fixed = [(axis, form) for axis, form in numbered if isinstance(form, int)]
     named = [(axis, dims[form.name]) for axis, form in numbered if isinstance(form, Dim)]
@@ -78,7 +78,7 @@ def _sizes_check(forms: tuple[DimForm, ...], first: int, dims: Mapping[str, Dim]
             if shape[axis] != size:
                 run.fail(path, f".shape[{axis}]", f"expected {size}, got {shape[axis]}")
         for axis, dim in named:
-            if run.sizes.get(dim.name) != shape[axis]:  # nearly always it has this size already
+            if run.sizes.get(dim.name) != shape[axis]:  # usually the size is bound already
                 _bind(dim, shape[axis], f".shape[{axis}]", path, run)
         for part, axis, expression in computed:
             run.pending.append((path, part, expression, shape[axis]))
@@ -87,7 +87,7 @@ def _sizes_check(forms: tuple[DimForm, ...], first: int, dims: Mapping[str, Dim]
 
 
 def _check_memory(meta: MetaTensorType, value: torch.Tensor, path: Path, run: Run) -> None:
-    """Check the strides and the memory format of a tensor, which a sparse one does not have."""
+    """Check the strides and the memory format of a tensor. A sparse tensor has neither."""
     if value.layout != torch.strided:
         expected = meta.memory_format or f"strides {list(meta.strides or ())}"
         run.fail(path, ".layout", f"expected {expected}, got {value.layout}")
@@ -122,7 +122,7 @@ def _bind(dim: Dim, size: int, part: str, path: Path, run: Run) -> None:
 def check_expressions(run: Run) -> None:
     """Check the computed dims, after all named dims are bound.
 
-    A name that is not a dim by itself is solved for.
+    A name that no shape has as a dim is solved for.
     """
     pending, before = run.pending, None
     while pending and len(pending) != before:
@@ -134,7 +134,7 @@ def check_expressions(run: Run) -> None:
 
 
 def _is_settled(path: Path, part: str, expression: DimExpr, size: int, run: Run) -> bool:
-    """Check a computed dim, or bind its one unknown name; True if either was possible."""
+    """Check a computed dim, or bind its only unknown name; False if neither is possible."""
     because = ", ".join(run.bound_at(name) for name in expression.names if name in run.sizes)
     if any(name not in run.sizes for name in expression.names):
         found = expression.solve(size, run.sizes)

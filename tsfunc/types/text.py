@@ -1,6 +1,6 @@
-"""Types as text: reads what ``str`` of a type or descriptor wrote, and what people write.
+"""Types as text: the parser of texts from ``str`` of a type or descriptor, or written by hand.
 
-    type     = term ("|" term)*                       of unions, types have those with None
+    type     = term ("|" term)*                       in types, unions are only with None
     term     = NAME | NAME "[" type ("," type)* "]"   Any int List[X] Dict[K, V] Optional[X]
              | "namedtuple" "(" field ("," field)* ")"
              | tensor                                 f32[n, 64] cpu
@@ -11,7 +11,7 @@ Descriptors have these terms too::
 
     Tuple[X, ...]   Literal[3]   [X, Y]   {'key': X}   module.Class(field: X)
 
-A name that the grammar doesn't have is a class: see `tsfunc.types.class_names`.
+Other names refer to classes: see `tsfunc.types.class_names`.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ _LITERAL = re.compile(
 def read_type(
     text: str, scope: Mapping[str, object], resolve: Resolve, of_call: Resolve | None = None
 ) -> TSType:
-    """Return the type that a text says.
+    """Return the type that a text describes.
 
     Args:
         text: the type.
         scope: see `tsfunc.types.parse`.
-        resolve: returns the type that the object of a name is.
-        of_call: the same for a descriptor; with it the text is read as one.
+        resolve: returns the type of the object that a name refers to.
+        of_call: the same for a descriptor; if given, the text is parsed as a descriptor.
 
     Raises:
         AnnotationError: the text is not a type, or not a descriptor.
@@ -129,7 +129,7 @@ def read_type(
 
 
 def parse_tensor(text: str) -> MetaTensorType:
-    """Return the metadata that ``str`` of a `MetaTensorType` wrote."""
+    """Return the metadata that a text from ``str`` of a `MetaTensorType` describes."""
     found = read_type(text, {}, lambda found: ANY)
     if not isinstance(found, TSTensor) or found.cls is not torch.Tensor:
         raise AnnotationError(f"{text!r} describes no tensor; write for example f32[n, 64] cpu")
@@ -137,7 +137,7 @@ def parse_tensor(text: str) -> MetaTensorType:
 
 
 class _Reader:
-    """A text, and how far it has been read; see `read_type`."""
+    """A text and the position up to which it has been parsed; see `read_type`."""
 
     def __init__(
         self, text: str, scope: Mapping[str, object], resolve: Resolve, of_call: Resolve | None
@@ -152,7 +152,7 @@ class _Reader:
         self.what = "type" if of_call is None else "descriptor"
 
     def read(self) -> TSType:
-        """Return what the whole text says."""
+        """Return the type of the whole text."""
         try:
             found = self.union()
         except RecursionError:
@@ -168,7 +168,10 @@ class _Reader:
         return self.text[self.at :].strip()
 
     def take(self, pattern: str | re.Pattern[str]) -> str | None:
-        """Take the next characters if they match, and skip blanks before them."""
+        """Take the next characters if they match, and skip blanks before them.
+
+        The result is None if they do not match.
+        """
         found = re.compile(rf"\s*({getattr(pattern, 'pattern', pattern)})").match(
             self.text, self.at
         )
@@ -265,7 +268,7 @@ class _Reader:
         raise AnnotationError(f"{name} of {count} descriptor(s) is none")
 
     def of_types(self, name: str) -> TSType:
-        """After ``Future[``: what a future or a remote reference holds is a type."""
+        """After ``Future[`` or ``RRef[``: parse the content as a type."""
         of_call, self.of_call = self.of_call, None
         try:
             with self.faults_here():
@@ -274,7 +277,7 @@ class _Reader:
             self.of_call = of_call
 
     def items(self, end: str) -> list[TSType]:
-        """Return what stands up to the closing mark; ``()`` alone is nothing."""
+        """Return the types up to the closing mark; ``()`` stands for no types."""
         if self.take(r"\(\s*\)"):
             self.need(end, "after ()")
             return []
@@ -298,7 +301,7 @@ class _Reader:
             name = self.take(r"[^\W\d]\w*(?=\s*:)")
             if name is not None:
                 self.need(":", "after the name")
-            # What namedtuple(..., rename=True) calls a field that has no name.
+            # The name that namedtuple(..., rename=True) gives a field without a name.
             names.append(name or f"_{len(names)}")
             elements.append(self.union())
         with self.faults_here():
@@ -306,7 +309,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def faults_here(self) -> Iterator[None]:
-        """Name the text in errors of what is made of it."""
+        """Add the text to errors of the types made from it."""
         try:
             yield
         except AnnotationError as error:
@@ -315,7 +318,7 @@ class _Reader:
     # --- terms of descriptors
 
     def call_term(self) -> TSType | None:
-        """Return a term that only descriptors have; None if another stands here."""
+        """Return a term that only descriptors have; None if the next term is another."""
         if self.take(r"\["):
             items = [] if self.take(r"\]") else self.items("]")
             return TSPytree(list, tuple(range(len(items))), tuple(items))
@@ -357,7 +360,7 @@ class _Reader:
         return tuple(entries), tuple(children)
 
     def container(self, cls: type) -> TSType:
-        """After ``module.Class(``: attributes of an object, fields or entries of a container."""
+        """After ``module.Class(``: parse attributes, or the entries of a container."""
         entries, children = self.pairs(")", self.entry)
         if entries and all(isinstance(entry, Attribute) for entry in entries):
             return TSFields(cls, tuple(map(str, entries)), children)
@@ -375,7 +378,7 @@ class _Reader:
         return self.take(r"[^\W\d]\w*(?=\s*:)") or self.literal()
 
     def tuple_of(self) -> TSType:
-        """After ``Tuple[``: a tuple of any length, or of these elements."""
+        """After ``Tuple[``: parse a tuple of any length, or of given elements."""
         if self.take(r"\(\s*\)"):
             self.need("]", "after ()")
             return TSTuple(())
@@ -391,7 +394,7 @@ class _Reader:
     # --- tensors
 
     def tensor(self, name: str) -> MetaTensorType:
-        """After ``f32[``."""
+        """After ``f32[``: parse the dims and the words of a tensor."""
         dims = self.take(r"[^\[\]]*")
         self.need("]", "after the dims")
         known: dict[str, Any] = {"dtype": _DTYPES.get(name)}
@@ -417,7 +420,7 @@ def _dim(text: str) -> Any:
         return int(text)
     said = [_said_of_dim(part.strip()) for part in text.split(" and ")]
     if len(said) == 1 and said[0] is None:
-        return text  # a name or an expression, or neither
+        return text  # a name or an expression, or invalid
     dims = [dim for dim in said if dim is not None]
     if len(dims) < len(said) or len({dim.name for dim in dims}) > 1:
         raise DescriptorError(f"{text!r} says nothing that can be said of one named size")
@@ -425,7 +428,7 @@ def _dim(text: str) -> Any:
 
 
 def _said_of_dim(text: str) -> Dim | None:
-    """``n``, ``2<=n<=8``, ``n % 4 == 0`` or ``n in {2, 4}``; None for anything else."""
+    """Parse ``n``, ``2<=n<=8``, ``n % 4 == 0`` or ``n in {2, 4}``; return None for other texts."""
     stepped, chosen = _STEPPED.fullmatch(text), _CHOSEN.fullmatch(text)
     if stepped is not None:
         return Dim(stepped[1], multiple_of=int(stepped[2]))
@@ -441,7 +444,7 @@ def _said_of_dim(text: str) -> Dim | None:
 
 
 def _add_word(word: str, known: dict[str, Any]) -> None:
-    """A word after the dims: whether it requires grad, a layout, a memory format, or a device."""
+    """Add a word after the dims: requires_grad, strides, a layout, a memory format or a device."""
     key: str
     value: object
     if word in ("requires_grad", "no_grad"):
@@ -474,7 +477,7 @@ def _literal(text: str) -> Any:
 
 
 def union_of(members: Sequence[TSType]) -> TSType:
-    """The type of a union: one type, or one type and None.
+    """Return the type of a union of one type, or of one type and None.
 
     Raises:
         AnnotationError: it has two types.
@@ -493,7 +496,7 @@ def union_of(members: Sequence[TSType]) -> TSType:
 
 
 def compose(name: str, items: Sequence[TSType]) -> TSType:
-    """A structural type by the name of its constructor."""
+    """Return a structural type, given the name of its constructor."""
     if name in ("Tuple", "tuple"):
         return TSTuple(tuple(items))
     if name == "Union":

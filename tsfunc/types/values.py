@@ -1,4 +1,4 @@
-"""Python values as literals: when two are the same, and how they and their parts are written."""
+"""Python values as literals: equality, and the text of values and of their parts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LONGEST_REPR = 80
 def same_value(expected: object, got: object) -> bool:
     """Return True if a program with the constant `expected` is right for `got`.
 
-    Stricter than ``==``: the types must agree too (``1``, ``1.0`` and ``True`` make different
-    dtypes), ``0.0`` is not ``-0.0``, and NaN is NaN. Tensors are the same if they are one
-    object, or if neither requires grad and all of their attributes and elements agree. Values
-    that can't be compared are the same only as one object.
+    The comparison is stricter than ``==``. The types must agree too (``1``, ``1.0`` and ``True``
+    give different dtypes), ``0.0`` differs from ``-0.0``, and NaN equals NaN. Tensors are equal if
+    they are the same object, or if neither requires grad and all of their attributes and elements
+    agree. Values that can't be compared are equal only if they are the same object.
 
     Example:
         >>> same_value(1, 1), same_value(1, True), same_value(float("nan"), float("nan"))
@@ -36,13 +36,13 @@ def same_value(expected: object, got: object) -> bool:
         if isinstance(expected, torch.Tensor):
             return isinstance(got, torch.Tensor) and _same_tensor(expected, got)
         return type(expected) is type(got) and _same_of_one_type(expected, got)
-    except Exception:  # a class's own __eq__ may raise anything: then nothing shows them the same
+    except Exception:  # a custom __eq__ can raise any exception; the values then count as different
         return False
 
 
 def _same_of_one_type(expected: Any, got: Any) -> bool:
     if isinstance(expected, float):
-        same_sign = math.copysign(1, expected) == math.copysign(1, got)  # also of NaN
+        same_sign = math.copysign(1, expected) == math.copysign(1, got)  # including the sign of NaN
         return bool(expected.hex() == got.hex() and same_sign)
     if isinstance(expected, complex):
         return same_value(expected.real, got.real) and same_value(expected.imag, got.imag)
@@ -60,7 +60,7 @@ def _same_of_one_type(expected: Any, got: Any) -> bool:
 
 
 def same_keys(expected: Collection[Any], got: Collection[Any]) -> bool:
-    """True if two collections of distinct hashable values have the same ones, types included.
+    """True if two collections of distinct hashable values are equal, and have equal types.
 
     Example:
         >>> same_keys({1: "a"}, {1: "b"}), same_keys({1}, {True}), same_keys({(1,)}, {(1.0,)})
@@ -73,13 +73,13 @@ def same_keys(expected: Collection[Any], got: Collection[Any]) -> bool:
 
 
 def _same_array(expected: Any, got: Any) -> bool:
-    """NumPy's ``==`` gives an answer per element; this gives one."""
+    """Compare two arrays as a whole; NumPy's ``==`` compares each element."""
     same_kind = expected.dtype == got.dtype and expected.shape == got.shape
     return bool(same_kind and expected.tobytes() == got.tobytes())
 
 
 def _same_tensor(expected: torch.Tensor, got: torch.Tensor) -> bool:
-    # A gradient must reach the argument, not the constant that stands for it: hence no_grad.
+    # No grad: a gradient must reach the argument, not the constant that replaces it.
     return (
         not expected.requires_grad
         and not got.requires_grad
@@ -92,7 +92,7 @@ def _same_tensor(expected: torch.Tensor, got: torch.Tensor) -> bool:
 
 
 def describe(value: object) -> str:
-    """Return a value as error messages show it, with its type.
+    """Return a value and its type as error messages show them.
 
     Example:
         >>> describe(3), describe(torch.zeros(2, 3)), describe(None)
@@ -145,7 +145,10 @@ def _field(kind: type, entry: object) -> str | None:
 
 
 def key_text(key: object) -> str:
-    """Return the key of a dict as text; one without text is described, and can't be parsed."""
+    """Return the key of a dict as text.
+
+    A key without a literal is described, and can't be parsed.
+    """
     text = literal_text(key)
     return describe(key) if text is None else text.removeprefix("Literal[").removesuffix("]")
 
@@ -154,7 +157,7 @@ _LITERALS = (int, bool, float, complex, str, bytes)
 
 
 def literal_text(value: object) -> str | None:
-    """Return a value as text that can be parsed; None if there is none."""
+    """Return a value as text that can be parsed, or None."""
     if value is None:
         return "None"
     if type(value) in _LITERALS or (

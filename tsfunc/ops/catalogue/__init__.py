@@ -1,6 +1,6 @@
-"""The catalogue: what is known of every operator that torch registers.
+"""The catalogue of the operators that torch registers, with facts about each of them.
 
-``aten.tsv`` is the table, a line an overload, for people to read. ``decided.txt`` has what a
-person decided, ``classify.py`` the rules for the rest, ``trial.py`` tries operators, and
-``lookup.py`` answers. Nothing of it is loaded before somebody asks.
+``aten.tsv`` is the table, in readable form with one overload per line. ``decided.txt`` has the
+decisions made by hand, ``classify.py`` the rules for other operators, ``trial.py`` the trial calls
+of operators, and ``lookup.py`` the queries. The catalogue is loaded at the first query.
 """

@@ -1,8 +1,8 @@
-"""Arguments for an operator that is known by its schema only.
+"""Arguments for trial calls of an operator, derived from its schema.
 
-Every tensor gets a rank that the caller chooses and one size in all its dims, so that sizes which
-must agree do agree: what remains to be refused are ranks. Numbers, lists and strings follow from
-their names, which torch's schemas use consistently.
+Every tensor gets a rank that the caller chooses and the same size in all its dims. Sizes that must
+agree therefore do agree, and an error is about ranks. Numbers, lists and strings follow from
+argument names, which torch's schemas use consistently.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MASKS = frozenset({"mask", "condition", "found_inf"})
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tried together.
+    """The parameters of one series of trial calls.
 
     Attributes:
         size: the size of every dim.
-        length: how long lists of sizes and strides are; None for the rank of the first tensor,
-            a negative number for that rank less some.
-        dtype: of tensors that are not told by their names to be indices or masks.
-        labels: whether ``target`` and its like are class labels, not values.
-        optional: whether optional tensors are given.
+        length: the length of lists of sizes and strides. None means the rank of the first tensor,
+            and a negative number is added to that rank.
+        dtype: the dtype of tensors that are not indices or masks by their names.
+        labels: True if ``target`` and similar arguments are class labels, not values.
+        optional: True if optional tensors are given.
     """
 
     size: int = 2
@@ -46,7 +46,7 @@ class Setting:
 
 
 def settings(signature: Signature) -> Iterator[Setting]:
-    """What to try, the most usual first."""
+    """Yield the settings to try, the most common first."""
     takes_lists = any(a.type.startswith("int[]") and a.required for a in signature.inputs)
     lengths: list[int | None] = [None, 1, 2, 3, -1, -2, 0, 4, 6] if takes_lists else [None]
     dtypes = [torch.float32, torch.int64, torch.bool, torch.complex64, torch.float64]
@@ -59,7 +59,7 @@ def settings(signature: Signature) -> Iterator[Setting]:
 
 
 def tensor_arguments(signature: Signature, setting: Setting) -> list[Argument]:
-    """The tensor arguments that a call gets."""
+    """Return the tensor arguments that a call gets."""
     return [
         a
         for a in signature.tensors
@@ -70,11 +70,16 @@ def tensor_arguments(signature: Signature, setting: Setting) -> list[Argument]:
 def arguments(
     signature: Signature, ranks: Mapping[str, int], setting: Setting, make: Make
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of one call.
+    """Return the arguments of one call.
 
     Args:
-        ranks: of each tensor argument that is to be given, by its name.
+        signature: the operator's schema.
+        ranks: the rank of each tensor argument to be given, by its name.
+        setting: the parameters of the call.
         make: makes a tensor of a shape and dtype.
+
+    Returns:
+        The positional arguments and the keyword arguments.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -85,7 +90,7 @@ def arguments(
         elif argument.required:
             value = _value(argument, first, setting)
         else:
-            continue  # its default
+            continue  # keeps its default
         if argument.keyword:
             kwargs[argument.name] = value
         elif len(args) < _position(signature, argument):

@@ -1,7 +1,7 @@
-"""The rules that give an operator its shape category.
+"""The rules that assign a shape category to an operator.
 
-In this order: what a person has decided (``decided.txt``), the functional form that a variant
-follows, the schema, torch's tags, and what trying showed. Each verdict says where it is from.
+The sources are, in this order: the operator that a variant follows, a decision made by hand
+(``decided.txt``), the schema and torch's tags, and the trial calls. Each verdict names its source.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tsfunc.ops.registry import Category
 
 Overloads = Callable[[str], Iterable[Signature]]
 
-# What names a dim, where it is an int or a list of them.
+# The names of arguments that name dims, if they are an int or a list of ints.
 DIM_NAMES = frozenset(
     "dim dims dim0 dim1 dim2 axis axis0 axis1 dimension start_dim end_dim source destination "
     "dims_self dims_other ch_axis".split()
@@ -26,21 +26,21 @@ UNKNOWN = "unknown: schema, tags and trying do not tell"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A category and its source, in words."""
+    """A category and a description of its source."""
 
     category: Category
     source: str
 
 
 def dim_arguments(signature: Signature) -> tuple[str, ...]:
-    """The arguments that name dims."""
+    """Return the names of the arguments that name dims."""
     return tuple(
         a.name for a in signature.inputs if a.type.startswith("int") and a.name in DIM_NAMES
     )
 
 
 def leads_to(signature: Signature, decisions: Decisions, overloads: Overloads) -> str | None:
-    """The operator that this one follows, or None."""
+    """Return the operator that this operator follows, or None."""
     bare = signature.name.partition("::")[2]
     decided = decisions.exact.get(bare if "." in bare else f"{bare}.default")
     if decided is None and signature.form != "out":
@@ -62,7 +62,7 @@ def leads_to(signature: Signature, decisions: Decisions, overloads: Overloads) -
 
 
 def _target(signature: Signature, target: str, overloads: Overloads) -> str | None:
-    """The overload of an operator's name that takes what ``signature`` takes."""
+    """Return the overload of an operator's name that takes the arguments of ``signature``."""
     space = signature.name.partition("::")[0]
     packet, _, overload = target.partition(".")
     if overload:
@@ -73,7 +73,7 @@ def _target(signature: Signature, target: str, overloads: Overloads) -> str | No
 
 
 def by_decision(signature: Signature, decisions: Decisions) -> Verdict | None:
-    """What a person has decided for this name."""
+    """Return the category that was decided by hand for this name, or None."""
     decided = decisions.of(signature.name.partition("::")[2])
     if decided is None or decided.category is None:
         return None
@@ -81,7 +81,7 @@ def by_decision(signature: Signature, decisions: Decisions) -> Verdict | None:
 
 
 def by_schema(signature: Signature) -> Verdict | None:
-    """What follows from the types of arguments and results, and from torch's tags."""
+    """Return the category that follows from the argument and result types or torch's tags."""
     tensors = [a for a in signature.tensors if a.type != "Tensor?"]
     if tensors and all(a.type == "Tensor[]" for a in tensors):
         return Verdict(Category.VARIADIC, "schema: its tensors come in lists")
@@ -100,7 +100,7 @@ def by_schema(signature: Signature) -> Verdict | None:
 
 
 def by_trial(signature: Signature, evidence: Evidence) -> Verdict | None:
-    """What calls at ranks 0 to 6 showed."""
+    """Return the category that follows from calls at ranks 0 to 6."""
     if not evidence.tried:
         return None
     first = next(iter(evidence.ranks))
@@ -136,14 +136,14 @@ def verdict(
     followed: Callable[[str], Category | None],
     evidence: Evidence | None,
 ) -> Verdict:
-    """The category of an operator.
+    """Return the category of an operator.
 
     Args:
         signature: its schema.
-        decisions: what a person has decided.
-        overloads: the schemas of all overloads of a packet's name.
-        followed: the category of another operator, for variants.
-        evidence: what trying it showed, or None where it was not tried.
+        decisions: the decisions made by hand.
+        overloads: returns the schemas of all overloads of a packet's name.
+        followed: returns the category of another operator, for variants.
+        evidence: the evidence of trial calls, or None if the operator was not tried.
     """
     target = leads_to(signature, decisions, overloads)
     if target is not None:

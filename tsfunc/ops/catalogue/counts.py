@@ -1,4 +1,4 @@
-"""How many operators each category has, now and when the categories were made."""
+"""The number of operators in each category, in the installed torch and in 2020."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.registry import Category
 
 # E. Z. Yang, "A brief taxonomy of PyTorch operators by shape behavior", May 2020: all 1364
-# operators of that time, variants counted. There was no Other.
+# operators of that time, including variants. The category Other did not exist.
 CENSUS_2020: Final = {
     Category.TENSOR_ITERATOR: 505,
     Category.FIXED: 273,
@@ -29,7 +29,7 @@ CENSUS_2020: Final = {
 
 
 def census() -> Counter[Category]:
-    """How many ATen overloads of the torch at hand each category has.
+    """Return the number of ATen overloads of the installed torch in each category.
 
     Example:
         >>> import tsfunc
@@ -41,7 +41,7 @@ def census() -> Counter[Category]:
 
 
 def operators(category: Category | str | None = None) -> list[str]:
-    """The names of all ATen overloads of the torch at hand, or those of one category.
+    """Return the names of all ATen overloads of the installed torch, or those of one category.
 
     Args:
         category: a :class:`Category` or its name, ``"Flatten"``.
@@ -62,7 +62,7 @@ def operators(category: Category | str | None = None) -> list[str]:
 
 
 def rows() -> list[tuple[str, int, int | None]]:
-    """Category, its number now and in 2020 (None: it was none then), the largest first."""
+    """Return each category's name, its count and its count in 2020 (or None), largest first."""
     now = census()
     ordered = sorted(Category, key=lambda category: -now[category])
     return [(category.value, now[category], CENSUS_2020.get(category)) for category in ordered]

@@ -1,4 +1,4 @@
-"""``tsfunc.ops.register``: an operator of one's own gets a category and a batching rule."""
+"""``tsfunc.ops.register``: a category and a batching rule for a custom operator."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tsfunc.ops.registry import Category, Rule, declare
 
 
 def register(operator: Any, *, category: Category | str, rule: Rule | None = None) -> None:
-    """Gives an operator of one's own its shape category, and how vmap batches it.
+    """Register the shape category of a custom operator, and optionally its batching rule.
 
     Args:
-        operator: what ``torch.library.custom_op`` gave, an overload, or a dispatcher name
+        operator: the result of ``torch.library.custom_op``, an overload, or a dispatcher name
             (``"mylib::scale"``).
         category: how the shapes of its results follow from those of its arguments, as a
             :class:`Category` or its name.
-        rule: its batching rule, ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``, in
-            the form that all rules have (see the NOTE [batching rules] of
-            ``tsfunc/ops/registry.py``). Without one, the category's own rule is used where there
-            is one (TensorIterator; Identity and Batched of one tensor without arguments that name
-            dims) and where the operator's fake kernel agrees with it on shapes; else the operator
-            is looped over, with a ``SlowFallbackWarning``. Identity promises for this that each
-            element depends on the one at its own place alone.
+        rule: its batching rule, ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``;
+            see NOTE [batching rules] in ``tsfunc/ops/registry.py``. Without a rule, vmap uses the
+            rule of the category if one exists (TensorIterator; Identity and Batched with one
+            tensor and without arguments that name dims) and if the operator's fake kernel agrees
+            with it on shapes. Otherwise vmap loops over the examples, with a
+            ``SlowFallbackWarning``. Identity asserts that each element of the result depends only
+            on the element at the same place.
 
-    A rule that was written for torch (``torch.library.register_vmap``) is used as it is, and needs
-    no registration here; where both are given, this one counts.
+    A rule that was registered with ``torch.library.register_vmap`` is used without registration
+    here. If both exist, the rule registered here has precedence.
 
     Raises:
         UnknownOperatorError: torch has no operator of this name.
@@ -53,7 +53,7 @@ def register(operator: Any, *, category: Category | str, rule: Rule | None = Non
         'N-Dimensional'
 
     Source:
-        ``torch.library.register_vmap``, for rules that keep the batch dim where it lies.
+        ``torch.library.register_vmap``, for rules that keep the batch dim in place.
     """
     name = operator if isinstance(operator, str) else reader().name(operator)
     wanted = Category(category)

@@ -1,4 +1,4 @@
-"""What a person has decided: ``decided.txt``, read."""
+"""The parser of ``decided.txt``, the decisions made by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_CATEGORIES = ("follows", "data-dependent")
 
 @dataclass(frozen=True)
 class Decision:
-    """A category, and why; or the operator that is followed."""
+    """A category and its reason, or the name of the operator that is followed."""
 
     category: Category | None
     reason: str
@@ -21,7 +21,7 @@ class Decision:
 
 
 class Decisions:
-    """All decisions, to be asked by an operator's name."""
+    """All decisions, with lookup by an operator's name."""
 
     def __init__(self, text: str) -> None:
         self.exact: dict[str, Decision] = {}
@@ -43,7 +43,7 @@ class Decisions:
                         self.data_dependent.add(word)
                     else:
                         self._add(word, category, reason, number)
-        # Of two patterns that match, the longer one is the more exact.
+        # If two patterns match, the longer one has precedence.
         self.patterns.sort(key=lambda pair: -len(pair[0]))
 
     def _add(self, word: str, category: Category | None, reason: str, number: int) -> None:
@@ -57,18 +57,18 @@ class Decisions:
             self.exact[name] = decision
 
     def of(self, name: str) -> Decision | None:
-        """The decision for an overload (``add.Tensor``), else its packet, else a pattern."""
+        """Return the decision for an overload (``add.Tensor``), its packet, or a pattern."""
         packet, dot, _ = name.partition(".")
         full = name if dot else f"{name}.default"
         found = self.exact.get(full) or self.exact.get(packet)
         return found or next((d for p, d in self.patterns if fnmatch.fnmatchcase(packet, p)), None)
 
     def reads_values(self, name: str) -> bool:
-        """Whether a dispatcher name is marked as data-dependent, or its packet is."""
+        """True if a dispatcher name, or its packet, is marked as data-dependent."""
         bare = name.partition("::")[2]
         return bare in self.data_dependent or bare.partition(".")[0] in self.data_dependent
 
 
 def read() -> Decisions:
-    """The decisions that the package ships."""
+    """Return the decisions that the package ships."""
     return Decisions(Path(__file__).with_name("decided.txt").read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""What follows from an operator's category and schema: the facts beside the category."""
+"""Facts about an operator that follow from its category and schema."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from tsfunc.ops.registry import Category
 
 
 class Result(enum.Enum):
-    """Which dims an operator's results have."""
+    """The dims of an operator's results."""
 
-    BROADCAST = "broadcast"  # those of all carriers, broadcast
-    SAME = "same"  # those of the first carrier
-    REDUCED = "reduced"  # those of the carriers, less those that are reduced
-    REARRANGED = (
-        "rearranged"  # those of the carriers moved, cut, added or removed, as arguments say
-    )
-    BATCH = "batch"  # the carriers' leading dims, then some of its own
-    FEATURES = "features"  # some of its own, and the carriers' trailing dims
-    COMPUTED = "computed"  # a fixed number of them
-    GIVEN = "given"  # what an argument says
-    FLAT = "flat"  # those of one carrier, or one; the other's don't count
-    LIST = "list"  # what all carriers of a list have together, or each its own
-    PARTS = "parts"  # what the operators that it is written in give
+    BROADCAST = "broadcast"  # the dims of all carriers, broadcast
+    SAME = "same"  # the dims of the first carrier
+    REDUCED = "reduced"  # the dims of the carriers without the reduced ones
+    REARRANGED = "rearranged"  # dims of the carriers, moved, cut, added or removed by arguments
+    BATCH = "batch"  # leading dims of the carriers, then new dims
+    FEATURES = "features"  # new dims, then trailing dims of the carriers
+    COMPUTED = "computed"  # a fixed number of dims
+    GIVEN = "given"  # given by an argument
+    FLAT = "flat"  # the dims of one carrier, or one dim; other carriers' dims do not matter
+    LIST = "list"  # common dims of a list of carriers, or separate dims
+    PARTS = "parts"  # given by the operators of its decomposition
     SPARSE = "sparse"  # sparse and dense dims
-    DATA = "data"  # what the values say
-    NONE = "none"  # it returns no tensor
+    DATA = "data"  # given by values
+    NONE = "none"  # the operator returns no tensor
     UNKNOWN = "unknown"
 
 
@@ -53,17 +51,17 @@ _OF_CATEGORY = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an operator beside its category.
+    """Facts about an operator beside its category.
 
     Attributes:
-        carriers: the arguments whose dims decide those of the results.
+        carriers: the arguments whose dims determine the dims of the results.
         dims: the arguments that name dims.
-        result: which dims the results have.
-        mutates: the arguments that it writes.
-        aliases: the arguments whose memory its results share, or may share.
-        random: whether it draws random numbers.
-        data_dependent: whether the results' shapes, or a result that is no tensor, depend on
-            values.
+        result: the dims of the results.
+        mutates: the arguments that the operator writes.
+        aliases: the arguments that the results alias, or can alias.
+        random: True if the operator draws random numbers.
+        data_dependent: True if the shapes of the results, or a result that is not a tensor, depend
+            on values.
     """
 
     carriers: tuple[str, ...]
@@ -76,7 +74,7 @@ class Facts:
 
     @property
     def marks(self) -> list[str]:
-        """``random`` and ``data-dependent``, where it is that."""
+        """The marks that apply: ``random`` and ``data-dependent``."""
         both = (("random", self.random), ("data-dependent", self.data_dependent))
         return [mark for mark, on in both if on]
 
@@ -92,12 +90,14 @@ def facts_of(
     followed: Facts | None,
     reads_values: bool,
 ) -> Facts:
-    """The facts of an operator.
+    """Return the facts of an operator.
 
     Args:
-        evidence: what trying it, or the operator that it follows, showed.
+        signature: its schema.
+        category: its shape category.
+        evidence: the evidence of its trial calls, or of those of the operator that it follows.
         followed: the facts of the operator that it follows.
-        reads_values: whether a person has marked it as data-dependent.
+        reads_values: True if it is marked as data-dependent in ``decided.txt``.
     """
     return Facts(
         _carriers(signature, category, evidence),
@@ -116,7 +116,7 @@ def facts_of(
 def _carriers(signature: Signature, category: Category, evidence: Evidence) -> tuple[str, ...]:
     if category is Category.FACTORY:
         return ()
-    # What takes no dims (a scale, a value to fill with) can't decide any.
+    # A scalar argument (a scale, a fill value) does not determine dims.
     return tuple(a.name for a in signature.tensors if evidence.ranks.get(a.name) != [0])
 
 

@@ -1,4 +1,4 @@
-"""``tsfunc.ops.lookup``: what is known of an operator, of torch's or of anybody's."""
+"""``tsfunc.ops.lookup``: the catalogue entry of one of torch's operators or a custom operator."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tsfunc.ops.registry import Category, Rule, find
 
 @dataclass(frozen=True)
 class OperatorEntry:
-    """What the catalogue knows of one operator.
+    """The catalogue entry of one operator.
 
     Attributes:
         name: the dispatcher's name, ``aten::add.Tensor``.
         category: how the shapes of its results follow from those of its arguments.
-        source: why it has this category: a rule, a decision, or the operator that it follows.
-        facts: what follows for its arguments and results.
-        evidence: which ranks each tensor argument took when the operator was tried.
-        rule: its batching rule, or None where vmap runs it by its parts, by a decomposition, by
-            its functional form, or in a loop.
-        file: where the rule is written, or the empty string.
-        line: the line there, or 0.
+        source: the reason for the category: a rule, a decision, or the operator that it follows.
+        facts: facts about its arguments and results.
+        evidence: the ranks that each tensor argument accepted in trial calls.
+        rule: its batching rule, or None if vmap runs it by its decomposition, by its functional
+            form, or in a loop.
+        file: the file of the rule, or the empty string.
+        line: the line of the rule, or 0.
     """
 
     name: str
@@ -42,18 +42,17 @@ class OperatorEntry:
 
 
 def lookup(operator: Any) -> OperatorEntry:
-    """What is known of an operator: its shape category, why, its facts, and its batching rule.
+    """Return the catalogue entry of an operator: its shape category, facts and batching rule.
 
-    torch's own operators are in a table; a custom operator, or one that this table does not
-    know, gets its category from its schema, its tags and its fake kernel, and the source says so.
+    torch's operators are in a table. A custom operator, or one that is not in the table, gets its
+    category from its schema, its tags and its fake kernel, and its source says so.
 
     Args:
         operator: a dispatcher name (``"aten::add.Tensor"``; a default overload has no suffix), an
-            overload (``torch.ops.aten.add.Tensor``), or what ``torch.library.custom_op`` gave.
+            overload (``torch.ops.aten.add.Tensor``), or the result of ``torch.library.custom_op``.
 
     Raises:
-        UnknownOperatorError: torch has no operator of this name; the message has the names
-            that are alike.
+        UnknownOperatorError: torch has no operator of this name; the message lists similar names.
 
     Example:
         >>> import tsfunc
@@ -89,7 +88,7 @@ _found: dict[str, Line] = {}
 
 
 def _outside_of_the_table(name: str) -> Line | None:
-    """By the rules, here and now: for custom operators, and another torch's than the table's."""
+    """Classify an operator outside of the table: a custom one, or one of another torch release."""
     if name not in _found:
         signature = reader().signature(name)
         if signature is None:
@@ -100,7 +99,7 @@ def _outside_of_the_table(name: str) -> Line | None:
             evidence[name] = Trial(signature, "meta").evidence()
         line = Classifier(evidence).line(name)
         if line is None or (fake and not line.evidence.tried):
-            return line  # its fake kernel may still come
+            return line  # a fake kernel can still be registered
         _found[name] = line
     return _found[name]
 
@@ -121,7 +120,7 @@ def _unknown(operator: Any, name: str) -> str:
 
 
 def _place(rule: Rule | None) -> tuple[str, int]:
-    """The file and line of a rule's function."""
+    """Return the file and line of a rule's function."""
     if rule is None:
         return "", 0
     code = getattr(inspect.unwrap(rule), "__code__", None)
@@ -129,7 +128,10 @@ def _place(rule: Rule | None) -> tuple[str, int]:
 
 
 def category_of(name: str) -> Category | None:
-    """The category of an operator by its dispatcher name; None where torch has no such operator."""
+    """Return the category of an operator by its dispatcher name, or None.
+
+    The result is None if torch has no such operator.
+    """
     line = read_table().get(name) or _outside_of_the_table(name)
     row = find(name)
     if row is not None and row.category is not None:

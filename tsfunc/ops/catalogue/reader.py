@@ -1,4 +1,4 @@
-"""What the catalogue asks of torch's operators, which only the bridge can look into."""
+"""The interface by which the catalogue inspects torch's operators; the bridge implements it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _loaders: list[Callable[[], Reader]] = []
 
 
 def install(load: Callable[[], Reader]) -> None:
-    """Has ``load`` called for the reader when one is asked for first."""
+    """Set the function that loads the reader at its first use."""
     _loaders[:] = [load]
 
 
 @functools.lru_cache(maxsize=1)
 def reader() -> Reader:
-    """How operators are looked into, as ``import tsfunc`` has installed it."""
+    """Return the reader of operators that ``import tsfunc`` installs."""
     return _loaders[0]()

@@ -1,6 +1,6 @@
-"""An operator's schema as plain data, for those who may not touch torch's own objects.
+"""The schema of an operator as plain data, without torch's own objects.
 
-``tsfunc.bridge.tracers.schemas`` makes these; everything in this room only reads them.
+``tsfunc.bridge.tracers.schemas`` makes these objects; the catalogue only reads them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Argument:
     """One argument of an operator.
 
     Attributes:
-        name: as the schema has it.
-        type: as the schema writes it: ``Tensor``, ``Tensor?``, ``Tensor[]``, ``int[]``.
-        default: its default value; meaningless where ``required``.
-        required: whether it has no default.
-        keyword: whether it is keyword-only.
-        writes: whether the operator writes into it.
-        out: whether it is an ``out=`` argument.
-        aliased: whether a result may share its memory.
-        count: the fixed length of a list, or 0 (``int[2]``).
+        name: the name in the schema.
+        type: the type in the schema: ``Tensor``, ``Tensor?``, ``Tensor[]``, ``int[]``.
+        default: the default value; meaningless if ``required``.
+        required: True if it has no default.
+        keyword: True if it is keyword-only.
+        writes: True if the operator writes into it.
+        out: True if it is an ``out=`` argument.
+        aliased: True if a result can alias it.
+        count: the fixed length of a list (``int[2]``), or 0.
     """
 
     name: str
@@ -40,20 +40,20 @@ class Argument:
 
     @property
     def tensor(self) -> bool:
-        """Whether it is a tensor, an optional one or a list of them."""
+        """True for a tensor, an optional tensor or a list of tensors."""
         return self.type in TENSOR_TYPES
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What an operator takes, returns, writes and promises.
+    """An operator's name, arguments, results and tags.
 
     Attributes:
         name: the dispatcher's name, ``aten::add.Tensor``.
-        arguments: in the schema's order.
+        arguments: the arguments in the schema's order.
         returns: the types of the results.
         tags: torch's tags (``pointwise``, ``nondeterministic_seeded``), without their prefix.
-        call: runs the operator.
+        call: calls the operator.
     """
 
     name: str
@@ -69,27 +69,31 @@ class Signature:
 
     @property
     def tensors(self) -> tuple[Argument, ...]:
-        """The tensor arguments that are read: those but ``out=``."""
+        """The tensor arguments except ``out=``."""
         return tuple(a for a in self.arguments if a.tensor and not a.out)
 
     @property
     def inputs(self) -> tuple[Argument, ...]:
-        """All arguments but ``out=``."""
+        """All arguments except ``out=``."""
         return tuple(a for a in self.arguments if not a.out)
 
     @property
     def mutates(self) -> tuple[str, ...]:
-        """The arguments that are written."""
+        """The names of the arguments that are written."""
         return tuple(a.name for a in self.arguments if a.writes)
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """The arguments whose memory a result shares, or may share, and that aren't written."""
+        """The names of the arguments that a result can alias and that are not written."""
         return tuple(a.name for a in self.arguments if a.aliased and not a.writes)
 
     @property
     def form(self) -> str:
-        """``out``, ``in-place``, ``view``, ``functional``; ``writing`` for what is none of them."""
+        """``out``, ``in-place``, ``view``, ``functional`` or ``writing``.
+
+        ``writing`` stands for mutating operators that have neither an out= argument nor an
+        in-place name.
+        """
         if any(a.out for a in self.arguments):
             return "out"
         if self.mutates:
@@ -99,7 +103,7 @@ class Signature:
         return "view" if self.aliases else "functional"
 
     def takes(self, *names: str) -> bool:
-        """Whether it has an argument of one of these names."""
+        """True if the operator has an argument of one of these names."""
         return any(a.name in names for a in self.arguments)
 
     def __str__(self) -> str:
@@ -109,15 +113,15 @@ class Signature:
 
 @dataclass(frozen=True)
 class Reader:
-    """How operators are looked into.
+    """The functions that inspect operators.
 
     Attributes:
-        name: the dispatcher name of an overload, or of what ``custom_op`` gave.
-        signature: the schema of a dispatcher name, or None where torch has no such operator.
-        overloads: the schemas of all overloads of a packet (``aten::add``).
-        names: all overloads of a namespace; of every namespace where it is empty.
-        fake: whether an operator has a fake kernel of its own, in Python.
-        vmap_rule: what was registered with ``torch.library.register_vmap``, or None.
+        name: returns the dispatcher name of an overload or of a ``custom_op`` result.
+        signature: returns the schema of a dispatcher name, or None if torch has no such operator.
+        overloads: returns the schemas of all overloads of a packet (``aten::add``).
+        names: returns all overloads of a namespace, or of every namespace for an empty string.
+        fake: returns True if an operator has a fake kernel in Python.
+        vmap_rule: returns the rule of ``torch.library.register_vmap``, or None.
     """
 
     name: Callable[[Any], str]
@@ -128,19 +132,21 @@ class Reader:
     vmap_rule: Callable[[str], Any]
 
 
-# A functional form takes these beside what its variant takes: an out= tensor has them itself.
+# A functional form has these arguments in addition; an out= tensor determines them itself.
 _OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 def functional_form(
     signature: Signature, overloads: Callable[[str], Iterable[Signature]]
 ) -> Signature | None:
-    """The overload that a variant (``out=``, in-place, ``_copy``) is a variant of.
+    """Return the overload of which an operator (``out=``, in-place, ``_copy``) is a variant.
 
     Args:
         signature: the variant.
-        overloads: gives all overloads of a packet by its name (``aten::add``); none where
-            there is no such packet.
+        overloads: returns all overloads of a packet by its name (``aten::add``), or an empty list.
+
+    Returns:
+        The schema of the overload, or None.
     """
     space = signature.name.partition("::")[0]
     found = [
@@ -168,7 +174,10 @@ def _packets(signature: Signature) -> Iterable[str]:
 
 
 def matching(variant: Signature, forms: list[Signature]) -> Signature | None:
-    """The form that takes the variant's inputs: by name and type, by type, or else most of them."""
+    """Return the form whose inputs match the variant's best.
+
+    Equal names and types rank first, then equal types, then the number of equal inputs.
+    """
 
     def inputs(signature: Signature) -> list[tuple[str, str]]:
         return [(a.name, a.type) for a in signature.inputs if a.name not in _OPTIONS]

@@ -1,7 +1,7 @@
-"""The table of torch's operators: ``aten.tsv``, read and made.
+"""The table of torch's operators: the reader and the writer of ``aten.tsv``.
 
-A line an overload, to be read and corrected by people: what is wrong in it is corrected in
-``decided.txt`` or in a rule, and ``python -m tools.catalogue`` writes the table anew.
+The table has one overload per line, for review. An error in it is corrected in ``decided.txt`` or
+in a rule, and ``python -m tools.catalogue`` writes the table again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOLLOWS = "follows "
 
 @dataclass(frozen=True)
 class Line:
-    """An operator of the table."""
+    """One line of the table: an operator."""
 
     name: str
     category: Category
@@ -36,13 +36,13 @@ class Line:
 
     @property
     def follows(self) -> str:
-        """The operator that it follows, or the empty string."""
+        """The name of the operator that it follows, or the empty string."""
         return self.source.removeprefix(_FOLLOWS) if self.source.startswith(_FOLLOWS) else ""
 
 
 @functools.lru_cache(maxsize=1)
 def read_table() -> Mapping[str, Line]:
-    """The table that the package ships, by name."""
+    """Return the table that the package ships, by name."""
     lines = PATH.read_text("utf-8").splitlines()[1:]
     return {line.name: line for line in map(_parsed, lines)}
 
@@ -64,7 +64,7 @@ def _parsed(text: str) -> Line:
 
 
 def render(lines: Iterable[Line]) -> str:
-    """The text of a table."""
+    """Return the text of a table."""
     rows = ["\t".join(_HEADER)]
     for line in lines:
         facts = line.facts
@@ -77,7 +77,7 @@ def render(lines: Iterable[Line]) -> str:
 
 
 class Classifier:
-    """Lines for operators, by the rules and decisions, from the torch at hand."""
+    """Classifies operators of the installed torch by the rules and decisions."""
 
     def __init__(
         self, evidence: Mapping[str, Evidence], decisions: Decisions | None = None
@@ -92,7 +92,7 @@ class Classifier:
         return list(reader().overloads(packet))
 
     def line(self, name: str) -> Line | None:
-        """The line of an operator; None where torch has no such operator."""
+        """Return the line of an operator, or None if torch has no such operator."""
         if name not in self.lines:
             signature = reader().signature(name)
             if signature is None:
@@ -124,7 +124,7 @@ class Classifier:
 
 
 def tabulate(names: Sequence[str], evidence: Mapping[str, Evidence]) -> list[Line]:
-    """The lines of all these operators."""
+    """Return the lines of the named operators."""
     classifier = Classifier(evidence)
     found = [classifier.line(name) for name in names]
     return [line for line in found if line is not None]

@@ -1,10 +1,9 @@
-"""Trying an operator at ranks 0 to 6, to see what it does with dims.
+"""Trial calls of an operator at ranks 0 to 6, to observe its effect on dims.
 
-What torch refuses is told from what it takes: every tensor has the same size in all dims, so an
-error is about the rank. Some operators crash the process where they should raise
-(``aten::_chunk_cat`` on tensors without dims), so torch's own are tried in a process of their own
-(``python -m tools.catalogue``); operators of others are tried on meta tensors, where only their
-fake kernel runs.
+Every tensor has the same size in all dims, so an error is about the rank. Some operators crash the
+process instead of raising (``aten::_chunk_cat`` on tensors without dims). torch's operators are
+therefore tried in a separate process (``python -m tools.catalogue``). Custom operators are tried
+on meta tensors, which run only their fake kernels.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from tsfunc.ops.catalogue.signature import Signature
 
 RANKS = range(7)
 _AT_ONE_SETTING = 400  # calls
-_IN_ALL = {"cpu": 10_000, "meta": 2_000}  # a fake kernel that there is not fails each time
+_IN_ALL = {"cpu": 10_000, "meta": 2_000}  # without a fake kernel every call fails
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What trying showed.
+    """The result of the trial calls of an operator.
 
     Attributes:
-        ranks: of each tensor argument, which ranks were taken together with some ranks of the
-            others; empty where no call succeeded.
-        together: whether all tensors may have one shape, at every rank that the first one takes.
-        same: whether the result then has that shape, whatever the sizes.
-        broadcasts: whether the arguments broadcast against each other.
-        elements: what the values have to do with each other: ``copied`` from the first argument,
-            ``ignored``, ``apart`` (each element by itself), ``mixed``; empty where not tried.
+        ranks: for each tensor argument, the ranks that succeeded together with some ranks of the
+            others; empty if no call succeeded.
+        together: True if all tensors can have one shape, at every rank that the first one accepts.
+        same: True if the result then has that shape, for any sizes.
+        broadcasts: True if the arguments broadcast against each other.
+        elements: how values depend on the first argument: ``copied`` from it, ``ignored``,
+            ``apart`` (each element separately), ``mixed``; empty if not tried.
     """
 
     ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -46,15 +45,18 @@ class Evidence:
 
     @property
     def tried(self) -> bool:
-        """Whether any call succeeded."""
+        """True if any call succeeded."""
         return bool(self.ranks)
 
     def every_rank(self, name: str) -> bool:
-        """Whether an argument may have any rank."""
+        """True if an argument can have any rank."""
         return self.ranks.get(name) == list(RANKS)
 
     def in_words(self) -> str:
-        """``self 0-6, other 0-6; together same broadcasts apart``; empty if nothing succeeded."""
+        """Return a text such as ``self 0-6, other 0-6; together same broadcasts apart``.
+
+        The text is empty if no call succeeded.
+        """
         if not self.tried:
             return ""
         ranks = ", ".join(f"{name} {_spans(taken)}" for name, taken in self.ranks.items())
@@ -63,7 +65,7 @@ class Evidence:
 
     @staticmethod
     def parse(words: str) -> Evidence:
-        """What :meth:`in_words` gave, back."""
+        """Parse the result of :meth:`in_words`."""
         if not words:
             return Evidence()
         ranks, _, rest = words.partition(";")
@@ -79,7 +81,7 @@ class Evidence:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 4]`` as ``0-2 4``."""
+    """Return ``[0, 1, 2, 4]`` as ``0-2 4``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -98,7 +100,7 @@ def _ranks(spans: str) -> list[int]:
 
 
 def tensors(results: Any) -> list[torch.Tensor]:
-    """The tensors among results, in order."""
+    """Return the tensors among results, in order."""
     if isinstance(results, torch.Tensor):
         return [results]
     if isinstance(results, (list, tuple)):
@@ -107,7 +109,7 @@ def tensors(results: Any) -> list[torch.Tensor]:
 
 
 class Trial:
-    """Calls of one operator on one device."""
+    """Trial calls of one operator on one device."""
 
     def __init__(self, signature: Signature, device: str) -> None:
         self.signature = signature
@@ -115,14 +117,17 @@ class Trial:
         self.calls = 0
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros, which are valid indices; of floats ones on the diagonal, to be invertible."""
+        """Return zeros, which are valid indices.
+
+        Float matrices get a diagonal of ones, to be invertible.
+        """
         made = torch.zeros(list(shape), dtype=dtype, device=self.device)
         if len(shape) > 1 and (dtype.is_floating_point or dtype.is_complex):
             made.diagonal(0, -2, -1).fill_(1)
         return made
 
     def call(self, ranks: dict[str, int], setting: Setting) -> Any:
-        """The results of a call, or None where it is refused."""
+        """Return the results of a call, or None if it raises."""
         try:
             args, kwargs = arguments(self.signature, ranks, setting, self.make)
             return self.run(args, kwargs)
@@ -136,7 +141,7 @@ class Trial:
         return () if out is None else out
 
     def evidence(self) -> Evidence:
-        """What all calls together show."""
+        """Return the evidence of all calls together."""
         for setting in settings(self.signature):
             taken = list(self.taken(setting))
             if taken or self.calls > _IN_ALL[self.device]:
@@ -144,7 +149,7 @@ class Trial:
         return self.summary(setting, taken) if taken else Evidence()
 
     def taken(self, setting: Setting) -> Iterator[tuple[dict[str, int], Any]]:
-        """Each choice of ranks that is taken, with the call's results."""
+        """Yield each combination of ranks that succeeds, with the results of the call."""
         names = [a.name for a in tensor_arguments(self.signature, setting)]
         for ranks in itertools.islice(_choices(len(names)), _AT_ONE_SETTING):
             chosen = dict(zip(names, ranks, strict=True))
@@ -166,7 +171,10 @@ class Trial:
         )
 
     def on(self, shapes: Mapping[str, Sequence[int]], setting: Setting) -> list[torch.Tensor]:
-        """The results for tensors of these shapes; nothing where they are refused."""
+        """Return the result tensors for arguments of these shapes.
+
+        The list is empty if the call raises.
+        """
         rest = iter(shapes.values())
 
         def make(_: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -179,13 +187,13 @@ class Trial:
             return []
 
     def keeps(self, names: Sequence[str], rank: int, setting: Setting) -> bool:
-        """Whether tensors of one shape, with a size of its own in each dim, give that shape."""
+        """True if arguments of one shape, its sizes all different, give results of that shape."""
         shape = [2, 3, 4, 5, 6, 7][:rank]
         found = self.on(dict.fromkeys(names, shape), setting)
         return bool(found) and all(list(t.shape) == shape for t in found)
 
     def broadcasts(self, names: Sequence[str], setting: Setting) -> bool:
-        """Whether a row and a column give a matrix, in whichever argument the row is."""
+        """True if a row and columns give a matrix, for a row in each of the arguments."""
         for i in range(len(names)):
             shapes = {name: [1, 3] if j == i else [2, 1] for j, name in enumerate(names)}
             found = self.on(shapes, setting)
@@ -194,7 +202,7 @@ class Trial:
         return True
 
     def elements(self, names: Sequence[str], setting: Setting) -> str:
-        """How the first result's elements depend on the first argument's."""
+        """Return how elements of the first result depend on elements of the first argument."""
         base = torch.tensor([[0.1, -1.3, 2.6], [-0.4, 1.7, -2.2]])
 
         def result(x: torch.Tensor) -> torch.Tensor | None:
@@ -234,7 +242,7 @@ class Trial:
 
 
 def _choices(count: int) -> Iterator[tuple[int, ...]]:
-    """Ranks for so many tensors: all alike first, then the others by themselves."""
+    """Yield ranks for ``count`` tensors: equal ranks first, then other combinations."""
     if count == 0:
         yield ()
         return
