@@ -16,7 +16,7 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel  # noqa: E402
 from tsfunc.config import config  # noqa: E402
 from tsfunc.late import late  # noqa: E402
 
-# What every transform needs is loaded above, each transform itself when it is asked for.
+# The imports above are needed by every transform. Each transform is imported on first access.
 if TYPE_CHECKING:
     from tsfunc import program as program
     from tsfunc import types as types

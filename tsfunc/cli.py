@@ -30,7 +30,9 @@ def show_operators(
     name: str = typer.Argument("", help="An operator, such as aten::add.Tensor."),
     category: str = typer.Option("", help="List the operators of one shape category."),
 ) -> None:
-    """The catalogue of operators: a census, one operator, or those of one category."""
+    """List the catalogue of operators: a census, one operator, or the operators of one
+    category.
+    """
     if name:
         _one_operator(name)
     elif category:
@@ -45,7 +47,7 @@ def show_record(
     listed: bool = typer.Option(False, "--list", help="List the runs that are remembered."),
     output: str = typer.Option("", help="Write to a file."),
 ) -> None:
-    """What a run of Python did with tsfunc and what was refused, to send along with a bug."""
+    """Print the tsfunc calls and the errors of one run of Python, to attach to a bug report."""
     found = rage.runs()
     if not found:
         _fail(f"No run is remembered. Files are kept in {folder_of_files() or 'no folder'}.")
@@ -80,7 +82,7 @@ def build_handlers() -> None:
 
 @app.command("doctor")
 def examine_installation() -> None:
-    """Versions, backends and devices, and checks of the private names of torch that are used."""
+    """Print versions, backends and devices, and check the private names of torch in use."""
     from tsfunc import doctor  # loads torch's compilers
 
     report = doctor.examine()
@@ -140,13 +142,13 @@ def _way(entry: ops.OperatorEntry) -> str:
 
 
 def _shortened(file: str) -> str:
-    """A path from the working directory on, where it is below it."""
+    """Return a path relative to the working directory if it is below that directory."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _table(header: list[str] | None, rows: list[list[str]]) -> None:
-    """A table: drawn in a terminal, aligned columns elsewhere."""
+    """Print a table: drawn in a terminal, aligned columns elsewhere."""
     console = Console()
     if console.is_terminal:
         table = Table(show_header=header is not None)
@@ -168,5 +170,5 @@ def _fail(message: str) -> NoReturn:
 
 
 def main() -> None:
-    """Runs the command with the process' arguments."""
+    """Run the command with the arguments of the process."""
     app(prog_name="tsfunc")

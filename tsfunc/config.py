@@ -11,7 +11,7 @@ Traceback = Literal["filtered", "full"]
 class Config:
     """The settings of tsfunc; the only instance is ``tsfunc.config``.
 
-    Each has an environment variable, which is read when tsfunc is imported.
+    Each setting has an environment variable, which is read when tsfunc is imported.
 
     Example:
         >>> import tsfunc
@@ -26,9 +26,10 @@ class Config:
 
     @property
     def traceback(self) -> Traceback:
-        """``"filtered"`` shows the user's frames alone; ``"full"`` shows those of the library too.
+        """Frames shown in tracebacks: ``"filtered"`` (the user's only) or ``"full"`` (all frames).
 
-        The environment variable is ``TSFUNC_TRACEBACK``. As ``jax_traceback_filtering``.
+        The environment variable is ``TSFUNC_TRACEBACK``. JAX's counterpart is
+        ``jax_traceback_filtering``.
 
         Raises:
             ValueError: on assignment of another value.

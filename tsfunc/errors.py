@@ -1,30 +1,34 @@
-"""Every error and warning that tsfunc raises, in one tree.
+"""Every error and warning of tsfunc, in one tree.
 
     TsfuncError
     ├── DispatchError (RuntimeError)          the table has no kernel, or a registration is refused
     ├── DescriptorError (ValueError)          a descriptor is not well formed
-    │   └── AnnotationError (TypeError)       what is written is no type of the language
-    ├── TypeCheckError (TypeError)            types do not go together, or lack what is used of them
+    │   └── AnnotationError (TypeError)       an annotation is not a type of the language
+    ├── TypeCheckError (TypeError)            types disagree, or lack an attribute or operator
     ├── DescriptorViolation (ValueError)      a call breaks the contract of a descriptor
-    ├── ConstraintViolation (ValueError)      a trace needs more of a dim than is promised
-    ├── ClosureError (RuntimeError)           a function reads what is no argument, and may not
+    ├── ConstraintViolation (ValueError)      a trace relies on more about a dim than is declared
+    ├── ClosureError (RuntimeError)           a function reads a value that is not an argument
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
-    ├── FailedCheckError (RuntimeError)       sizes are not what the running program relies on
+    ├── FailedCheckError (RuntimeError)       a size contradicts an assumption of the program
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
+    ├── UndefinedRuleError (RuntimeError, AttributeError)  a function has no custom rule yet
+    ├── CustomRuleError (TypeError, ValueError)  a custom rule returns a wrong result
+    ├── UndefinedDerivativeError (RuntimeError, TypeError)  a custom rule lacks a derivative
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
-    ├── UnknownOperatorError (LookupError)    torch has no operator of a name
+    ├── UnknownOperatorError (LookupError)    torch has no operator with the name
     ├── MalformedProgramError (RuntimeError)  a program's graph is not well formed
-    ├── ExportError (RuntimeError)          a program can't be given to another of torch's tools
+    ├── ExportError (RuntimeError)            a program can't be given to another of torch's tools
     ├── UnboundAxisError (NameError)          a collective names an axis that no vmap binds
-    ├── MeshError (ValueError)              a mesh of processes is not what a call or program needs
-    ├── RanksDisagree (RuntimeError)        ranks call other collectives, or have other values
-    ├── RanksFailed (RuntimeError)          ranks of a distributed call raised, ended or hang
+    ├── MeshError (ValueError)                a mesh of processes does not fit a call or program
+    ├── RanksDisagree (RuntimeError)          ranks call different collectives, or values differ
+    ├── RanksFailed (RuntimeError)            ranks of a distributed call raised, ended or hang
     └── FileFormatError (ValueError)          a saved program is damaged
+    ReadOnceWarning (UserWarning)             a traced function reads a clock, a file or noise
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
     MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
     UntestedTorchWarning (UserWarning)        torch is newer than the releases that were tested
 
-Each is also the built-in exception that a caller of torch.func would catch.
+Each error also inherits from the built-in exception that torch.func raises in the same case.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from tsfunc import rage
 
 
 class TsfuncError(Exception):
-    """The root of the tree: ``except tsfunc.errors.TsfuncError`` catches all that is ours."""
+    """The root of the tree: ``except tsfunc.errors.TsfuncError`` catches every error of tsfunc."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -47,14 +51,14 @@ class DispatchError(TsfuncError, RuntimeError):
 
 
 class DescriptorError(TsfuncError, ValueError):
-    """A descriptor is not well formed: it could not describe any call."""
+    """A descriptor is not well formed: it cannot describe any call."""
 
 
 class AnnotationError(DescriptorError, TypeError):
-    """An annotation, or a text, is no type of the language.
+    """An annotation, or the text of one, is not a type of the language.
 
     Attributes:
-        undefined: whether for a name that is not defined, or not yet.
+        undefined: True if the annotation names something that is not defined, or not yet.
     """
 
     undefined = False
@@ -72,8 +76,9 @@ class ConstraintViolation(TsfuncError, ValueError):
     """Tracing relied on a fact about a named dim that its descriptor does not state.
 
     Args:
-        message: what the error says.
-        mended: for each dim of which more was asked the dim that promises it, as it is offered.
+        message: the text of the error.
+        mended: for each dim with a missing promise, the dim that makes the promise, as a
+        suggestion.
     """
 
     def __init__(self, message: str = "", mended: Mapping[str, object] | None = None) -> None:
@@ -82,15 +87,15 @@ class ConstraintViolation(TsfuncError, ValueError):
 
 
 class ClosureError(TsfuncError, RuntimeError):
-    """A function reads what is not among its arguments, which ``closure="error"`` forbids."""
+    """A function reads a value that is not an argument, which ``closure="error"`` forbids."""
 
 
 class DataDependentError(TsfuncError, RuntimeError):
-    """A value that is traced or batched was asked for as a Python bool, number or list."""
+    """A traced or batched value was used as a Python bool, number or list."""
 
 
 class FailedCheckError(TsfuncError, RuntimeError):
-    """A size that depends on data is not what a program relies on, or ``torch._check`` says."""
+    """A data-dependent size contradicts an assumption of a program or a ``torch._check``."""
 
 
 class EscapedTracerError(TsfuncError, RuntimeError):
@@ -98,27 +103,27 @@ class EscapedTracerError(TsfuncError, RuntimeError):
 
 
 class UndefinedRuleError(TsfuncError, RuntimeError, AttributeError):
-    """A function that was to be given a rule of the user's has none."""
+    """A function that needs a custom rule was called before the rule was set."""
 
 
 class CustomRuleError(TsfuncError, TypeError, ValueError):
-    """A rule of the user's does not return what it must."""
+    """A custom rule returns a wrong structure, type or shape."""
 
 
 class UndefinedDerivativeError(TsfuncError, RuntimeError, TypeError):
-    """A derivative is asked for of which a rule of the user's says nothing."""
+    """A requested derivative is not defined by the custom rule."""
 
 
 class MissingRuleError(TsfuncError, NotImplementedError):
-    """An operator has no rule for a transform, and no loop can stand in for one."""
+    """An operator has no rule for a transform, and a per-example loop cannot replace the rule."""
 
 
 class UnknownOperatorError(TsfuncError, LookupError):
-    """torch has no operator of the name that was asked for."""
+    """torch has no operator with the requested name."""
 
 
 class UnboundAxisError(TsfuncError, NameError):
-    """A collective names an axis that no active ``vmap`` has."""
+    """A collective names an axis that no active ``vmap`` binds."""
 
     def __init__(self, message: str, axis_name: object) -> None:
         super().__init__(message)
@@ -126,14 +131,14 @@ class UnboundAxisError(TsfuncError, NameError):
 
 
 class MeshError(TsfuncError, ValueError):
-    """A mesh, or a spec of one, does not fit what it is used for."""
+    """A mesh, or a spec of a mesh, does not fit its use."""
 
 
 class RanksDisagree(TsfuncError, RuntimeError):
-    """Ranks call other collectives than one another, or differ where they promise to be equal.
+    """Ranks call different collectives, or hold different values where they promise equal ones.
 
     Attributes:
-        axis_name: the mesh axis along which they differ.
+        axis_name: the mesh axis along which the ranks differ.
     """
 
     def __init__(self, message: str, axis_name: object = None) -> None:
@@ -146,19 +151,23 @@ class RanksFailed(TsfuncError, RuntimeError):
 
 
 class MalformedProgramError(TsfuncError, RuntimeError):
-    """A program's graph uses what is not there, or is not what it is said to be."""
+    """A program's graph uses an undefined value, or an entry of the graph contradicts its
+    metadata.
+    """
 
 
 class ExportError(TsfuncError, RuntimeError):
-    """A program has what torch.export, or a backend, has no place for."""
+    """A program has a part that torch.export, or a backend, cannot represent."""
 
 
 class FileFormatError(TsfuncError, ValueError):
-    """A file is not a saved program, or it is damaged."""
+    """A file is not a saved program, or the file is damaged."""
 
 
 class ReadOnceWarning(UserWarning):
-    """A traced function reads a clock, a file, or noise of the system; its program has it once."""
+    """A traced function reads a clock, a file or system noise; the program keeps the one
+    result.
+    """
 
 
 class SlowFallbackWarning(UserWarning):

@@ -1,9 +1,9 @@
-"""Names of a package that are loaded when they are first asked for.
+"""Names of a package that are loaded on first access.
 
-The rooms are large, and who calls ``vmap`` has no use for most of them. So a package that shows
-what its modules make has a table of where each name is made, and a module is loaded with the first
-of its names. The package imports the same names under ``TYPE_CHECKING``, for tools that read code
-(``tests/test_imports.py`` holds the two together).
+The subpackages are large, and a program that calls ``vmap`` needs only a few of them. A package
+therefore has a table from each public name to the module that defines the name, and imports that
+module on the first access to one of its names. The package imports the same names under
+``TYPE_CHECKING`` for tools that read code (``tests/test_imports.py`` compares the two lists).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 def late(
     package: str, names: Mapping[str, str], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package.
+    """Return the ``__getattr__`` and ``__dir__`` functions of a package.
 
     Args:
-        package: its ``__name__``.
-        names: the names that it shows, apart by blanks, by the module of it that makes them.
-        modules: those of its modules that it shows, each by the last part of its name.
+        package: the ``__name__`` of the package.
+        names: the public names, separated by blanks, by the submodule that defines them.
+        modules: the submodules that are public themselves; the public name is the last name part.
 
     Example: see ``tsfunc/types/__init__.py``.
     """
@@ -36,7 +36,7 @@ def late(
             value = importlib.import_module(f"{package}.{shown_modules[name]}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
-        setattr(sys.modules[package], name, value)  # asked for no more
+        setattr(sys.modules[package], name, value)  # # later accesses skip __getattr__
         return value
 
     def shown() -> list[str]:

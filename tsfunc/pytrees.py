@@ -1,18 +1,19 @@
-"""Pytrees: which values are containers, and their leaves.
+"""Pytrees: the rules for which values are containers, and functions over their leaves.
 
-Containers are what optree knows of itself: tuples, lists, dicts, named tuples, ordered and
-default dicts, deques, torch's return types; and classes registered with it, in the global
-namespace, in "tsfunc", else in any other (of several the first). Beside these, each taken in when
-a value of it is first seen: classes registered for torch's pytrees, and dataclasses whose
-instances hold tensors, which nobody has to register.
+Containers are the types that optree knows (tuples, lists, dicts, named tuples, ordered and default
+dicts, deques, torch's return types) and the classes registered with optree. A class can be
+registered in the global namespace, in "tsfunc" or in any other namespace; the first of several
+other namespaces counts. Two more kinds are registered here when the first value of the class is
+seen: classes registered for torch's pytrees, and dataclasses whose instances hold tensors.
 
 NOTE [dataclasses as containers]
-A dataclass is a container of its fields, and of other attributes that hold tensors; what else an
-instance has is kept as it is, but for cached properties, which are worked out anew. A new
-instance is given its attributes without a call of ``__init__``: each has its value already, and
-what ``__post_init__`` works out for one example is not what it works out for the batch. A
-dataclass that makes its instances by a ``__new__`` of its own, and one whose instances hold no
-tensor (settings, a configuration), is a leaf.
+A dataclass is a container of its fields and of its other attributes that hold tensors. The
+remaining attributes are kept unchanged, except cached properties, which are computed anew. A new
+instance gets its attributes without a call of ``__init__``: the attributes have their values
+already, and the values that ``__post_init__`` computes for one example are not the values for the
+batch. A dataclass with its own ``__new__`` is a leaf, and so is a dataclass whose instances hold
+no
+tensor (settings, a configuration).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from typing import Any, Final
 import optree
 import torch
 
-NAMESPACE: Final = "tsfunc"  # where the classes are that are taken in
+NAMESPACE: Final = "tsfunc"  # # the optree namespace of the classes that are registered here
 
-# Types that are leaves for good. A class that is unknown now can be registered later.
+# Types that are always leaves. An unknown class can still be registered later.
 _LEAVES: set[type] = {
     torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes,
     torch.dtype, torch.device, torch.Size,
@@ -36,20 +37,20 @@ _LEAVES: set[type] = {
 
 
 def add_leaf(kind: type) -> None:
-    """Has the instances of a class be leaves for good; nothing is asked of them."""
+    """Treat the instances of a class as leaves from now on, without a lookup."""
     _LEAVES.add(kind)
 
 
-# Whether a class was taken in: what is known elsewhere, asked for each unknown leaf.
+# Function that is called with the class of each unknown leaf; True if it registered the class.
 Adopt = Callable[[type], bool]
 _adopters: list[Adopt] = []
 
 _taken_in: set[type] = set()
-_lock = threading.RLock()  # looking into a leaf can meet other classes that are new
+_lock = threading.RLock()  # # looking into a leaf can meet other new classes
 
 
 def on_unknown(adopt: Adopt) -> None:
-    """Registers who is asked about a class that is no container; True if it is one now."""
+    """Add a function that is called with an unknown class and returns True if it registered it."""
     _adopters.append(adopt)
 
 
@@ -60,7 +61,7 @@ def flatten(
 
     Args:
         tree: the tree.
-        is_leaf: whether a container is a leaf nevertheless.
+        is_leaf: predicate that makes a container a leaf.
     """
     leaves, structure = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     if not _LEAVES.issuperset(map(type, leaves)):
@@ -71,38 +72,38 @@ def flatten(
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a tree, ``None`` among them."""
+    """Return the leaves of a tree, ``None`` among them."""
     return flatten(tree)[0]
 
 
 def structure_of(tree: Any) -> optree.PyTreeSpec:
-    """The structure of a tree."""
+    """Return the structure of a tree."""
     return flatten(tree)[1]
 
 
-# ``unflatten(structure, leaves)``: the tree of a structure and leaves.
+# ``unflatten(structure, leaves)`` returns the tree with that structure and those leaves.
 unflatten: Callable[[optree.PyTreeSpec, Sequence[Any]], Any] = optree.tree_unflatten
 
 
 def children_of(tree: Any) -> list[Any]:
-    """The entries of a container, which may be containers."""
+    """Return the direct children of a container; a child can be a container."""
     return list(optree.tree_flatten_one_level(tree, none_is_leaf=True, namespace=NAMESPACE)[0])
 
 
 def tree_map(func: Callable[..., Any], tree: Any) -> Any:
-    """The tree with each leaf replaced by what the function makes of it."""
+    """Return the tree with each leaf replaced by ``func(leaf)``."""
     leaves, structure = flatten(tree)
     return optree.tree_unflatten(structure, [func(leaf) for leaf in leaves])
 
 
 def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    """The prefix's leaf for each leaf of a tree.
+    """Return one entry of the prefix for each leaf of a tree.
 
     Raises:
-        ValueError: it is no prefix.
+        ValueError: ``prefix`` is not a prefix of the tree.
     """
-    leaves = flatten(tree)[0]  # takes in what is unknown
-    # The forms that most have, in a tenth of the time: one for all, and one for each of a tuple.
+    leaves = flatten(tree)[0]  # # registers unknown classes
+    # Fast paths (ten times faster) for the common forms: one entry for all, and a flat tuple.
     if is_leaf(prefix):
         return [prefix] * len(leaves)
     pairs = type(prefix) is tuple and type(tree) is tuple and len(prefix) == len(tree)
@@ -119,7 +120,7 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> 
 
 
 def _take_in(leaves: Sequence[Any]) -> bool:
-    """Whether one of the leaves is a container from now on."""
+    """Return True if at least one of the leaves is a container from now on."""
     found = False
     for leaf in leaves:
         kind = type(leaf)
@@ -136,7 +137,9 @@ def _take_in(leaves: Sequence[Any]) -> bool:
 
 
 def _has_become_container(value: Any) -> bool:
-    """Registers the class of a leaf, if it is known elsewhere or a dataclass of tensors."""
+    """Register the class of a leaf if another registry knows it or it is a dataclass of
+    tensors.
+    """
     kind: Any = type(value)
     registered = _registered_elsewhere(kind, len(_registry))
     if registered is not None:
@@ -152,14 +155,14 @@ def _has_become_container(value: Any) -> bool:
         return True
     if not _can_be_container(kind) or not _holds_tensors(value, set()):
         return False
-    if kind in _taken_in:  # met inside of the leaf
+    if kind in _taken_in:  # # registered while looking into the leaf
         return True
     optree.register_pytree_node(kind, _parts_of, _Rebuild(kind), namespace=NAMESPACE)
     return True
 
 
 def _can_be_container(kind: type) -> bool:
-    """Whether instances of a class can be NOTE [dataclasses as containers]."""
+    """True if the class meets the conditions of NOTE [dataclasses as containers]."""
     return (
         dataclasses.is_dataclass(kind)
         and kind.__new__ is object.__new__
@@ -168,7 +171,9 @@ def _can_be_container(kind: type) -> bool:
 
 
 def parts_of_dataclass(value: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The children of a container that is a dataclass, and what else it has; None for others."""
+    """Return the children and the kept attributes of a dataclass container; None for other
+    values.
+    """
     if type(value) not in _taken_in or not isinstance(_entry_of(type(value)), _Rebuild):
         return None
     children, shape, names = _parts_of(value)
@@ -176,7 +181,7 @@ def parts_of_dataclass(value: Any) -> tuple[dict[str, Any], dict[str, Any]] | No
 
 
 def dataclass_of_parts(kind: type, children: dict[str, Any], kept: dict[str, Any]) -> Any:
-    """The instance of a dataclass that has these parts; None where the class is no container."""
+    """Return the dataclass instance with these parts; None if the class is not a container."""
     with _lock:
         if kind not in _taken_in and _can_be_container(kind) and _entry_of(kind) is None:
             optree.register_pytree_node(kind, _parts_of, _Rebuild(kind), namespace=NAMESPACE)
@@ -188,21 +193,23 @@ def dataclass_of_parts(kind: type, children: dict[str, Any], kept: dict[str, Any
 
 
 def _entry_of(kind: type) -> Any:
-    """What makes instances of a class that optree knows; None without."""
+    """Return the function that rebuilds instances of a class; None if optree does not know the
+    class.
+    """
     entry = _registered_elsewhere(kind, len(_registry))
     return None if entry is None else entry.unflatten_func
 
 
 @functools.lru_cache(maxsize=256)
 def _registered_elsewhere(kind: type, registered: int) -> Any:
-    """What optree was given for a class, in whichever namespace; None without.
+    """Return optree's registry entry for a class, from any namespace; None if there is none.
 
-    ``registered`` is how many classes optree knows, which tells when to look again.
+    ``registered`` is the number of classes that optree knows; a new number invalidates the cache.
     """
     return next((entry for entry in _registry.values() if entry.type is kind), None)
 
 
-# optree has no public way to ask in all namespaces at once.
+# optree has no public function that searches all namespaces.
 _registry: Any = optree.registry._NODETYPE_REGISTRY
 
 
@@ -221,7 +228,7 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an instance of a dataclass has, by name: its fields first."""
+    """Return the attributes of a dataclass instance by name, its fields first."""
     found = {
         field.name: getattr(value, field.name)
         for field in dataclasses.fields(value)
@@ -235,7 +242,9 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _parts_of(value: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
-    """The children of a dataclass, what rebuilding it needs, and the children's names."""
+    """Return the children of a dataclass, the data that rebuilds it, and the names of the
+    children.
+    """
     fields = {field.name for field in dataclasses.fields(value)}
     attributes = _attributes(value)
     kept = {
@@ -252,7 +261,9 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Shape:
-    """What two instances of a dataclass must have in common to be of one structure."""
+    """Metadata of a dataclass instance: two instances with equal metadata have the same
+    structure.
+    """
 
     __slots__ = ("kept", "names")
 
@@ -277,7 +288,7 @@ class _Shape:
 
 
 class _Rebuild:
-    """Makes instances of a dataclass from their attributes."""
+    """Function that makes instances of a dataclass from their attributes."""
 
     __slots__ = ("kind",)
 
@@ -287,7 +298,7 @@ class _Rebuild:
     def __call__(self, shape: _Shape, children: Sequence[Any]) -> Any:
         made: Any = object.__new__(self.kind)
         for name, value in self._all(shape, children):
-            object.__setattr__(made, name, value)  # a frozen one's own refuses
+            object.__setattr__(made, name, value)  # # a frozen dataclass's own __setattr__ raises
         return made
 
     def _all(self, shape: _Shape, children: Sequence[Any]) -> Iterator[tuple[str, Any]]:
