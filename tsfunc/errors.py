@@ -165,9 +165,7 @@ class FileFormatError(TsfuncError, ValueError):
 
 
 class ReadOnceWarning(UserWarning):
-    """A traced function reads a clock, a file or system noise; the program keeps the one
-    result.
-    """
+    """A traced function reads a clock, a file or noise; the program keeps the one result."""
 
 
 class SlowFallbackWarning(UserWarning):
