@@ -36,7 +36,7 @@ def late(
             value = importlib.import_module(f"{package}.{shown_modules[name]}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
-        setattr(sys.modules[package], name, value)  # # later accesses skip __getattr__
+        setattr(sys.modules[package], name, value)  # later accesses skip __getattr__
         return value
 
     def shown() -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any, Final
 import optree
 import torch
 
-NAMESPACE: Final = "tsfunc"  # # the optree namespace of the classes that are registered here
+NAMESPACE: Final = "tsfunc"  # the optree namespace of the classes that are registered here
 
 # Types that are always leaves. An unknown class can still be registered later.
 _LEAVES: set[type] = {
@@ -46,7 +46,7 @@ Adopt = Callable[[type], bool]
 _adopters: list[Adopt] = []
 
 _taken_in: set[type] = set()
-_lock = threading.RLock()  # # looking into a leaf can meet other new classes
+_lock = threading.RLock()  # looking into a leaf can meet other new classes
 
 
 def on_unknown(adopt: Adopt) -> None:
@@ -102,7 +102,7 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> 
     Raises:
         ValueError: ``prefix`` is not a prefix of the tree.
     """
-    leaves = flatten(tree)[0]  # # registers unknown classes
+    leaves = flatten(tree)[0]  # registers unknown classes
     # Fast paths (ten times faster) for the common forms: one entry for all, and a flat tuple.
     if is_leaf(prefix):
         return [prefix] * len(leaves)
@@ -155,7 +155,7 @@ def _has_become_container(value: Any) -> bool:
         return True
     if not _can_be_container(kind) or not _holds_tensors(value, set()):
         return False
-    if kind in _taken_in:  # # registered while looking into the leaf
+    if kind in _taken_in:  # registered while looking into the leaf
         return True
     optree.register_pytree_node(kind, _parts_of, _Rebuild(kind), namespace=NAMESPACE)
     return True
@@ -298,7 +298,7 @@ class _Rebuild:
     def __call__(self, shape: _Shape, children: Sequence[Any]) -> Any:
         made: Any = object.__new__(self.kind)
         for name, value in self._all(shape, children):
-            object.__setattr__(made, name, value)  # # a frozen dataclass's own __setattr__ raises
+            object.__setattr__(made, name, value)  # a frozen dataclass's own __setattr__ raises
         return made
 
     def _all(self, shape: _Shape, children: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # torch calls its deprecated functions through a wrapper of one of these modules.
 _WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
-GENERATED = "<tsfunc "  # # the file name of code that this package generates
+GENERATED = "<tsfunc "  # the file name of code that this package generates
 LIBRARIES = (_OURS, _TORCH, GENERATED, *(str(module.__file__) for module in _WRAPPERS))
 
 
@@ -71,7 +71,7 @@ def called_by_user(passing: Callable[[FrameType], bool] = lambda frame: False) -
     """
     frame = sys._getframe(1)
     if frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
-        frame = frame.f_back  # # the caller of this function
+        frame = frame.f_back  # the caller of this function
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_TORCH) or passing(frame)
     ):

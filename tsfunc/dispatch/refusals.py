@@ -16,7 +16,7 @@ import functools
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-_STEPS = 200  # # the most instructions between a test and its raise
+_STEPS = 200  # the most instructions between a test and its raise
 _ENDS = ("JUMP", "RETURN", "YIELD", "STORE_", "DELETE_", "FOR_ITER", "BEFORE_", "SETUP_", "RERAISE")
 _CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 
@@ -69,7 +69,7 @@ def may_be_caught(frame: FrameType) -> bool:
             if _catches(own.f_code, own.f_lasti):
                 return True
         elif name.startswith("tsfunc.program."):
-            return False  # # the frame that began the trace
+            return False  # the frame that began the trace
         own = own.f_back
     return False
 
@@ -79,7 +79,7 @@ def _catches(code: CodeType, at: int) -> bool:
     """True if a function may catch an exception that the instruction at offset ``at`` raises."""
     steps, places = _instructions(code)
     table = getattr(code, "co_exceptiontable", None)
-    if table is None:  # # before Python 3.11, blocks are instructions; any may hold it
+    if table is None:  # before Python 3.11, blocks are instructions; any may hold it
         names = {step.opname for step in steps}
         bare = "POP_EXCEPT" in names and "WITH_EXCEPT_START" not in names
         return bare or any(name in names for name in _CATCHES)

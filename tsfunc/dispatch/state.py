@@ -32,9 +32,7 @@ _PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
 
 
 class RemapArgs(Protocol):
-    """Function that remaps the arguments of a call in the function handler
-    (``bridge/control/subsets``).
-    """
+    """Function that remaps the arguments of a handled call (``bridge/control/subsets``)."""
 
     def __call__(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -145,9 +143,7 @@ class State:
         return State(include, mask, self.levels, None, excluded, self.recorder, self.remap_args)
 
     def forgetful(self) -> State:
-        """Return this state without remapped arguments, for a function that must run twice
-        alike.
-        """
+        """Return this state without remapped arguments, to run a function twice alike."""
         if self.remap_args is None:
             return self
         return self.with_levels(self.levels, self.remap_args.anew())
@@ -293,9 +289,7 @@ def on_capture(capture: Callable[[], Restore]) -> None:
 
 
 def _user_code(frame: FrameType) -> tuple[CodeType, int]:
-    """Return the nearest code outside this package and its line, without keeping the frame
-    alive.
-    """
+    """Return the nearest code outside this package and its line."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return frame.f_code, frame.f_lineno
@@ -424,9 +418,7 @@ class Level:
         )
 
     def within(self, other: Level) -> bool:
-        """True if this level replaces ``other``, so that its kernels take values of ``other``
-        too.
-        """
+        """True if this level replaces ``other`` and its kernels take values of ``other``."""
         return False
 
     @property
@@ -436,9 +428,7 @@ class Level:
         return f"{code.co_filename}:{line}"
 
     def kernel_state(self, bit: int) -> State:
-        """Return the state of this level's kernels: the captured one, with ``bit`` and up
-        excluded.
-        """
+        """Return the captured state with ``bit`` and up excluded, for this level's kernels."""
         state = self._kernel_states.get(bit)
         if state is None:
             outer = self.outer
@@ -448,9 +438,7 @@ class Level:
         return state
 
     def at_own_level(self) -> AbstractContextManager[None]:
-        """Context manager: run as inside of the transform, for kernels that use the level's
-        values.
-        """
+        """Context manager: run inside of this level, for kernels that use its values."""
         return using(self.inner)
 
     def guard(self) -> AbstractContextManager[Any]:
@@ -459,9 +447,7 @@ class Level:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager: restore all captured state, on any thread (NOTE [state captured
-        ...]).
-        """
+        """Context manager: restore all captured state (NOTE [state captured ...])."""
         with using(self.outer), self.guard():
             yield
 
