@@ -12,8 +12,7 @@ remaining attributes are kept unchanged, except cached properties, which are com
 instance gets its attributes without a call of ``__init__``: the attributes have their values
 already, and the values that ``__post_init__`` computes for one example are not the values for the
 batch. A dataclass with its own ``__new__`` is a leaf, and so is a dataclass whose instances hold
-no
-tensor (settings, a configuration).
+no tensor (settings, a configuration).
 """
 
 from __future__ import annotations

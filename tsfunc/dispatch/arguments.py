@@ -3,8 +3,7 @@
 The search covers the arguments and the leaves of lists, tuples, dicts and every other pytree that
 optree knows in its global namespace (``namespace=""``). A value declares its keys by one of two
 attributes, of its class or of the instance: ``dispatch_level``, the :class:`Level` of the value,
-or
-``dispatch_keys``, a :class:`DispatchKeySet`. A plain tensor contributes the key of its backend;
+or ``dispatch_keys``, a :class:`DispatchKeySet`. A plain tensor contributes the key of its backend;
 other values contribute nothing.
 """
 

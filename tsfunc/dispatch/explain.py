@@ -64,9 +64,8 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Print and return the key set of a call, the source of each bit, and the kernels.
 
     Nothing is run. The call runs the kernel of the first step that does not fall through. The
-    later
-    steps are the kernels that are reached when each kernel calls the operator again on the same
-    arguments, under the state that the kernel runs under.
+    later steps are the kernels that are reached when each kernel calls the operator again on the
+    same arguments, under the state that the kernel runs under.
 
     Args:
         op: an operator, or an object that names one. A function that stands for several overloads

@@ -78,8 +78,7 @@ class DispatchKey:
             name: the name of the key, which no other key has.
             above: the new key's kernels run before this key's kernels of the same level.
             below: the new key's kernels run after this key's kernels of the same level. With
-            neither
-                bound, the new key goes above all others.
+                neither bound, the new key goes above all others.
 
         Raises:
             DispatchError: the name is taken, the two bounds leave no room, or cross.
@@ -197,8 +196,8 @@ class DispatchKeySet:
 
     ``DispatchKeySet(key, ...)`` holds the keys at level 0, the level of keys that belong to no
     transform: backends, BackendSelect, keys that a user includes. :meth:`at` makes a set for
-    another
-    level. ``|`` is union, ``&`` intersection, ``~`` complement (for masking: ``keys & ~masked``).
+    another level. ``|`` is union, ``&`` intersection, ``~`` complement (for masking: ``keys &
+    ~masked``).
 
     Example:
         >>> from tsfunc.dispatch import DispatchKey, DispatchKeySet

@@ -93,8 +93,7 @@ class Recorder:
         uses: the number of calls and the time of each use.
         started: the number of calls so far.
         exchanges: for each pair (mesh axis, collective), the number of calls and the number of
-        bytes
-            that this rank sent.
+            bytes that this rank sent.
     """
 
     def __init__(self, place: Callable[[], tuple[Place, bool]]) -> None:

@@ -47,11 +47,9 @@ class State:
     """The include set, the mask of keys that are not excluded, and the active levels of a thread.
 
     ``mask`` lacks the keys that the user has excluded and the keys that a running kernel masks.
-    The
-    user's exclusions are in ``excluded`` too, and also hold at levels that are entered later. The
-    state is ``plain`` if nothing is included, excluded or recorded. ``served`` is the operator
-    whose
-    backend kernel runs: a redispatch of that operator has no key left.
+    The user's exclusions are in ``excluded`` too, and also hold at levels that are entered later.
+    The state is ``plain`` if nothing is included, excluded or recorded. ``served`` is the operator
+    whose backend kernel runs: a redispatch of that operator has no key left.
     """
 
     __slots__ = (
@@ -94,9 +92,8 @@ class State:
         """Return the state that the level-0 kernel of ``bit`` runs under.
 
         The kernel excludes its own bit and all higher ones, so that calling the operator again
-        reaches
-        the next key. Backends are not excluded, since they end every call. Keys that the user has
-        excluded stay excluded.
+        reaches the next key. Backends are not excluded, since they end every call. Keys that the
+        user has excluded stay excluded.
         """
         known = self._below
         if known is None:
@@ -199,8 +196,7 @@ def excluded() -> DispatchKeySet:
     """Return the exclude set of this thread.
 
     Inside a kernel the set is a complement: it holds the kernel's bit and all higher ones.
-    Backends
-    are excluded only if the user excludes them.
+    Backends are excluded only if the user excludes them.
     """
     return DispatchKeySet.from_bits(~tls.state.mask)
 
@@ -248,8 +244,7 @@ def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     """Context manager: add keys (at every level) or a key set to this thread's exclude set.
 
     An excluded key stays excluded at levels that are entered in the block. Exclusion takes
-    precedence
-    over inclusion. Nestable; the previous set is restored also after an exception.
+    precedence over inclusion. Nestable; the previous set is restored also after an exception.
 
     Example:
         >>> from tsfunc import dispatch
@@ -282,8 +277,7 @@ def on_capture(capture: Callable[[], Restore]) -> None:
     """Register state outside of this package that levels capture too.
 
     ``capture()`` is called when a level is made. It returns a function, and the context manager
-    that
-    this function returns restores the captured state.
+    that this function returns restores the captured state.
     """
     _captures.append(capture)
 
@@ -344,8 +338,7 @@ class Level:
 
     As a context manager the level becomes the innermost level of this thread; when the block ends,
     ``alive`` becomes False for good. With ``modal=True`` the level's key is in the include set of
-    the
-    block, so that calls without any of the level's values reach its kernels too.
+    the block, so that calls without any of the level's values reach its kernels too.
 
     Attributes:
         autograd: nonzero while a transform records derivatives on the level's values.

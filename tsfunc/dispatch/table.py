@@ -14,10 +14,9 @@ key is left (a call without tensor arguments), the row's kernel runs.
 
 NOTE [what a kernel runs under]
 A kernel of level 0 runs with its own key and all higher bits excluded, except backends. A kernel
-of
-a level runs under the state that the level captured (NOTE [state captured by a level]), likewise
-without its own bit and higher ones. Calling the operator again therefore reaches the next key
-outwards, and a level that is entered inside a kernel has no excluded keys but the user's. The
+of a level runs under the state that the level captured (NOTE [state captured by a level]),
+likewise without its own bit and higher ones. Calling the operator again therefore reaches the next
+key outwards, and a level that is entered inside a kernel has no excluded keys but the user's. The
 kernel of a backend ends a call: it may call other operators, which reach their backends' kernels,
 and factories, which are dispatched by BackendSelect.
 """
@@ -95,9 +94,8 @@ class Operator:
 
     Attributes:
         outward: the callable by which a level's kernel continues at the next outer level, called
-        on
-            the values inside of the level's tracers. It is the operator itself; a subclass may set
-            another one.
+            on the values inside of the level's tracers. It is the operator itself; a subclass may
+            set another one.
 
     Raises:
         DispatchError: the name is taken.
@@ -332,9 +330,8 @@ def register(op: Any, key: DispatchKey, kernel: Any = None) -> Any:
     """Fill a cell: the kernel for one operator and one key, called as ``kernel(*args, **kwargs)``.
 
     Without ``kernel`` the function is a decorator. ``op`` is an :class:`Operator`, a torch
-    operator
-    (an overload; or an overload packet or a function such as ``torch.sin``, which stand for all
-    overloads of that name), or a name. ``kernel=fallthrough`` passes the key over.
+    operator (an overload; or an overload packet or a function such as ``torch.sin``, which stand
+    for all overloads of that name), or a name. ``kernel=fallthrough`` passes the key over.
 
     Raises:
         DispatchError: the cell is filled already; the message names both places.
@@ -404,8 +401,7 @@ def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     With a :class:`DispatchKeySet` before the arguments, the call runs the kernel for exactly that
     set, and the arguments contribute no keys. The kernel of a backend is the last one: ``op(...)``
-    in
-    it is a new call, and ``redispatch`` of its operator is an error.
+    in it is a new call, and ``redispatch`` of its operator is an error.
 
     Raises:
         DispatchError: no key is left to dispatch to.

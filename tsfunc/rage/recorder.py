@@ -180,8 +180,7 @@ def record(kind: str, **facts: Any) -> None:
     Args:
         kind: the kind of event, in a word or two.
         facts: details by name. Numbers are kept; other values become text, without folders and
-        tensor
-            values, and cut if the text is long.
+            tensor values, and cut if the text is long.
 
     Example:
         >>> from tsfunc import rage

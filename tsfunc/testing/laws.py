@@ -138,8 +138,7 @@ def check_compose(
     """Check compositions of ``vmap``, ``grad``, ``jvp`` and ``specialize`` against loops.
 
     The derivatives of each example are compared with central differences. Pairs of these
-    transforms,
-    in both orders and as programs, are then compared with the loop over the examples.
+    transforms, in both orders and as programs, are then compared with the loop over the examples.
 
     Args:
         func: takes float64 tensors, of one example each, and returns a tensor.

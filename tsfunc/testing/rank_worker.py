@@ -1,8 +1,7 @@
 """The processes of ``spawn``: ``python -m tsfunc.testing.rank_worker FOLDER``.
 
 The first process imports torch and forks ranks on orders that arrive at the socket in ``FOLDER``.
-A
-rank joins the process group and runs the functions that arrive on its own connection.
+A rank joins the process group and runs the functions that arrive on its own connection.
 """
 
 from __future__ import annotations

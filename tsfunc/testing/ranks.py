@@ -2,8 +2,7 @@
 
 One process imports torch and forks the ranks (``rank_worker``). The ranks are kept for later calls
 with the same number of ranks. A failed call ends its ranks, since a rank that left a collective
-can
-leave other ranks waiting in it; the next call forks new ranks.
+can leave other ranks waiting in it; the next call forks new ranks.
 """
 
 from __future__ import annotations

@@ -211,8 +211,8 @@ def operator_calls(
 
     The arguments follow from the operator's schema and from the ranks that the operator accepts in
     trials. Left out are operators that mutate arguments, internal operators (``aten::_...``, those
-    of
-    a backend or of quantized tensors), which do not check their arguments, and unknown operators.
+    of a backend or of quantized tensors), which do not check their arguments, and unknown
+    operators.
     """
     name = draw(st.sampled_from(_named(category)))
     setting, ranks = _taken(name)

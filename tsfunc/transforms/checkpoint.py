@@ -2,9 +2,8 @@
 
 Reverse mode saves values through torch's hooks, and a checkpoint is torch's non-reentrant one:
 NOTE [run again in a backward pass] in ``bridge/grad/checkpoints`` explains why it is correct
-inside
-of every transform. In a trace a checkpoint is a node of the program, which does the same when the
-program runs.
+inside of every transform. In a trace a checkpoint is a node of the program, which does the same
+when the program runs.
 """
 
 from __future__ import annotations
@@ -46,12 +45,10 @@ def checkpoint(
     Args:
         func: takes and returns pytrees. ``checkpoint(policy=...)`` without it is a decorator.
         policy: the results to keep: one of ``tsfunc.checkpoint_policies``; a list of operators
-        (such
-            as ``torch.ops.aten.mm.default``); or a function that takes a context, an operator and
-            its
-            arguments, and returns a bool or a ``CheckpointPolicy`` of torch's. By default no
-            results
-            are kept. Operators that draw random numbers or write are always called again.
+            (such as ``torch.ops.aten.mm.default``); or a function that takes a context, an
+            operator and its arguments, and returns a bool or a ``CheckpointPolicy`` of torch's. By
+            default no results are kept. Operators that draw random numbers or write are always
+            called again.
         preserve_rng_state: if True, the recomputation draws the same random numbers.
 
     Returns:
@@ -72,9 +69,8 @@ def checkpoint(
         tensor(-0.)
 
     Similar to ``jax.checkpoint`` and ``torch.utils.checkpoint``: Griewank, "Achieving logarithmic
-    growth of
-    temporal and spatial complexity in reverse automatic differentiation" (1992); Chen et al.,
-    "Training deep nets with sublinear memory cost" (2016).
+    growth of temporal and spatial complexity in reverse automatic differentiation" (1992); Chen et
+    al., "Training deep nets with sublinear memory cost" (2016).
     """
     keeps = _checked(policy)
     if func is None:

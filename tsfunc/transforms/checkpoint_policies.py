@@ -3,8 +3,7 @@
 A policy takes a context, an operator and its arguments, and returns True if the result is kept, as
 the policies of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` do. The names are
 those of ``jax.checkpoint_policies``. JAX's policies by value name have no counterpart: the
-function
-is run again as a whole, so a kept value spares only the operator that made the value.
+function is run again as a whole, so a kept value spares only the operator that made the value.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
 NOTE [chunks by memory]
 The peak memory of a chunk of ``k`` examples is modelled as ``fixed + each * k``: a part that does
 not depend on the batch, and the part of each example. Two chunks of different sizes determine
-both;
-after one chunk the whole peak counts as ``each``, which is the safe side. The first chunk has one
-example, and each measured chunk is at most eight times as large as the one before, so that a wrong
-estimate shows before it does harm. The memory that a chunk leaves in use (results, and values that
-autograd saves for a backward pass) stays in use for all examples, so it is subtracted from the
-budget first. The model is kept for later calls with such inputs, of any batch size, which then
-measure nothing.
+both; after one chunk the whole peak counts as ``each``, which is the safe side. The first chunk
+has one example, and each measured chunk is at most eight times as large as the one before, so that
+a wrong estimate shows before it does harm. The memory that a chunk leaves in use (results, and
+values that autograd saves for a backward pass) stays in use for all examples, so it is subtracted
+from the budget first. The model is kept for later calls with such inputs, of any batch size, which
+then measure nothing.
 """
 
 from __future__ import annotations

@@ -25,10 +25,8 @@ def closure_convert(
 
     Returns:
         ``(converted, closed)``: ``converted(*args, *closed)`` equals ``func(*args)``. ``closed``
-        has
-        the tensors that a transform or autograd may differentiate by, and the tracers. Other
-        values
-        that ``func`` reads do not become arguments.
+        has the tensors that a transform or autograd may differentiate by, and the tracers. Other
+        values that ``func`` reads do not become arguments.
 
     Raises:
         TypeError: ``converted`` is called with another structure or another number of tensors.

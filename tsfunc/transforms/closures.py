@@ -4,8 +4,8 @@ NOTE [closed-over tensors]
 An ``autograd.Function`` gives gradients to its arguments only, and runs again at every level
 outside of its call, perhaps after that level has ended. The closed-over tensors of a function that
 it calls must therefore be among its arguments. The function is traced once, on the types of its
-own
-arguments and inside of all levels, and then runs as the traced graph, which takes only tensors.
+own arguments and inside of all levels, and then runs as the traced graph, which takes only
+tensors.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 
     Returns:
         A pytree like ``x``. A number counts as equal in all examples: the result is the number
-        times
-        the axis size.
+        times the axis size.
 
     Raises:
         UnboundAxisError: no active transform binds the name.
@@ -74,8 +73,7 @@ def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """Return the elementwise maximum over the examples of an axis, the same for each example.
 
     The arguments, result and errors are those of :func:`psum`. Examples with equal values share
-    the
-    gradient.
+    the gradient.
 
     Example:
         >>> import torch
@@ -207,8 +205,7 @@ def all_to_all(
 
     Args:
         x: a pytree of tensors, whose dim ``split_axis`` has the size of the axis (with ``tiled``,
-        a
-            multiple of it).
+            a multiple of it).
         axis_name: the axis. A tuple of axes acts as one axis, in which the last varies fastest.
         split_axis: the dim that is split; it is removed (with ``tiled``, it becomes smaller).
         concat_axis: the position of the new dim of the received slices (with ``tiled``, the dim
@@ -226,8 +223,7 @@ def all_to_all(
         >>> import torch
         >>> from tsfunc import all_to_all, vmap
         >>> vmap(lambda x: all_to_all(x, "i", 0, 0), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
-        tensor([[1, 3],
-                [2, 4]])
+                tensor([[1, 3], [2, 4]])
 
     Same as ``jax.lax.all_to_all``.
     """
@@ -262,8 +258,7 @@ def ppermute(
 
     Returns:
         A pytree with the structure of ``x``: the received values, or zeros for examples that
-        receive
-        none.
+        receive none.
 
     Raises:
         UnboundAxisError: no active transform binds the name.

@@ -4,8 +4,7 @@ NOTE [functions of whole batches]
 A ``custom_vmap`` rule takes and returns physical values with the batch dim first. At the levels
 outside of the vmap the rule is an ordinary function. If the vmap's own level differentiates by an
 argument, the call is an ``autograd.Function`` of that level. Its backward calls another function
-of
-whole batches, the pullback of the rule, and can therefore be differentiated again.
+of whole batches, the pullback of the rule, and can therefore be differentiated again.
 """
 
 from __future__ import annotations

@@ -40,15 +40,13 @@ class custom_jvp(Rule):
     ``defjvp(rule)`` sets the rule: it takes the tuple of primals and the tuple of tangents, and
     returns the result and its tangent, which must be linear in the tangents. ``defjvps(*rules)``
     sets one rule for each argument: it takes a tangent, the result and the primals, and returns
-    the
-    tangent of the result. None instead of a rule: the argument has no derivative.
+    the tangent of the result. None instead of a rule: the argument has no derivative.
 
     Raises:
         UndefinedRuleError: the function is called before a rule is set.
         CustomRuleError: a rule returns a wrong result.
         UndefinedDerivativeError: a derivative is requested by a closed-over tensor or by an
-        argument
-            of ``nondiff_argnums``, and the result depends on that tensor.
+            argument of ``nondiff_argnums``, and the result depends on that tensor.
 
     Example:
         >>> import torch
@@ -74,8 +72,7 @@ class custom_jvp(Rule):
         Args:
             rule: takes primals and tangents.
             symbolic_zeros: if True, the rule gets a ``SymbolicZero`` as the tangent of each
-            argument
-                that is not differentiated by.
+                argument that is not differentiated by.
         """
         self.rule, self.symbolic_zeros = rule, symbolic_zeros
         return rule

@@ -70,8 +70,7 @@ class Call:
     Attributes:
         rule: the function.
         leaves: the leaves of the differentiated arguments, then of the other arguments; None in
-        the
-            places of operands and sizes.
+            the places of operands and sizes.
         tree: the structures of the two groups of arguments, as a pair.
         places: the positions of the operands among the leaves; closed-over operands have none.
         count: the number of operands that the rule differentiates by; they come first.
@@ -285,8 +284,7 @@ class _Watched(threading.local):
     """The number of functions on this thread that run in order to find hidden dependencies.
 
     Meanwhile, functions with rules that they call use autograd's derivative for tensors that are
-    not
-    differentiated by.
+    not differentiated by.
     """
 
     depth = 0

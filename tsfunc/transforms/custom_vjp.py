@@ -28,19 +28,16 @@ class custom_vjp(Rule):
         nondiff_argnames: names of such arguments.
 
     ``defvjp(fwd, bwd)`` sets the rule: ``fwd`` takes the arguments of ``func`` and returns its
-    result
-    and a pytree of residuals; ``bwd`` takes the residuals and the cotangent of the result, and
-    returns a tuple with a cotangent for each differentiated argument. None stands for zeros of a
-    whole argument or of a part of it.
+    result and a pytree of residuals; ``bwd`` takes the residuals and the cotangent of the result,
+    and returns a tuple with a cotangent for each differentiated argument. None stands for zeros of
+    a whole argument or of a part of it.
 
     Raises:
         UndefinedRuleError: the function is called before a rule is set.
         CustomRuleError: a rule returns a wrong result.
         UndefinedDerivativeError: a derivative is requested by a closed-over tensor or by an
-        argument
-            of ``nondiff_argnums``, and the result depends on that tensor. ``bwd`` may close over
-            any
-            tensor: derivatives of gradients by that tensor are correct.
+            argument of ``nondiff_argnums``, and the result depends on that tensor. ``bwd`` may
+            close over any tensor: derivatives of gradients by that tensor are correct.
 
     Example:
         >>> import torch
@@ -73,13 +70,10 @@ class custom_vjp(Rule):
         Args:
             fwd, bwd: the rule.
             symbolic_zeros: if True, ``fwd`` gets a ``CustomVJPPrimal`` for each tensor and number,
-            with
-                a flag that is True if the value is differentiated by. ``bwd`` gets a
-                ``SymbolicZero`` as
-                the cotangent of each unused result.
+                with a flag that is True if the value is differentiated by. ``bwd`` gets a
+                ``SymbolicZero`` as the cotangent of each unused result.
             optimize_remat: accepted for compatibility with JAX, without effect. A program that is
-            not
-                differentiated always contains ``func`` itself.
+                not differentiated always contains ``func`` itself.
         """
         self.fwd, self.bwd, self.symbolic_zeros = fwd, bwd, symbolic_zeros
 
@@ -267,8 +261,7 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         func: takes pytrees, and returns a pair: its result, and a pullback. The pullback takes the
             cotangent of the result and returns a tuple with a cotangent for each argument. A
-            function
-            of one argument may return its cotangent without a tuple.
+            function of one argument may return its cotangent without a tuple.
 
     Returns:
         A function of the same arguments that returns the result.
@@ -287,8 +280,7 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
         tensor(3.)
 
     Same as ``jax.custom_gradient`` and ``tf.custom_gradient``. The backward pass calls ``func``
-    again
-    to get the pullback. Higher derivatives are derivatives of the pullback.
+    again to get the pullback. Higher derivatives are derivatives of the pullback.
     """
 
     def pair(*args: Any) -> tuple[Any, Any]:
