@@ -196,8 +196,8 @@ class DispatchKeySet:
 
     ``DispatchKeySet(key, ...)`` holds the keys at level 0, the level of keys that belong to no
     transform: backends, BackendSelect, keys that a user includes. :meth:`at` makes a set for
-    another level. ``|`` is union, ``&`` intersection, ``~`` complement (for masking: ``keys &
-    ~masked``).
+    another level. ``|`` is union, ``&`` intersection, ``~`` complement, for masking:
+    ``keys & ~masked``.
 
     Example:
         >>> from tsfunc.dispatch import DispatchKey, DispatchKeySet
