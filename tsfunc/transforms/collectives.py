@@ -223,7 +223,7 @@ def all_to_all(
         >>> import torch
         >>> from tsfunc import all_to_all, vmap
         >>> vmap(lambda x: all_to_all(x, "i", 0, 0), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
-                tensor([[1, 3],
+        tensor([[1, 3],
                 [2, 4]])
 
     Same as ``jax.lax.all_to_all``.
