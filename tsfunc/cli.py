@@ -30,9 +30,7 @@ def show_operators(
     name: str = typer.Argument("", help="An operator, such as aten::add.Tensor."),
     category: str = typer.Option("", help="List the operators of one shape category."),
 ) -> None:
-    """List the catalogue of operators: a census, one operator, or the operators of one
-    category.
-    """
+    """List the catalogue of operators: a census, one operator, or one category's operators."""
     if name:
         _one_operator(name)
     elif category:

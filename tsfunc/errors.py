@@ -151,9 +151,7 @@ class RanksFailed(TsfuncError, RuntimeError):
 
 
 class MalformedProgramError(TsfuncError, RuntimeError):
-    """A program's graph uses an undefined value, or an entry of the graph contradicts its
-    metadata.
-    """
+    """A program's graph uses an undefined value or contradicts its own metadata."""
 
 
 class ExportError(TsfuncError, RuntimeError):

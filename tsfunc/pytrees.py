@@ -136,9 +136,7 @@ def _take_in(leaves: Sequence[Any]) -> bool:
 
 
 def _has_become_container(value: Any) -> bool:
-    """Register the class of a leaf if another registry knows it or it is a dataclass of
-    tensors.
-    """
+    """Register a leaf's class if another registry knows it or it is a dataclass of tensors."""
     kind: Any = type(value)
     registered = _registered_elsewhere(kind, len(_registry))
     if registered is not None:
@@ -170,9 +168,7 @@ def _can_be_container(kind: type) -> bool:
 
 
 def parts_of_dataclass(value: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return the children and the kept attributes of a dataclass container; None for other
-    values.
-    """
+    """Return the children and the kept attributes of a dataclass container, else None."""
     if type(value) not in _taken_in or not isinstance(_entry_of(type(value)), _Rebuild):
         return None
     children, shape, names = _parts_of(value)
@@ -192,9 +188,7 @@ def dataclass_of_parts(kind: type, children: dict[str, Any], kept: dict[str, Any
 
 
 def _entry_of(kind: type) -> Any:
-    """Return the function that rebuilds instances of a class; None if optree does not know the
-    class.
-    """
+    """Return the function that rebuilds instances of a class; None for unknown classes."""
     entry = _registered_elsewhere(kind, len(_registry))
     return None if entry is None else entry.unflatten_func
 
@@ -241,9 +235,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _parts_of(value: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
-    """Return the children of a dataclass, the data that rebuilds it, and the names of the
-    children.
-    """
+    """Return the children of a dataclass, the data to rebuild it, and the children's names."""
     fields = {field.name for field in dataclasses.fields(value)}
     attributes = _attributes(value)
     kept = {
@@ -260,9 +252,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Shape:
-    """Metadata of a dataclass instance: two instances with equal metadata have the same
-    structure.
-    """
+    """Metadata of a dataclass instance: equal metadata means equal structure."""
 
     __slots__ = ("kept", "names")
 

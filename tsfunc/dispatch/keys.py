@@ -109,8 +109,7 @@ class DispatchKey:
 
     @classmethod
     def _place(cls, name: str, above: DispatchKey | None, below: DispatchKey | None) -> int:
-        """Return a free priority in the middle of the gap next to the bound, so that more keys fit
-        later.
+        """Return a free priority in the middle of the gap next to the bound.
 
         Above all keys the priority is only a small step higher: halving would leave room for ten
         keys.

@@ -333,8 +333,7 @@ def _depth_elsewhere() -> int:
 
 
 class Level:
-    """An active transform: one more level of a key, inside the levels that are active at its
-    creation.
+    """An active transform: one more level of a key, inside the levels active at its creation.
 
     As a context manager the level becomes the innermost level of this thread; when the block ends,
     ``alive`` becomes False for good. With ``modal=True`` the level's key is in the include set of

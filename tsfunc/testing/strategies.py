@@ -60,8 +60,7 @@ def tensors(
     low: float = -2.0,
     high: float = 2.0,
 ) -> torch.Tensor:
-    """Generate tensors of finite values in all layouts: plain, transposed, expanded, strided,
-    sliced.
+    """Generate finite tensors: plain, transposed, expanded, strided or sliced.
 
     Args:
         dtypes: the dtypes to choose from.
@@ -206,8 +205,7 @@ class OperatorCall:
 def operator_calls(
     draw: st.DrawFn, category: Category | str | None = None, *, low: float = 0.1, high: float = 0.9
 ) -> OperatorCall:
-    """Generate calls of operators with valid arguments, of one category of ``tsfunc.ops`` or of
-    all.
+    """Generate calls of operators with valid arguments, of one category or of all.
 
     The arguments follow from the operator's schema and from the ranks that the operator accepts in
     trials. Left out are operators that mutate arguments, internal operators (``aten::_...``, those

@@ -176,8 +176,7 @@ def _within(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBat
 
 @dataclass(eq=False)
 class _Plan:
-    """A call: the function, the level, and the flags of the tensors that the level differentiates
-    by.
+    """A call: the function, the level, and flags of the tensors to differentiate by.
 
     Tensors with cotangents are passed to the function batched, since their cotangents are batched.
     """

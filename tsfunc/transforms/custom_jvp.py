@@ -28,8 +28,7 @@ from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 
 
 class custom_jvp(Rule):
-    """A function with a forward-mode derivative rule of the user; reverse mode transposes the
-    rule.
+    """A function with a custom forward-mode derivative; reverse mode transposes the rule.
 
     Args:
         func: takes and returns pytrees.

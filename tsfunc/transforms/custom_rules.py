@@ -64,8 +64,7 @@ def _both(
 
 @dataclass(eq=False)
 class Call:
-    """A call of a function with a rule: the positions of its operands, and the form of its
-    results.
+    """A call of a function with a rule: its operands' positions and its results' form.
 
     Attributes:
         rule: the function.
@@ -116,17 +115,14 @@ class Call:
         return leaves
 
     def of_rest(self, tensors: Sequence[Any], other: Callable[[Any], Any]) -> Any:
-        """Return the differentiated arguments with ``tensors`` for operands and ``other`` of the
-        rest.
-        """
+        """Return the differentiated arguments with other tensors; ``other`` maps the rest."""
         leaves = [other(leaf) for leaf in self.leaves[: self.tree[0].num_leaves]]
         for place, tensor in zip(self.places[: self.count], tensors, strict=True):
             leaves[place] = tensor
         return pytrees.unflatten(self.tree[0], leaves)
 
     def seeing(self, operands: Sequence[Any]) -> AbstractContextManager[None]:
-        """Context manager: the rules see the operands in place of the tensors that they close
-        over.
+        """Context manager: the rules see the operands in place of closed-over tensors.
 
         The mesh axes of the call are bound, also in a later backward pass.
         """

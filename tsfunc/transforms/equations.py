@@ -52,8 +52,7 @@ class Linear:
         return w, _pulled(lambda own: self.product(x, own), closed, w)
 
     def push(self, x: Values, given: Values, closed: Values, tangents: Values) -> list[Any]:
-        """Return the tangents of the solution from those of the right-hand side and closed-over
-        values.
+        """Return the tangents of the solution for tangents of the equation's inputs.
 
         A tangent None means zeros.
         """

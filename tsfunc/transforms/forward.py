@@ -97,9 +97,7 @@ def jvp(
 
 
 def _lacks_formula(said: str) -> bool:
-    """True if torch's message says that an operator lacks a forward formula for a dtype or at
-    all.
-    """
+    """True if torch's message says that an operator lacks a forward formula."""
     return (
         "forward AD" in said
         or "forward mode AD" in said

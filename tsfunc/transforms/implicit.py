@@ -142,9 +142,7 @@ def implicit_root(
         return unknown.leaves("f", f(unknown.tree(values[:count])))
 
     def pushed(*values: Any) -> Any:
-        """Return the solution of the tangent equation at a root; arguments: root, right-hand
-        side.
-        """
+        """Return the tangent solution at a root; the arguments are the root and the rhs."""
         root, given = values[:count], values[count:]
 
         def derivative(tangent: Any) -> Any:
@@ -198,9 +196,7 @@ class _Unknown:
     def solver(
         self, who: str, solver: Solver, operator: Callable[[Any], Any]
     ) -> Callable[..., Any]:
-        """Return a solver as a function of tensors that returns the solution and the auxiliary
-        part.
-        """
+        """Return a solver as a function of tensors; it returns the solution and aux."""
 
         def run(*values: Any) -> Any:
             found = solver(operator, self.tree(values[: len(self.flat)]))

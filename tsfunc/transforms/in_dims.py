@@ -60,9 +60,7 @@ def _check_entries(spec: Spec, dims: Sequence[Any]) -> None:
 
 
 def match_by_name(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int | None]:
-    """Return an entry for each leaf of ``(args, kwargs)``, from a dict (NOTE [in_dims by name]).
-    The leaves of (args, kwargs) have the keywords in sorted order.
-    """
+    """Return an entry for each leaf of ``(args, kwargs)``, from a dict (NOTE [in_dims by name])."""
     names: Mapping[str, Any] = spec.in_dims
     parameters = spec.parameters
     if parameters is None:
@@ -87,7 +85,7 @@ def match_by_name(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         }
     dims: list[int | None] = []
     named = [*zip(_positional_names(parameters, len(args)), by_position, args, strict=True)]
-    # In the order of the leaves of (args, kwargs), which has the keywords sorted.
+    # The leaves of (args, kwargs) have the keywords in sorted order.
     named += [(name, by_keyword[name], kwargs[name]) for name in sorted(kwargs)]
     for name, prefix, value in named:
         dims += _match_one(spec, name, prefix, value)

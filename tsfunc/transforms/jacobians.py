@@ -239,9 +239,7 @@ def _unbatched(value: Any) -> Any:
 
 
 def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Split columns over the entries of all inputs into one tensor for each input, in its
-    shape.
-    """
+    """Split columns over the entries of all inputs into a tensor for each input."""
     parts = columns.split([x.numel() for x in inputs], dim=-1) if len(inputs) > 1 else [columns]
     return [
         part.reshape([*columns.shape[:-1], *x.shape]) for part, x in zip(parts, inputs, strict=True)

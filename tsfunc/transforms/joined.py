@@ -81,12 +81,10 @@ class _Leaf(Protocol):
         """Return the properties that the values of all chunks must share, as text."""
 
     def add(self, start: int, value: Any) -> None:
-        """Add the value of the chunk that begins at the example ``start``.
-        Return the value for all examples.
-        """
+        """Add the value of the chunk that begins at the example ``start``."""
 
     def result(self) -> Any:
-        """That of all examples."""
+        """Return the value for all examples."""
 
 
 def _leaf(value: Any, dim: int | None, size: int) -> _Leaf:

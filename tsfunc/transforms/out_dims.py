@@ -1,6 +1,4 @@
-"""``out_dims``: results unwrapped from their tracers, with the batch dim at the requested
-place.
-"""
+"""``out_dims``: unwrap results from their tracers and place the batch dim."""
 
 from __future__ import annotations
 

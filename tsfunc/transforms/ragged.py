@@ -262,9 +262,7 @@ class _Joined:
         )
 
     def _offsets(self, offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return the offsets of an input with the same lengths, so that the two can be
-        combined.
-        """
+        """Return an input's offsets if the lengths are equal, so that the two combine."""
         nested: Any  # lengths and offsets are methods of the jagged subclass
         for nested in self.nested:
             if nested.layout is torch.jagged and nested.lengths() is None:

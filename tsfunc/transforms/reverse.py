@@ -100,9 +100,7 @@ def record(
     primals: Sequence[torch.Tensor],
     everything: Any,
 ) -> tuple[Recorded, Any]:
-    """Run ``func`` on fresh inputs; it returns the outputs to differentiate, and any other
-    value.
-    """
+    """Run ``func`` on fresh inputs; it returns the outputs and any other value."""
     level = level_of(everything)
     outer_grad = torch.is_grad_enabled()
     outer_inputs = any(autograd.requires_grad(x, level) for x in primals)
@@ -313,8 +311,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
 
 @outside_dynamo
 def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
-    """Same as :func:`grad`, the value first: ``(value, gradient)``, or ``((value, aux),
-    gradient)``.
+    """Same as :func:`grad`: ``(value, gradient)``, or ``((value, aux), gradient)``.
 
     Example:
         >>> import torch

@@ -69,9 +69,7 @@ class Blocks:
     def within(
         self, pairs: torch.Tensor, row: int, column: int, out: Outline, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mask of the entries in a block, and the positions of these entries in the
-        block.
-        """
+        """Return the mask of a block's entries, and their positions in the block."""
         rows, columns = pairs[0] - row, pairs[1] - column
         own = (rows >= 0) & (rows < out.numel()) & (columns >= 0) & (columns < x.numel())
         return own, torch.stack([rows[own], columns[own]])
@@ -110,8 +108,7 @@ def blocks_of(
 
 
 def joined_pattern(api: str, blocks: Blocks, sparsity: Any) -> torch.Tensor:
-    """Return a pattern as a matrix; it is given as a matrix or as blocks in the result's
-    structure.
+    """Return a pattern, given as a matrix or as blocks, as a matrix.
 
     For blocks the function is called once, to get the shapes of its results.
     """

@@ -71,9 +71,7 @@ class Specialized:
         self.cache = Cache(max_specializations, auto_widen)
 
     def _inlined(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a call in Dynamo, which traces this: NOTE [inside of
-        torch.compile].
-        """
+        """Call the function; Dynamo traces this instead: NOTE [inside of torch.compile]."""
         target = self.target
         if target.closure == "freeze":
             return self._outside(*args, **kwargs)
@@ -194,9 +192,7 @@ class Specialized:
         return programs[0] if len(programs) == 1 else programs
 
     def _by_parameter(self, descriptors: Sequence[object]) -> Sequence[Mapping[str, object]]:
-        """Return the descriptors of each program by name; positional ones are those of one
-        program.
-        """
+        """Return each program's descriptors by name; positional ones are one program's."""
         by_name = [each for each in descriptors if isinstance(each, Mapping)]
         if len(by_name) == len(descriptors):
             return by_name

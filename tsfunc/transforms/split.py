@@ -80,8 +80,7 @@ def dense_sources(flat: Sequence[Any], at: Sequence[int | None]) -> list[Any]:
 
 
 class Runner:
-    """Runner of the function for groups of examples, and for the groups that are put off
-    meanwhile.
+    """Runner of the function for groups of examples, including groups that are put off.
 
     Args:
         spec: the arguments of vmap.

@@ -18,7 +18,7 @@ from tsfunc.transforms.vmap import vmap
 class VirtualMesh:
     """A mesh of any size in one process, for tests and for small machines.
 
-    :func:`tsfunc.shard_map` over it runs its body as nested ``vmap``\ s, with the values and
+    :func:`tsfunc.shard_map` over it runs its body as nested ``vmap``\\ s, with the values and
     derivatives of a mesh of processes.
 
     Args:
@@ -74,9 +74,7 @@ def run_nested(
         return found
 
     def mapped(at: int, leaves: Sequence[Any]) -> list[Any]:
-        """Run the body over the axes from ``at`` inward; the dims of outer axes are already
-        mapped.
-        """
+        """Run the body over the axes from ``at`` inward; dims of outer axes are mapped."""
         if at == len(axes):
             return body(*leaves)
         name = axes[at]
