@@ -60,7 +60,7 @@ def _check_entries(spec: Spec, dims: Sequence[Any]) -> None:
 
 
 def match_by_name(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int | None]:
-    """Return an entry for each leaf of ``(args, kwargs)``, from a dict (NOTE [in_dims by name])."""
+    """Return an entry for each leaf of ``(args, kwargs)``, from a dict: NOTE [in_dims by name]."""
     names: Mapping[str, Any] = spec.in_dims
     parameters = spec.parameters
     if parameters is None:
