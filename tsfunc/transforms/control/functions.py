@@ -29,9 +29,7 @@ from tsfunc.transforms.vmap import vmap
 
 @dataclass(frozen=True)
 class Mapped:
-    """A vmap of the trace around a call: the batch dims of the call's tensors, and its
-    settings.
-    """
+    """A vmap of the trace around a call: the call's batch dims, and the vmap's settings."""
 
     in_dims: tuple[int | None, ...]
     out_dims: tuple[int | None, ...]
@@ -101,9 +99,7 @@ class PythonCallee:
         return len(self.places)
 
     def taken(self, spell: Callable[[Any], str]) -> tuple[list[Any], list[Any]]:
-        """Return the tensors and the sizes, and store their types; ``spell`` returns a size's
-        text.
-        """
+        """Return the tensors and the sizes, and store their types; ``spell`` spells sizes."""
         tensors = [self.leaves[i] for i in self.places]
         sizes = [self.leaves[i] for i in self.sizes]
         self.types = [_type_of(x, spell) for x in tensors]

@@ -30,8 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Switch(Operator):
-    """``cond`` and ``switch``; the operands are the index and then the values that the branches
-    use.
+    """``cond`` and ``switch``; the operands are the index and the values of the branches.
 
     Attributes:
         batching: the ``batching=`` of the call.
@@ -184,9 +183,7 @@ _RUNS: Final[dict[type, Callable[..., Any]]] = {}
 
 
 def run_by(kind: type) -> Callable[[F], F]:
-    """Register the function that runs an operator of a program, from the file of the user's
-    call.
-    """
+    """Register the function that runs an operator, from the file of the user's call."""
 
     def decorator(func: F) -> F:
         _RUNS[kind] = func
@@ -196,8 +193,7 @@ def run_by(kind: type) -> Callable[[F], F]:
 
 
 class Scan(Operator):
-    """``scan``; the operands are the carry, the scanned tensors, and the values that the body
-    uses.
+    """``scan``; the operands are the carry, the scanned tensors, and the body's values.
 
     Attributes:
         carried: the number of tensors in the carry.

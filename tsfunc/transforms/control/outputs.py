@@ -247,9 +247,7 @@ def stacked_dim(rank: int, dim: int) -> int:
 
 
 def none_stacked(looks: Any, dim: int) -> Any:
-    """Return the stacked results of no steps: tensors like those of steps, with a dim of size
-    0.
-    """
+    """Return the stacked results of no steps: tensors with a dim of size 0."""
 
     def empty(leaf: Any) -> Any:
         if is_number(leaf):

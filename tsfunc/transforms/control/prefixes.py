@@ -13,9 +13,7 @@ Combine = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 def prefixes(
     combine: Combine, leaves: Sequence[torch.Tensor], axes: Sequence[int], size: int
 ) -> Sequence[torch.Tensor]:
-    """Return the prefixes of the slices: combine pairs, recurse, and fill in the slices
-    between.
-    """
+    """Return the prefixes: combine pairs, recurse, and fill in the slices between."""
     if size < 2:
         return leaves
 

@@ -169,8 +169,7 @@ def _stack(column: Sequence[Any], dim: int) -> Any:
 
 
 def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = None) -> Any:
-    """Call a function with each slice along the first dim, one after the other, and stack the
-    results.
+    """Call a function with each slice along the first dim, in order, and stack the results.
 
     Args:
         f: takes a pytree of slices, and ``args``; returns a pytree.
