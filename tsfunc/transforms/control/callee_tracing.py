@@ -65,7 +65,7 @@ def key_of(callee: PythonCallee) -> Any:
 
 
 def _static_key(leaf: Any) -> Any:
-    """Return the key of a static argument, which distinguishes equal numbers of different types."""
+    """Return the key of a static argument, different for equal numbers of different types."""
     if leaf is None or isinstance(leaf, bool | int | float | complex | str):
         return type(leaf), repr(leaf)
     return id(leaf)
