@@ -42,7 +42,7 @@ def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
         >>> vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
         tensor([0.2500, 0.7500])
 
-    Same as ``jax.lax.psum``.
+    Corresponds to ``jax.lax.psum``.
     """
     for level in _levels(axis_name, "psum"):
         of = functools.partial(physical.total, level)
@@ -61,7 +61,7 @@ def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
         >>> vmap(lambda x: x - pmean(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
         tensor([-1.,  1.])
 
-    Same as ``jax.lax.pmean``.
+    Corresponds to ``jax.lax.pmean``.
     """
     size = 1
     for level in _levels(axis_name, "pmean"):
@@ -81,7 +81,7 @@ def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
         >>> vmap(lambda x: pmax(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
         tensor([3., 3.])
 
-    Same as ``jax.lax.pmax``.
+    Corresponds to ``jax.lax.pmax``.
     """
     return _extreme("pmax", torch.amax, x, axis_name)
 
@@ -97,7 +97,7 @@ def pmin(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
         >>> vmap(lambda x: pmin(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
         tensor([1., 1.])
 
-    Same as ``jax.lax.pmin``.
+    Corresponds to ``jax.lax.pmin``.
     """
     return _extreme("pmin", torch.amin, x, axis_name)
 
@@ -134,7 +134,7 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
         tensor([[1., 3.],
                 [1., 3.]])
 
-    Same as ``jax.lax.all_gather``.
+    Corresponds to ``jax.lax.all_gather``.
     """
     levels = _levels(axis_name, "all_gather")
 
@@ -179,7 +179,7 @@ def psum_scatter(
         >>> vmap(lambda x: psum_scatter(x, "i"), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
         tensor([4, 6])
 
-    Same as ``jax.lax.psum_scatter``.
+    Corresponds to ``jax.lax.psum_scatter``.
     """
     levels = _levels(axis_name, "psum_scatter")
 
@@ -226,7 +226,7 @@ def all_to_all(
         tensor([[1, 3],
                 [2, 4]])
 
-    Same as ``jax.lax.all_to_all``.
+    Corresponds to ``jax.lax.all_to_all``.
     """
     levels = _levels(axis_name, "all_to_all")
 
@@ -272,7 +272,7 @@ def ppermute(
         >>> vmap(shift, axis_name="i")(torch.tensor([1, 2, 3]))
         tensor([0, 1, 2])
 
-    Same as ``jax.lax.ppermute``.
+    Corresponds to ``jax.lax.ppermute``.
     """
     levels = _levels(axis_name, "ppermute")
     size = math.prod(level.batch_size for level in levels)
@@ -316,7 +316,7 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
         >>> vmap(lambda x: x * axis_index("i"), axis_name="i")(torch.ones(3))
         tensor([0., 1., 2.])
 
-    Same as ``jax.lax.axis_index``.
+    Corresponds to ``jax.lax.axis_index``.
     """
     on = None if device is None else torch.device(device)
     levels = _levels(axis_name, "axis_index", alone=True)
@@ -347,7 +347,7 @@ def axis_size(axis_name: Hashable) -> int:
         >>> vmap(lambda x: x * axis_size("i"), axis_name="i")(torch.ones(3))
         tensor([3., 3., 3.])
 
-    Same as ``jax.lax.axis_size``.
+    Corresponds to ``jax.lax.axis_size``.
     """
     levels = _levels(axis_name, "axis_size", alone=True)
     return math.prod(map(physical.size, levels))

@@ -57,7 +57,7 @@ class custom_jvp(Rule):
         >>> grad(log1pexp)(torch.tensor(100.))
         tensor(1.)
 
-    Same as ``jax.custom_jvp``.
+    Corresponds to ``jax.custom_jvp``.
     """
 
     what = "custom_jvp"

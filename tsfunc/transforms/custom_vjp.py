@@ -279,8 +279,8 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
         >>> grad(f)(torch.tensor(3.))
         tensor(3.)
 
-    Same as ``jax.custom_gradient`` and ``tf.custom_gradient``. The backward pass calls ``func``
-    again to get the pullback. Higher derivatives are derivatives of the pullback.
+    Corresponds to ``jax.custom_gradient`` and ``tf.custom_gradient``. The backward pass calls
+    ``func`` again to get the pullback. Higher derivatives are derivatives of the pullback.
     """
 
     def pair(*args: Any) -> tuple[Any, Any]:

@@ -50,7 +50,7 @@ class custom_vmap(Rule):
         >>> vmap(matvec, in_dims=(None, 0))(torch.eye(2), torch.ones(3, 2)).shape
         torch.Size([3, 2])
 
-    Same as ``jax.custom_batching.custom_vmap``; differentiable in both modes.
+    Corresponds to ``jax.custom_batching.custom_vmap``; differentiable in both modes.
     """
 
     what = "custom_vmap"
@@ -176,7 +176,7 @@ def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:
         >>> vmap(step, in_dims=(0, None))(torch.ones(3), torch.tensor(2.))
         tensor([2., 2., 2.])
 
-    Same as ``jax.custom_batching.sequential_vmap``.
+    Corresponds to ``jax.custom_batching.sequential_vmap``.
     """
     made = custom_vmap(func)
 

@@ -64,10 +64,10 @@ def jvp(
         >>> jvp(torch.sin, (torch.tensor(0.),), (torch.tensor(2.),))
         (tensor(0.), tensor(2.))
 
-    Same as ``torch.func.jvp`` and ``jax.jvp``. If an operator (or a ``torch.autograd.Function``)
-    has no forward formula, or none for a dtype, the derivative is computed by differentiating the
-    pullback, which runs ``func`` once more. Forward mode runs on one thread at a time; other
-    threads wait.
+    Corresponds to ``torch.func.jvp`` and ``jax.jvp``. If an operator (or a
+    ``torch.autograd.Function``) has no forward formula, or none for a dtype, the derivative is
+    computed by differentiating the pullback, which runs ``func`` once more. Forward mode runs on
+    one thread at a time; other threads wait.
     """
     if (other := delegate("jvp")) is not None:
         return other(func, primals, tangents, strict=strict, has_aux=has_aux)

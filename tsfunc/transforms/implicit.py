@@ -70,7 +70,7 @@ def linear_solve(
         >>> grad(f)(torch.tensor([2., 4.]))
         tensor([-0.2500, -0.0625])
 
-    Same as ``jax.lax.custom_linear_solve``.
+    Corresponds to ``jax.lax.custom_linear_solve``.
     """
     unknown = _Unknown("linear_solve", b, has_aux)
     if symmetric:

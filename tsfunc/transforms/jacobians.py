@@ -119,7 +119,7 @@ def jacrev(
         tensor([[1., 0.],
                 [0., 1.]])
 
-    Same as ``torch.func.jacrev`` and ``jax.jacrev``.
+    Corresponds to ``torch.func.jacrev`` and ``jax.jacrev``.
     """
     if isinstance(chunk_size, int) and chunk_size <= 0:
         raise ValueError("jacrev: `chunk_size` should be greater than 0.")
@@ -194,7 +194,7 @@ def jacfwd(
         tensor([[1., 0.],
                 [0., 1.]])
 
-    Same as ``torch.func.jacfwd`` and ``jax.jacfwd``.
+    Corresponds to ``torch.func.jacfwd`` and ``jax.jacfwd``.
     """
 
     @like(func)
@@ -261,6 +261,6 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
         tensor([[2., 0.],
                 [0., 2.]])
 
-    Same as ``torch.func.hessian`` and ``jax.hessian``.
+    Corresponds to ``torch.func.hessian`` and ``jax.hessian``.
     """
     return jacfwd(jacrev(func, argnums), argnums)

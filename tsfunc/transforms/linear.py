@@ -32,7 +32,7 @@ def stop_gradient(tree: Any) -> Any:
         >>> grad(lambda x: x * stop_gradient(x))(torch.tensor(3.))
         tensor(3.)
 
-    Same as ``jax.lax.stop_gradient``; applies ``Tensor.detach`` to each leaf.
+    Corresponds to ``jax.lax.stop_gradient``; applies ``Tensor.detach`` to each leaf.
     """
     return pytrees.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
@@ -93,8 +93,8 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
         >>> sums(torch.tensor([1., 2., 3.]))
         (tensor([6., 5., 3.]),)
 
-    Same as ``jax.linear_transpose``. The transpose is computed by reverse mode. An operator whose
-    backward formula differs from the transpose of its derivative gets the backward formula.
+    Corresponds to ``jax.linear_transpose``. The transpose is computed by reverse mode. An operator
+    whose backward formula differs from the transpose of its derivative gets the backward formula.
     """
     what = f"linear_transpose({name_of(func)})"
     flat, spec = pytrees.flatten(primals)

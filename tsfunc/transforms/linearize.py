@@ -46,9 +46,9 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
         >>> jvp_fn(torch.tensor([1., 2.]))
         tensor([1., 2.])
 
-    Same as ``torch.func.linearize``, and ``jax.linearize`` with its ``has_aux``. The pullback is
-    linear in the cotangent, and the pullback of the pullback is the derivative. An operator whose
-    backward formula can't be differentiated can't be linearized.
+    Corresponds to ``torch.func.linearize``, and ``jax.linearize`` with its ``has_aux``. The
+    pullback is linear in the cotangent, and the pullback of the pullback is the derivative. An
+    operator whose backward formula can't be differentiated can't be linearized.
     """
     if (other := delegate("linearize")) is not None:
         kept: list[Any] = []

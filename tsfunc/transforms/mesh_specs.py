@@ -23,7 +23,7 @@ class P(tuple[Any, ...]):
         >>> P("dp", None, ("tp", "pp"))
         P('dp', None, ('tp', 'pp'))
 
-    Same as ``jax.sharding.PartitionSpec``.
+    Corresponds to ``jax.sharding.PartitionSpec``.
     """
 
     __slots__ = ()

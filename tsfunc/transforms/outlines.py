@@ -48,7 +48,7 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> print(eval_shape(lambda x, y: x @ y, x, torch.ones(1000000, 3)))
         f32[1000000, 3] cpu
 
-    Same as ``jax.eval_shape``.
+    Corresponds to ``jax.eval_shape``.
     """
     return pytrees.tree_map(_type_of, looks_of(f"eval_shape({name_of(func)})", func, args, kwargs))
 

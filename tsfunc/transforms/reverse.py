@@ -140,7 +140,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         >>> vjp_fn(torch.ones(2))
         (tensor([1., 1.]),)
 
-    Same as ``torch.func.vjp`` and ``jax.vjp``.
+    Corresponds to ``torch.func.vjp`` and ``jax.vjp``.
     """
     if (other := delegate("vjp")) is not None:
         return other(func, *primals, has_aux=has_aux)
@@ -264,7 +264,7 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
         >>> grad(torch.sin)(torch.tensor(0.))
         tensor(1.)
 
-    Same as ``torch.func.grad`` and ``jax.grad``.
+    Corresponds to ``torch.func.grad`` and ``jax.grad``.
     """
 
     @like(func)
@@ -291,7 +291,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
         >>> grad_and_value(torch.sin)(torch.tensor(0.))
         (tensor(1.), tensor(0.))
 
-    Same as ``torch.func.grad_and_value``.
+    Corresponds to ``torch.func.grad_and_value``.
     """
 
     @like(func)
@@ -319,7 +319,7 @@ def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
         >>> value_and_grad(torch.sin)(torch.tensor(0.))
         (tensor(0.), tensor(1.))
 
-    Same as ``jax.value_and_grad``.
+    Corresponds to ``jax.value_and_grad``.
     """
     both = grad_and_value(func, argnums, has_aux)
 

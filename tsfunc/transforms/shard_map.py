@@ -94,7 +94,7 @@ def shard_map(
         >>> shard_map(centered, VirtualMesh(dp=2), P("dp"), P("dp"))(torch.tensor([1., 2., 6., 7.]))
         tensor([-3., -2.,  2.,  3.])
 
-    Same as ``jax.shard_map`` with ``check_vma=False``.
+    Corresponds to ``jax.shard_map`` with ``check_vma=False``.
     """
     _check_option("randomness", randomness, ("error", "same", "different", "split"))
     _check_option("inputs", inputs, ("global", "local"))

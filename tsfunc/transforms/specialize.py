@@ -171,7 +171,7 @@ class Specialized:
             >>> f.lower(MetaTensorType(["n", 3], dtype=torch.float64), 2).descriptors["x"].shape
             ('n', 3)
 
-        Same as ``jax.jit(f).lower``.
+        Corresponds to ``jax.jit(f).lower``.
         """
         target = self.target
         if descriptors and target.contracts:

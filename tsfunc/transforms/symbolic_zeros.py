@@ -38,7 +38,7 @@ class SymbolicZero:
         >>> jvp(lambda x: product(x, torch.tensor(3.)), (torch.tensor(1.),), (torch.tensor(1.),))[1]
         tensor(3.)
 
-    Same as ``jax.custom_derivatives.SymbolicZero``.
+    Corresponds to ``jax.custom_derivatives.SymbolicZero``.
     """
 
     shape: tuple[Any, ...]
@@ -57,7 +57,7 @@ class CustomVJPPrimal:
         value: the tensor or number.
         perturbed: True if a transform or autograd differentiates by the value.
 
-    Same as ``jax.custom_derivatives.CustomVJPPrimal``.
+    Corresponds to ``jax.custom_derivatives.CustomVJPPrimal``.
     """
 
     value: Any
@@ -71,7 +71,7 @@ pytrees.add_leaf(CustomVJPPrimal)
 def custom_vjp_primal_tree_values(tree: Any) -> Any:
     """Return the values of a pytree of :class:`CustomVJPPrimal`.
 
-    Same as ``jax.custom_derivatives.custom_vjp_primal_tree_values``.
+    Corresponds to ``jax.custom_derivatives.custom_vjp_primal_tree_values``.
     """
     return pytrees.tree_map(lambda x: x.value if isinstance(x, CustomVJPPrimal) else x, tree)
 
@@ -79,7 +79,7 @@ def custom_vjp_primal_tree_values(tree: Any) -> Any:
 def zero_from_primal(x: Any, symbolic_zeros: bool = False) -> Any:
     """Return the zero tangent of a tensor or number; None for other values.
 
-    With ``symbolic_zeros`` the tangent is a :class:`SymbolicZero`. Same as
+    With ``symbolic_zeros`` the tangent is a :class:`SymbolicZero`. Corresponds to
     ``jax.custom_derivatives.zero_from_primal``.
     """
     if isinstance(x, torch.Tensor):

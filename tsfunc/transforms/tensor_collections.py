@@ -85,11 +85,11 @@ class _Change:
         return f"{type(self.like).__name__} of {', '.join(map(repr, _keys(self.like)))}"
 
     def batch_size(self, collection: Any) -> list[Any]:
-        """The batch size of a collection after the change."""
+        """Return the batch size of a collection after the change."""
         return self._changed(list(collection.batch_size), self.size)
 
     def names(self, collection: Any) -> list[Any]:
-        """The names of the batch dims after the change."""
+        """Return the names of the batch dims after the change."""
         names = list(collection.names)
         resized = self.kind == "resize" and self.dim is not None
         return names if resized else self._changed(names, None)

@@ -99,7 +99,7 @@ def cond(
         >>> vmap(f)(torch.tensor([1., -2.]))
         tensor([0., 2.])
 
-    Same as ``jax.lax.cond``, including its older form ``cond(pred, true_operand, true_fun,
+    Corresponds to ``jax.lax.cond``, including its older form ``cond(pred, true_operand, true_fun,
     false_operand, false_fun)``. The form of ``torch.cond``, with the operands in one tuple or
     list, is accepted too: a single such operand is unpacked if the branches take as many arguments
     as it has entries. torch's names ``true_fn`` and ``false_fn`` are accepted as well.
@@ -182,7 +182,7 @@ def switch(
         >>> switch(torch.tensor(2), [torch.sin, torch.cos, torch.exp], torch.zeros(2))
         tensor([1., 1.])
 
-    Same as ``jax.lax.switch``.
+    Corresponds to ``jax.lax.switch``.
     """
     check_batching("switch", batching)
     if not branches:

@@ -92,8 +92,8 @@ def while_loop(
         >>> vmap(doubled_past_100)(torch.tensor([1., 30., 200.]))
         tensor([128., 120., 200.])
 
-    Same as ``jax.lax.while_loop``, and differentiable in reverse mode. torch's form, with
-    functions that take the entries of a tuple or list as arguments, is accepted too, with its
+    Corresponds to ``jax.lax.while_loop``; it is also differentiable in reverse mode. torch's form,
+    with functions that take the entries of a tuple or list as arguments, is accepted too, with its
     parameter names. Functions of one argument therefore get the entry of a tuple of one entry, not
     the tuple.
     """
@@ -149,8 +149,8 @@ def fori_loop(
         >>> fori_loop(0, 5, lambda i, total: total + i, torch.tensor(0))
         tensor(10)
 
-    Same as ``jax.lax.fori_loop``, and differentiable in reverse mode also if the bounds are
-    tensors.
+    Corresponds to ``jax.lax.fori_loop``; it is differentiable in reverse mode even if the bounds
+    are tensors.
     """
     check_callable("fori_loop", body_fun=body_fun)
     if torch_records():

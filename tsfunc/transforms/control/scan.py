@@ -78,7 +78,8 @@ def scan(
         >>> scan(lambda total, x: (total + x, total + x), torch.tensor(0), torch.arange(4))
         (tensor(6), tensor([0, 1, 3, 6]))
 
-    Same as ``jax.lax.scan``; ``dim`` comes from torch's scan, and so does the name ``combine_fn``.
+    Corresponds to ``jax.lax.scan``; ``dim`` comes from torch's scan, and so does the name
+    ``combine_fn``.
     """
     check_callable("scan", f=f)
     if not isinstance(unroll, int) or (unroll < 1 and unroll is not False):
@@ -190,7 +191,7 @@ def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = Non
         >>> tsfunc.map(torch.sum, torch.ones(3, 2))
         tensor([2., 2., 2.])
 
-    Same as ``jax.lax.map``; further ``args`` are those of torch's ``map``.
+    Corresponds to ``jax.lax.map``; further ``args`` are those of torch's ``map``.
     """
     check_callable("map", f=f)
     if batch_size is not None and batch_size < 1:
@@ -252,9 +253,9 @@ def associative_scan(
         >>> associative_scan(torch.mul, torch.tensor([1, 2, 3, 4]))
         tensor([ 1,  2,  6, 24])
 
-    Same as ``jax.lax.associative_scan``: Blelloch, "Prefix sums and their applications" (1990).
-    torch's argument order is accepted too, with the dim third and ``reverse`` fourth or by name,
-    and so are its names ``combine_fn`` and ``xs``.
+    Corresponds to ``jax.lax.associative_scan``: Blelloch, "Prefix sums and their applications"
+    (1990). torch's argument order is accepted too, with the dim third and ``reverse`` fourth or by
+    name, and so are its names ``combine_fn`` and ``xs``.
     """
     check_callable("associative_scan", fn=fn)
     if combine_mode not in (None, "pointwise", "generic"):
