@@ -140,7 +140,7 @@ class State:
         return State(include, mask, self.levels, None, excluded, self.recorder, self.remap_args)
 
     def forgetful(self) -> State:
-        """Return this state without remapped arguments, to run a function twice alike."""
+        """Return this state with a fresh ``remap_args``, to run a function twice alike."""
         if self.remap_args is None:
             return self
         return self.with_levels(self.levels, self.remap_args.anew())

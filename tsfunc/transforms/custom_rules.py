@@ -279,8 +279,8 @@ def is_differentiated(call: Call) -> bool:
 class _Watched(threading.local):
     """The number of functions on this thread that run in order to find hidden dependencies.
 
-    Meanwhile, functions with rules that they call use autograd's derivative for tensors that are
-    not differentiated by.
+    Meanwhile, a function with a rule that they call is differentiated by autograd if only its
+    hidden operands are perturbed.
     """
 
     depth = 0

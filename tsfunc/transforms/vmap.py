@@ -95,9 +95,9 @@ def vmap(
             objects as a list; an output with out_dim None is returned once. With "split",
             randomness "different" acts as "split".
         ragged: the form of an output whose size differs from example to example: "nested", a
-            nested tensor of the jagged layout; "list", a list of the examples' tensors, which
-            is also used if a nested tensor can't hold them; or "error". A nested tensor among
-            the inputs is mapped over its first dim.
+            nested tensor (of the jagged layout, unless all nested inputs are strided); "list", a
+            list of the examples' tensors, which is also used if a nested tensor can't hold them;
+            or "error". A nested tensor among the inputs is mapped over its first dim.
         axis_name: the name by which collectives (``psum`` and others) exchange values among the
             examples.
         mesh_axis: an axis of a mesh (``shard_map``, ``mesh_axes``), or a tuple of axes, whose

@@ -1,7 +1,7 @@
 """torch's control flow for tsfunc's: NOTE [control flow in torch's graphs].
 
 The note is in ``bridge/tracers/dynamo``. torch's operators take and return tensors that share no
-memory. The initial carries and the results of bodies are therefore copied, and their numbers become
+memory. Initial carries and results of bodies are therefore copied, and their numbers become
 tensors (NOTE [numbers among results] in ``outputs``); ints that branches return stay ints.
 ``batching=``, ``checkpoint=`` and ``unroll=`` have no effect here. Dynamo traces this file; it
 supports torch's pytrees, but not optree or ``inspect``.
