@@ -1,10 +1,10 @@
 """Base of the functions with custom rules: the operands of a call, and the checks of rules.
 
 A call is an ``autograd.Function`` of its operands: the tensors among the differentiated arguments,
-the tensors among the other arguments, and the tensors that the rules close over (NOTE [hidden
-operands] in ``bridge/tracers/seen_as``). A rule defines no derivative by the last two kinds. A
-derivative by them is an error if the result depends on them, which is known when the function has
-run.
+the tensors among the other arguments, and the tensors that the rules close over
+(NOTE [hidden operands] in ``bridge/tracers/seen_as``). A rule defines no derivative by the last
+two kinds. A derivative by them is an error if the result depends on them, which is known when the
+function has run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Forward mode: ``jvp``.
 
 Tangents are torch's own dual numbers on the tensors of the innermost level: plain tensors, or
-tracers of a vmap, whose operators are differentiated by torch's C++ formulas on tracers. NOTE [one
-dual level] in ``bridge/grad/autograd`` explains how transforms share torch's single dual level. If
-the tensors of the level already carry the tangents of an enclosing jvp, the inner jvp works on
-tracers of its own Grad level.
+tracers of a vmap, whose operators are differentiated by torch's C++ formulas on tracers.
+NOTE [one dual level] in ``bridge/grad/autograd`` explains how transforms share torch's single dual
+level. If the tensors of the level already carry the tangents of an enclosing jvp, the inner jvp
+works on tracers of its own Grad level.
 """
 
 from __future__ import annotations

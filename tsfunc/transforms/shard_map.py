@@ -1,9 +1,9 @@
 """``shard_map``: turn a function of one rank's shards into a function of whole tensors.
 
 The body runs once on each rank, on plain tensors. Levels bind the names of the mesh axes for
-collectives. The conversions of inputs and outputs are exchanges among the ranks too: NOTE
-[exchanges] in ``bridge/mesh/operators``. Over a :class:`VirtualMesh` the same body runs as nested
-vmaps.
+collectives. The conversions of inputs and outputs are exchanges among the ranks too:
+NOTE [exchanges] in ``bridge/mesh/operators``. Over a :class:`VirtualMesh` the same body runs as
+nested vmaps.
 """
 
 from __future__ import annotations
