@@ -1,11 +1,11 @@
 """``linear_solve`` and ``implicit_root``: solutions of equations, with implicit derivatives.
 
 NOTE [implicit derivatives]
-The derivatives do not depend on the way in which a solver finds ``x``. ``A x = b`` implies ``A dx
-= db - dA x``, and ``f(x) = 0`` implies ``f'(x) dx = -df``: a tangent is the solution of a linear
-equation, and a cotangent is the solution of the transposed equation. The same operator solves
-these equations, so they can be differentiated again, and no derivative runs through a solver. The
-operator is one ``autograd.Function`` with the closed-over tensors as arguments:
+The derivatives do not depend on the way in which a solver finds ``x``. ``A x = b`` implies
+``A dx = db - dA x``, and ``f(x) = 0`` implies ``f'(x) dx = -df``: a tangent is the solution of a
+linear equation, and a cotangent is the solution of the transposed equation. The same operator
+solves these equations, so they can be differentiated again, and no derivative runs through a
+solver. The operator is one ``autograd.Function`` with the closed-over tensors as arguments:
 NOTE [closed-over tensors] in ``closures``.
 """
 
